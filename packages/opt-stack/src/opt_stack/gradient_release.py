@@ -76,6 +76,8 @@ class GradientRelease:
         """End the iteration: return its result and reset the statistics."""
         norms, skip = self._squares.sqrt(), self._skip
         self._last_norms = norms
+        if self._updated:
+            self.optimizer.loaded_weights.accept_writes()
         self._begin()
         return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
 
@@ -109,7 +111,7 @@ class GradientRelease:
                 its state is on the host.
         """
         self.optimizer.check_ready("a backward pass that updates parameters")
-        if (problem := self.optimizer.loaded_weights.problem()) is not None:
+        if not self._updated and (problem := self.optimizer.loaded_weights.problem()) is not None:
             raise problem
         if piece.param in self._updated:
             raise RuntimeError(

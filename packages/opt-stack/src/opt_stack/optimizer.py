@@ -113,7 +113,9 @@ class Optimizer(GradientStatistics, StateDicts):
         if self.in_backward is not None:
             return self.in_backward.finish()
         self.stepper.objection = self._objection()
-        return self.stepper.step(self.param_groups)
+        result = self.stepper.step(self.param_groups)
+        self.loaded_weights.accept_writes()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients: set `param.grad` to None or zero, and the gradient buffers of wrapped chunks to zero.
@@ -143,7 +145,9 @@ class Optimizer(GradientStatistics, StateDicts):
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
         `grad_norm_skip_threshold`, and so nothing was updated."""
         self.check_ready("step_with_ready_grads()")
-        return self.stepper.step_with_ready_grads(self.param_groups)
+        made = self.stepper.step_with_ready_grads(self.param_groups)
+        self.loaded_weights.accept_writes()
+        return made
 
     def train(self, mode: bool = True) -> None:
         """Restore the trained weights in the parameters, bit for bit, after `eval()`; `train(False)` is `eval()`."""

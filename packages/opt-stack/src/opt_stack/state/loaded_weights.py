@@ -1,16 +1,18 @@
-"""Notice weights that were loaded into the model, and parameters that were replaced, after the optimizer was built.
+"""Notice weights that were written to the model, and parameters that were replaced, after the optimizer was built.
 
-Main values in fp32 or fp16 are copies: the next update would overwrite loaded weights by the old ones. Whether weights
-agree with main values is only checked after a load, and whether the model still has the parameters also in the first
-step, so that other steps cost nothing.
+Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
+weights agree with main values is only checked after a load, or after another write that torch counted (`_version`), and
+whether the model still has the parameters also in the first step, so that other steps cost two passes over counts.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.step.dtensor import is_dtensor
@@ -20,6 +22,7 @@ from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
+_VERSION = attrgetter("_version")
 
 
 class LoadedWeights:
@@ -27,10 +30,13 @@ class LoadedWeights:
 
     def __init__(self, pieces: Iterable[OwnedPiece], trained: Mapping[nn.Parameter, str]):
         self._copied = [piece for piece in pieces if _is_copied(piece)]
+        self._counted = list(dict.fromkeys(tensor for piece in self._copied for tensor in _counted(piece)))
+        self._versions: list[int] = []
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
         self._replaced: set[nn.Parameter] = set()
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
+        self.accept_writes()
 
     def watch(self, chunks: Iterable[nn.Module]) -> None:
         """Note every load of these modules and of modules below them."""
@@ -45,6 +51,10 @@ class LoadedWeights:
         """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
         self._are_new = True
         self._compare(module, params)
+
+    def accept_writes(self) -> None:
+        """Note that the optimizer wrote the parameters. Writes from now on are those of others."""
+        self._versions = list(map(_VERSION, self._counted))
 
     def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._replaced.difference_update(params.values())
@@ -63,16 +73,18 @@ class LoadedWeights:
                 "load_state_dict(assign=True) or a parametrization, so that the optimizer would update a parameter "
                 "that the model no longer has; build the optimizer after that"
             )
+        self._are_new = self._are_new or list(map(_VERSION, self._counted)) != self._versions
         if not self._are_new:
             return None
         other = next((piece for piece in self._copied if not _agrees(piece)), None)
         if other is not None:
             return UnusableGradientError(
                 f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
-                "the next update would restore; call optimizer.reload_model_params() after the load, or load the "
-                "optimizer's state of the same checkpoint"
+                "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
+                "the parameters, or load the optimizer's state of the same checkpoint"
             )
         self._are_new = False
+        self.accept_writes()
         return None
 
 
@@ -101,6 +113,15 @@ def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
 def _is_copied(piece: OwnedPiece) -> bool:
     """Whether main values are a copy of the parameter in another format. fp8 codes depend on their scales as well."""
     return piece.own_main.numbers in _COPIES and not isinstance(piece.own_main, QuantizedMain)
+
+
+def _counted(piece: OwnedPiece) -> Iterator[Tensor]:
+    """The tensors whose version counts writes to the piece: the parameter, and the local part of a DTensor."""
+    with torch.no_grad():  # else `to_local` returns an alias with a version of its own
+        tensors = (piece.param, piece.param.to_local()) if isinstance(piece.param, DTensor) else (piece.param,)
+    for tensor in tensors:
+        if not tensor.is_inference():  # made in torch.inference_mode(); nothing counts its writes
+            yield tensor
 
 
 def _agrees(piece: OwnedPiece) -> bool:

@@ -1,0 +1,135 @@
+"""Weights that other code wrote to the parameters in place, after the optimizer was built, are not lost in silence."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from stack_models import assert_equal, backward, make_model, train, weights
+from torch import nn
+
+import opt_checkpoint
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_stack import Optimizer, get_optimizer, release_gradients
+from opt_stack.state import loaded_weights
+
+BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
+LOST = r"weights were loaded into the model: '\w.\w+' has other values than its main values"
+Write = Callable[[nn.Module, Path], object]
+
+
+@torch.no_grad()
+def halves(model: nn.Module, path: Path) -> None:
+    for param in model.parameters():
+        param.fill_(0.5)
+
+
+def saved_halves() -> nn.Module:
+    model = make_model(torch.bfloat16)
+    halves(model, Path())
+    return model
+
+
+def load(model: nn.Module, path: Path) -> None:
+    opt_checkpoint.save({"model": opt_checkpoint.sharded_model(saved_halves())}, path)
+    opt_checkpoint.load({"model": opt_checkpoint.sharded_model(model)}, path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def load_by_torch(model: nn.Module, path: Path) -> None:
+    dcp.save(saved_halves().state_dict(), checkpoint_id=path)
+    dcp.load(model.state_dict(), checkpoint_id=path)
+
+
+WRITES: dict[str, Write] = {"assignment": halves, "opt_checkpoint.load": load, "torch's load": load_by_torch}
+writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+
+
+def stepped(config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
+    model = make_model(torch.bfloat16)
+    optimizer = get_optimizer(config, [model], {})
+    train(model, optimizer, range(2))
+    return model, optimizer
+
+
+@writes
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_step_that_would_restore_the_old_weights_is_refused(write: Write, tmp_path: Path) -> None:
+    """`opt_checkpoint.load` fills the parameters, and the next update wrote the weights of before the load."""
+    model, optimizer = stepped(BF16)
+    write(model, tmp_path / "weights")
+    backward(model, 2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=LOST):
+            optimizer.step()
+    with pytest.raises(RuntimeError, match=LOST):
+        optimizer.prepare_grads()
+    assert_equal(weights(model), weights(saved_halves()))
+    optimizer.reload_model_params()
+    assert optimizer.step().success
+    assert (model[0].weight - 0.5).abs().max() < 0.1
+
+
+def test_a_write_of_one_rank_is_refused_by_all() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=comm, tp=Alone())
+        model = make_model(torch.bfloat16)
+        optimizer = get_optimizer(BF16, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=comm))
+        train(model, optimizer, range(2))
+        if comm.rank == 1:
+            halves(model, Path())
+        backward(model, 2)
+        with pytest.raises(RuntimeError, match=r"weights were loaded into the model|other rank.s. refused"):
+            optimizer.step()
+
+    run_threads(3, rank_main)
+
+
+def test_an_update_in_backward_is_refused() -> None:
+    model, optimizer = stepped(BF16)
+    release_gradients(optimizer)
+    train(model, optimizer, range(2, 4))
+    halves(model, Path())
+    with pytest.raises(RuntimeError, match=LOST):
+        backward(model, 4)
+    assert_equal(weights(model), weights(saved_halves()))
+
+
+def test_writes_that_keep_the_values_are_harmless() -> None:
+    model, optimizer = stepped(BF16)
+    with torch.no_grad():
+        model[0].weight.mul_(2).mul_(0.5)
+    train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["step", "release"])
+def test_values_are_compared_after_a_write_of_others_only(monkeypatch: pytest.MonkeyPatch, released: bool) -> None:
+    """The optimizer's own writes are not followed by a pass over all weights."""
+    compared = []
+    monkeypatch.setattr(loaded_weights, "_agrees", lambda piece: compared.append(piece) is None)
+    model, optimizer = stepped(BF16)
+    if released:
+        release_gradients(optimizer)
+    train(model, optimizer, range(2, 5))
+    assert not compared
+    with torch.no_grad():
+        model[2].bias.add_(0)
+    train(model, optimizer, range(5, 7))
+    assert len(compared) == 4
+
+
+def test_a_model_made_in_inference_mode_is_trained() -> None:
+    """Its tensors have no version."""
+    with torch.inference_mode():
+        model = make_model(torch.bfloat16)
+    optimizer = get_optimizer(replace(BF16, weight_decay=0.0), [model], {})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = weights(model)
+    optimizer.step()
+    assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
