@@ -29,6 +29,7 @@ from opt_paramgroups import (
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
 from opt_stack.chunks.megatron_ddp import reduced_by_megatron
+from opt_stack.chunks.memory import check_materialised, check_memory
 from opt_stack.chunks.torch_ddp import averaged_by_torch
 from opt_stack.chunks.wrapped import (
     check_blocks,
@@ -229,7 +230,7 @@ def _build(
 ) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
     sizes = _world_sizes(roles)
-    agreed(roles.everyone, lambda: _check_materialised(chunks))
+    agreed(roles.everyone, lambda: check_materialised(chunks))
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     check_patterns(chunks, roles.everyone)
     plan = agreed(
@@ -237,6 +238,7 @@ def _build(
         lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),
     )
     params, metas = parameters_by_id(chunks), describe_stored(chunks)
+    agreed(roles.everyone, lambda: check_memory(config, chunks, groups))
     check_recipes(config, chunks, roles.everyone)
     check_peers(plan, groups, metas, roles)
     if broadcast_params:
@@ -268,16 +270,6 @@ def _build(
     )
     optimizer.loaded_weights.watch(chunks)
     return optimizer
-
-
-def _check_materialised(chunks: Sequence[nn.Module]) -> None:
-    named = ((name, param) for chunk in chunks for name, param in nn.Module.named_parameters(chunk))
-    found = next((name for name, param in named if param.is_meta), None)
-    if found is not None:
-        raise ConfigError(
-            f"{found!r} is on the meta device, where it has no values; call model.to_empty(device=...) and initialise "
-            "the parameters first, then get_optimizer"
-        )
 
 
 def _world_sizes(roles: Roles) -> WorldSizes:

@@ -5,10 +5,11 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.agreement import Facts, agree_on, check_config
+from opt_distributed.buffers.apart import check_apart
 from opt_distributed.buffers.binding import check_unbound
 from opt_distributed.buffers.bucket import Reduction
 from opt_distributed.buffers.fp8_memory import check_gathered_in_fp8
@@ -37,6 +38,7 @@ class ChunkSpec:
     config: DistributedDataParallelConfig
     params: Mapping[ParamId, nn.Parameter]
     metas: Mapping[ParamId, ParamMeta]
+    others: Sequence[tuple[str, Tensor]]  # frozen parameters, and buffers of the module, with their names
     roles: Roles
     is_whole: IsWhole
     shard_multiple: int
@@ -55,6 +57,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
     try:
         check_config(spec.config, spec.roles, per_token=spec.calculate_per_token_loss)
         check_unbound(spec.params)
+        check_apart(spec.params, spec.others)
         check_gathered_in_fp8(spec.config, spec.metas)
         planned = _plans(spec)
         pools = _make_pools(spec, planned) if spec.config.nccl_ub else {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.apart import not_trained
 from opt_distributed.buffers.binding import adopt_main_grad_, begin_accumulation, bind_main_grad, take_grad_
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
@@ -110,6 +111,7 @@ class DistributedDataParallel(nn.Module):
                 config=config,
                 params=self._params,
                 metas=self.metas,
+                others=list(not_trained(module)),
                 roles=self.roles,
                 is_whole=is_whole,
                 shard_multiple=shard_multiple,

@@ -1,17 +1,16 @@
 """`ParamAndGradBuffer`: one contiguous tensor of gradients, and one of parameters if they are sharded."""
 
 from collections.abc import Mapping
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from opt_distributed.buffers.apart import check_apart
 from opt_distributed.buffers.fp8_memory import move_fp8_in
 from opt_distributed.buffers.fp8_through_grads import through_grads
 from opt_distributed.buffers.moved import Converted, Left
 from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
-from opt_distributed.buffers.stored import FP8, StorageError, address, is_quantized, stored_dtype
+from opt_distributed.buffers.stored import FP8, StorageError, address, stored_dtype
 from opt_distributed.buffers.wire import InFlight, sum_over
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.allocate import Allocate, zeros
@@ -19,14 +18,6 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout, LayoutError, Slot
 from opt_paramgroups import ParamId
-
-
-class _Range(NamedTuple):
-    """The addresses of one parameter's bytes."""
-
-    start: int
-    stop: int
-    id: ParamId
 
 
 class ParamAndGradBuffer:
@@ -236,19 +227,4 @@ def _check(
             raise StorageError(f"{id} is on {param.device}, the buffer on {device}; move the model before wrapping it")
         if not param.requires_grad:
             raise StorageError(f"{id} does not require a gradient; leave frozen parameters out of the layout")
-    _check_apart(params)
-
-
-def _check_apart(params: Mapping[ParamId, nn.Parameter]) -> None:
-    """Refuse parameters that share memory: each one moves to a separate place in the buffer."""
-    ranges = sorted(_range(id, param) for id, param in params.items() if param.numel() and not is_quantized(param))
-    for one, other in pairwise(ranges):
-        if other.start < one.stop:
-            raise StorageError(
-                f"{one.id} and {other.id} share memory; tie parameters by using one nn.Parameter twice, not by views"
-            )
-
-
-def _range(id: ParamId, param: nn.Parameter) -> _Range:
-    last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-    return _Range(param.data_ptr(), param.data_ptr() + (last + 1) * param.element_size(), id)
+    check_apart(params)
