@@ -37,6 +37,7 @@ SOAP, MUON = config("soap"), config("muon")  # whose mode is "blockwise", which 
 DUPLICATED = config("muon", muon_tp_mode="duplicated")
 ADAMUON = config("adaptive_muon", muon_tp_mode="duplicated")
 NORMUON = config("adaptive_muon", muon_tp_mode="duplicated", adaptive_muon_moment2_method="normuon")
+NAMO = config("adaptive_muon", muon_tp_mode="duplicated", adaptive_muon_moment2_method="namo")
 
 
 class Case(NamedTuple):
@@ -57,6 +58,11 @@ CASES = {
     "soap of parts, fsdp": Case(SOAP_OF_PARTS, UNEVEN, fsdp, f"4 ranks (0): {ONE}"),
     "soap of parts, fsdp x tp": Case(SOAP_OF_PARTS, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
     "normuon, hsdp": Case(NORMUON, OBLONG, hsdp, f"2 ranks (shard): {ONE}"),
+    "namo, fsdp": Case(NAMO, OBLONG, fsdp, f"4 ranks (0): {ONE}"),
+    "namo, hsdp": Case(NAMO, UNEVEN, hsdp, f"2 ranks (shard): {ONE}"),
+    "namo, fsdp x tp": Case(NAMO, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
+    "namo, tp": Case(NAMO, OBLONG, tp, f"4 ranks (tp): {FOUR}"),
+    "namo, an owner without rows": Case(NAMO, SMALL, fsdp, f"4 ranks (0): {ONE}"),
     "soap, hsdp": Case(SOAP, UNEVEN, hsdp, f"2 ranks (shard): {ONE}"),
     "muon, fsdp x tp": Case(DUPLICATED, EVEN, fsdp_x_tp, f"2 x 2 ranks (tp, dp): {ONE}"),
     "muon, rows twice": Case(MUON, OBLONG, two_axes, f"2 x 2 ranks (outer, inner): {ONE}"),
@@ -70,8 +76,9 @@ BY_ATTRIBUTES = {
     "soap of parts": (SOAP_OF_PARTS, SOAP_OF_PARTS),
     "muon": (DUPLICATED, DUPLICATED),
     "normuon, gathered to joint": (NORMUON, JOINT),
+    "namo": (NAMO, NAMO),
 }
-BLOCKWISE = config("adaptive_muon", adaptive_muon_moment2_method="normuon")
+BLOCKWISE = {name: config("adaptive_muon", adaptive_muon_moment2_method=name) for name in ("normuon", "namo")}
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
 HOOKED = {"adam": config("adam"), "muon": DUPLICATED}
 HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
@@ -81,6 +88,7 @@ SAVED = {
     "soap of parts": (SOAP_OF_PARTS, UNEVEN, fsdp),
     "normuon": (NORMUON, OBLONG, hsdp),
     "adamuon": (ADAMUON, OBLONG, tp),
+    "namo": (NAMO, OBLONG, fsdp),
     "adam, a vector outside the tensor-parallel plan": (config("adam"), EVEN, fsdp_x_tp),
     "muon, a vector outside the tensor-parallel plan": (DUPLICATED, EVEN, fsdp_x_tp),
     "adam, replicas of tensor parallelism": (config("adam"), EVEN, tp_on_a_part_of_the_mesh),
@@ -105,7 +113,7 @@ class Four(NamedTuple):
     resumed: dict[str, list[dict[str, Tensor]]]  # over tensor-parallel ranks
     paths: dict[str, str]
     by_attributes: dict[str, list[dict[int, dict[str, Tensor]]]]
-    blocks: list[list[Trained]]
+    blocks: dict[str, list[list[Trained]]]  # by rule, layout and rank
     apart: list[str]
     hooked: dict[str, list[list[Trained]]]  # by rule, layout and rank
 
@@ -117,7 +125,11 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
     jobs |= {f"model, {name}": Job(train_fsdp, (rule,)) for name, rule in MODELS.items()}
     jobs |= {f"save {name}": Job(train_and_save, (*saved, paths[name])) for name, saved in SAVED.items()}
     jobs |= {f"load {name}": Job(resume, (*saved[:2], tp, paths[name])) for name, saved in SAVED.items()}
-    jobs |= {f"blocks, {lay_out.__name__}": Job(train, (BLOCKWISE, EVEN, lay_out)) for lay_out in BLOCKS}
+    jobs |= {
+        f"blocks, {name}, {lay_out.__name__}": Job(train, (rule, EVEN, lay_out))
+        for name, rule in BLOCKWISE.items()
+        for lay_out in BLOCKS
+    }
     jobs |= {
         f"hooks, {name}, {lay_out.__name__}": Job(train, (rule, EVEN, lay_out, HOOKS))
         for name, rule in HOOKED.items()
@@ -135,7 +147,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Four:
         {name: made[f"load {name}"] for name in SAVED},
         paths,
         {name: made[f"attributes, {name}"] for name in BY_ATTRIBUTES},
-        [made[f"blocks, {lay_out.__name__}"] for lay_out in BLOCKS],
+        {name: [made[f"blocks, {name}, {lay_out.__name__}"] for lay_out in BLOCKS] for name in BLOCKWISE},
         made["apart"],
         {name: [made[f"hooks, {name}, {lay_out.__name__}"] for lay_out in HOOKED_LAYOUTS] for name in HOOKED},
     )
@@ -182,7 +194,7 @@ def test_the_plan_reports_who_computes(name: str, four: Four) -> None:
 
 
 def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) -> None:
-    for name in ("muon, fsdp", "adamuon, fsdp", "soap, fsdp", "soap, tp"):
+    for name in ("muon, fsdp", "adamuon, fsdp", "namo, fsdp", "soap, fsdp", "soap, tp"):
         alone = train(*CASES[name][:2])
         vector = 2 * 9 * 3 * (name == "soap, tp")  # Adam's, which tensor parallelism repeats on the other three
         kept = sum(rank.state_numel for rank in four.trained[name])
@@ -191,13 +203,14 @@ def test_of_what_fsdp_cuts_all_ranks_together_keep_the_state_of_one(four: Four) 
         assert 4 * kept - 4 * 8 * 3 <= planned <= 4 * kept
 
 
-def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(four: Four) -> None:
-    """NorMuon's row statistics and norms are still those of the whole matrix: summed over the owners of the blocks."""
-    for kept, cut in zip(*four.blocks, strict=True):
+@pytest.mark.parametrize("rule", BLOCKWISE)
+def test_blocks_of_tensor_parallelism_stay_blocks_where_fsdp_cuts_them_further(rule: str, four: Four) -> None:
+    """Row statistics and norms are still those of the whole matrix: summed over the owners of the blocks."""
+    for kept, cut in zip(*four.blocks[rule], strict=True):
         for param in ("column.weight", "row.weight", "qkv.weight"):
             assert torch.equal(cut.weights[param], kept.weights[param])
-    whole = train(BLOCKWISE, EVEN).weights
-    assert not torch.allclose(four.blocks[0][0].weights["row.weight"], whole["row.weight"], rtol=1e-3, atol=1e-3)
+    whole = train(BLOCKWISE[rule], EVEN).weights
+    assert not torch.allclose(four.blocks[rule][0][0].weights["row.weight"], whole["row.weight"], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", SAVED)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.matrices.stacks import squares_in_float64
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
-from opt_kernels.rules.base import MatrixRule, init_state
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, init_state, sums_gradients
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.namo import NAMO
 from opt_kernels.rules.soap import SOAP, Order
@@ -22,6 +23,7 @@ RULES: dict[str, MatrixRule] = {
     "adamuon": AdaptiveMuon(muon=MUON),
     "normuon": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON),
     "normuon of columns": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
+    "namo": NAMO(muon=MUON),
     "soap": SOAP(),
     "soap_muon": SOAPMuon(),
     "soap in megatron's order": SOAP(order=Order.MEGATRON),
@@ -54,14 +56,16 @@ def in_phases(rule: MatrixRule, main: Tensor, grads: list[Tensor], cuts: list[tu
         parts.append(Part(first, stop, rows, {n: v for n, v in rule.init_state(rows).items() if n not in whole}))
     for step, grad in enumerate(grads, start=1):
         hyper = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), step=step)
-        tasks, inputs = [], []
+        tasks, inputs, squares = [], [], []
         for part in parts:
             spec = MatrixSpec(split_rows=SPLIT, part=MatrixPart("w", (24, 24), part.first))
             rows = grad[part.first : part.stop].clone()
+            squares.append(squares_in_float64(rows))
             tasks.append(Task(hyper, Work(grad=rows, main=part.main, state=part.state, matrix=spec)))
             rule.prepare_(tasks[-1], rows, None)
             inputs.append(rows)
-        work = Work(grad=torch.cat(inputs), main=None, state=state, matrix=MATRIX)
+        of_grad = {GRAD_SQUARES: torch.stack(squares).sum()} if sums_gradients(rule) else {}
+        work = Work(grad=torch.cat(inputs), main=None, state=state | of_grad, matrix=MATRIX)
         (update,) = rule.transform_([Task(hyper, work)], work.grad.unsqueeze(0), None)
         for part, task in zip(parts, tasks, strict=True):
             rule.apply_(task, update[part.first : part.stop].clone(), None)
@@ -84,7 +88,3 @@ def test_parts_move_as_the_whole_does(name: str, cut: str) -> None:
 def test_rules_of_elements_have_no_phases() -> None:
     assert not isinstance(Adam(), MatrixRule)
     assert all(isinstance(rule, MatrixRule) for rule in RULES.values())
-
-
-def test_namo_has_none_since_the_norm_of_a_gradient_is_lost_before_the_second() -> None:
-    assert not isinstance(NAMO(), MatrixRule)

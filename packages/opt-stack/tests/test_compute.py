@@ -52,7 +52,8 @@ CASES = {
     "tp, soap": (SOAP(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
     "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "hsdp": (SOAP(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
-    "tp, namo": (NAMO(muon=DUPLICATED), meta((16, 8), TP), [(PART, ["tp"], 1)]),  # sums its norms over its peers
+    "tp, namo": (NAMO(muon=DUPLICATED), meta((16, 8), TP), [(EVERY, ["tp"], 0)]),
+    "fsdp, namo": (NAMO(), meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "axes of one rank": (SOAP(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
     "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),
     "fsdp of blocks": (BLOCKWISE, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 1)]),
@@ -136,14 +137,6 @@ REFUSED = {
         ConfigError,
         "optimizer='theirs' needs whole matrices, but w is cut along dim 0 over 4 ranks (dp), and only for an "
         "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'",
-    ),
-    "namo, which has no phases": (
-        NAMO(),
-        meta((16, 8), FSDP),
-        ConfigError,
-        "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but if ranks store parts of "
-        "matrices, only momenta are gathered, and w is cut along dim 0 over 4 ranks (dp); use 'normuon' or "
-        "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True",
     ),
     "heads cut by blocks": (
         BLOCKWISE,

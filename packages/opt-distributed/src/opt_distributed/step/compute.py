@@ -15,8 +15,8 @@ from torch import Tensor
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
-from opt_kernels.matrices.stacks import scaled_grads, stacks
-from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
 from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
@@ -93,6 +93,15 @@ class ComputeStage:
         for axis in self._gathered:
             held = self._parted(axis, held, like)
         return {id: held[id] for id in like}
+
+    def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
+        """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
+        flat = torch.cat([x.reshape(-1) for x in sums.values()])
+        for axis in self._gathered:
+            with _naming("sum"):
+                self.comms[axis].all_reduce_(flat)
+        by_id = torch.split(flat, [x.numel() for x in sums.values()])
+        return {id: total.view(x.shape) for (id, x), total in zip(sums.items(), by_id)}
 
     @property
     def _every(self) -> bool:
@@ -222,14 +231,23 @@ def _update_run_(
     parts = {}
     for id, task in of_id.items():
         parts[id] = scaled_grads([task], grad_scale)[0]
+    squares: Parts = {}
+    if sums_gradients(rule):
+        squares = stage.summed({id: squares_in_float64(grad) for id, grad in parts.items()})
+    for id, task in of_id.items():
         rule.prepare_(task, parts[id], skip)
-    updates = _transformed(rule, stage, of_id, stage.gather(parts), skip)
+    updates = _transformed(rule, stage, of_id, stage.gather(parts), squares, skip)
     for id, update in stage.scatter(updates, like=parts).items():
         rule.apply_(of_id[id], update, skip)
 
 
 def _transformed(
-    rule: MatrixRule, stage: ComputeStage, of_id: Mapping[ParamId, Task], wholes: Parts, skip: Tensor | None
+    rule: MatrixRule,
+    stage: ComputeStage,
+    of_id: Mapping[ParamId, Task],
+    wholes: Parts,
+    squares: Parts,  # ‖g‖² of each matrix, for a rule that reads it, else empty
+    skip: Tensor | None,
 ) -> Parts:
     """The directions of whole matrices. Matrices with equal layouts and hyper-parameters are stacked."""
     updates = dict(wholes)  # matrices without elements have no direction
@@ -237,7 +255,8 @@ def _transformed(
     names = {}
     for name, whole in wholes.items():
         hyper, part = of_id[name]
-        work = Work(grad=whole, main=None, state=part.state, matrix=stage.of_whole[name])
+        state = {**part.state, GRAD_SQUARES: squares[name]} if squares else part.state
+        work = Work(grad=whole, main=None, state=state, matrix=stage.of_whole[name])
         names[id(work)] = name
         batches.setdefault(id(hyper), []).append(Task(hyper, work))
     for tasks in batches.values():

@@ -97,9 +97,18 @@ def cut_of_parts(work: Work) -> int | None:
 
 def sum_of_squares(work: Work, x: Tensor) -> Tensor:
     """‖X‖² of each whole matrix of `x` (*shape): 0-d, or one number per matrix of a stack."""
-    squares = x.square().sum((-2, -1))
+    return over_peers(work, x.square().sum((-2, -1)))
+
+
+def over_peers(work: Work, sums: Tensor) -> Tensor:
+    """`sums` of the local matrices, added up over the tensor-parallel ranks that share them."""
     group = work.matrix.tensor_parallel
-    return squares if matrix_dim(work) is None or group is None else group.all_reduce(squares)
+    return sums if matrix_dim(work) is None or group is None else group.all_reduce(sums)
+
+
+def squares_in_float64(x: Tensor) -> Tensor:
+    """‖X‖² of each matrix of `x` (*shape) in float64, so that the sums of parts add up to that of the whole."""
+    return x.square().sum((-2, -1), dtype=torch.float64)
 
 
 def whole_size(work: Work) -> tuple[int, int]:

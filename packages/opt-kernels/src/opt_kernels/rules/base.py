@@ -85,6 +85,16 @@ class MatrixRule(Rule, Protocol):
         ...
 
 
+GRAD_SQUARES = "grad_squares"
+"""The entry of a whole work's state that holds ‖g‖² for a rule with `sums_gradients`. It is not kept."""
+
+
+def sums_gradients(rule: Rule) -> bool:
+    """Whether `transform_` of a matrix rule reads `GRAD_SQUARES`: ‖g‖² of every whole matrix, in float64, summed over
+    parts by the caller. The rule then has an attribute of this name."""
+    return bool(getattr(rule, "sums_gradients", False))
+
+
 class SplitStateRule(Rule, Protocol):
     """A rule whose state depends on how rows are split into separate matrices, see `StateSpec.by_part`."""
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,9 +9,17 @@ from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.muon import Decay, Inputs
-from opt_kernels.matrices.stacks import MatrixError, check_shape, compute_dtype, sum_of_squares
+from opt_kernels.matrices.orthogonalization import TpMode
+from opt_kernels.matrices.stacks import (
+    MatrixError,
+    check_shape,
+    compute_dtype,
+    over_peers,
+    squares_in_float64,
+    sum_of_squares,
+)
 from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuon, Lines, SecondMoment, accumulated
-from opt_kernels.rules.base import Needs
+from opt_kernels.rules.base import GRAD_SQUARES, Needs
 from opt_kernels.rules.muon import Muon
 from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
 
@@ -27,9 +34,9 @@ class NAMO:
     g, u, O, s and e are those of Muon. Reads from `Hyper` the numbers of Muon, betas[1] = b2, and eps. There is no bias
     correction. Norms are Frobenius norms of whole matrices, summed over tensor-parallel ranks in every mode.
 
-    ‖g‖ cannot be computed from the input of the orthogonalisation, so this is not a `MatrixRule`: parts of matrices
-    cannot be gathered for it, as FSDP2 requires. Raises ValueError for L2 decay, which would be part of g. `update_`
-    raises MatrixError for unequal parts of a matrix.
+    ‖g‖ cannot be computed from the input of the orthogonalisation. If parts of matrices are gathered, as for FSDP2,
+    their squares are summed besides (`sums_gradients`); in float64, so that v does not depend on the parts. Raises
+    ValueError for L2 decay, which would be part of g. `update_` raises MatrixError for unequal parts of a matrix.
     """
 
     muon: Muon = field(default_factory=Muon)
@@ -41,6 +48,7 @@ class NAMO:
             )
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+    sums_gradients: ClassVar[bool] = True  # `transform_` needs ‖g‖² of whole matrices
 
     @property
     def name(self) -> str:
@@ -62,7 +70,7 @@ class NAMO:
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        second = StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-2, -1))
+        second = StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-2, -1), whole=True)
         return (*self.muon.state_specs, second)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
@@ -70,40 +78,61 @@ class NAMO:
         second = torch.zeros(main.shape[:-2], dtype=torch.float32, device=main.device)
         return self.muon.init_state(main) | {SECOND_MOMENT: second}
 
+    @property
+    def tp_mode(self) -> TpMode:
+        """The mode of Muon."""
+        return self.muon.tp_mode
+
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        transform = partial(self._directions, grad_scale=grad_scale, skip=skip)
+        def transform(tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+            squares = [_squares(task.work, grad_scale) for task in tasks]
+            return self._directions(tasks, inputs, normalised, squares, skip)
+
         self.muon.step_(
             batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=_unnormalised
         )
 
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Update the momentum, as Muon does."""
+        self.muon.prepare_(task, grad, skip)
+
+    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
+        """(‖u‖ / (sqrt(v) + eps)) O, with ‖g‖² from the state `GRAD_SQUARES`."""
+        squares = [task.work.state[GRAD_SQUARES] for task in tasks]
+        return self._directions(tasks, inputs, False, squares, skip)
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Update the weights, as Muon does."""
+        self.muon.apply_(task, update, skip)
+
     def _directions(
-        self,
-        tasks: Sequence[Task],
-        inputs: Tensor,
-        normalised: bool,
-        *,
-        grad_scale: float | Tensor,
-        skip: Tensor | None,
+        self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, squares: Sequence[Tensor], skip: Tensor | None
     ) -> Tensor:
-        """(‖u‖ / (sqrt(v) + eps)) O of works of one layout."""
+        """(‖u‖ / (sqrt(v) + eps)) O of works of one layout. `squares` are ‖g‖² of the local matrices."""
         dtype = compute_dtype(tasks[0].work)
-        factors = [self._factor(task, u, grad_scale, skip) for task, u in zip(tasks, inputs)]
+        factors = [_factor(task, u, of_grad, skip) for task, u, of_grad in zip(tasks, inputs, squares)]
         updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
         return updates.mul_(torch.stack(factors)[..., None, None])
 
-    def _factor(self, task: Task, u: Tensor, grad_scale: float | Tensor, skip: Tensor | None) -> Tensor:
-        """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
-        hyper, work = task
-        if work.matrix.part is not None:
-            raise MatrixError(
-                f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖ of the whole; "
-                "give moment2_method='normuon', or parts of equal size"
-            )
-        grad = work.grad.to(compute_dtype(work)) * grad_scale
-        second = accumulated(task, SECOND_MOMENT, sum_of_squares(work, grad), skip)
-        return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)
+
+def _squares(work: Work, grad_scale: float | Tensor) -> Tensor:
+    """‖g‖² of the work. Raises MatrixError for a part whose size does not follow from that of the whole."""
+    if work.matrix.part is not None:
+        raise MatrixError(
+            f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖² of the whole; "
+            "give moment2_method='normuon', or parts of equal size"
+        )
+    return squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
+
+
+def _factor(task: Task, u: Tensor, squares: Tensor, skip: Tensor | None) -> Tensor:
+    """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
+    hyper, work = task
+    of_whole = over_peers(work, squares).to(compute_dtype(work))
+    second = accumulated(task, SECOND_MOMENT, of_whole, skip)
+    return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)
 
 
 def _unnormalised(work: Work) -> Inputs:

@@ -9,7 +9,6 @@ from opt_config import ConfigError
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import MatrixRule, Rule
-from opt_kernels.rules.namo import NAMO
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
@@ -129,12 +128,6 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
         kept, computes = cuts, Computes.JOINT
     elif by_mode and mode is TpMode.DUPLICATED:
         computes = Computes.EVERY
-    if computes.gathers and isinstance(rule, NAMO):
-        raise ConfigError(
-            "adaptive_muon_moment2_method='namo' scales by the norm of each whole gradient, but if ranks store "
-            f"parts of matrices, only momenta are gathered, and {_described(meta, cuts)}; use 'normuon' or "
-            "'adamuon', or plain parameters with use_layer_wise_distributed_optimizer=True"
-        )
     if computes.gathers and not isinstance(rule, MatrixRule):
         raise ConfigError(
             f"optimizer={rule.name!r} needs whole matrices, but {_described(meta, cuts)}, and only for an "
