@@ -1,15 +1,19 @@
-"""`torch.compile`: a drop-in's step is part of the graph, the stack's step breaks it once; both see every new value."""
+"""`torch.compile`: a step is one operation of the graph, which sees every new value."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from parity import roles_over
 from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_kernels.optim import AdamW
-from opt_stack import get_optimizer
+from opt_stack import get_optimizer, in_graphs
 
 
 def drop_in(model: nn.Module) -> Any:
@@ -81,15 +85,13 @@ def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize(("build", "fullgraph"), [(whole_stack, False), (drop_in, True)], ids=["stack", "drop-in"])
-def test_a_compiled_function_has_the_bits_of_the_step_and_two_graphs(
-    build: Callable[[nn.Module], Any], fullgraph: bool
-) -> None:
-    """The stack's: before and after its step. A drop-in's: for the first learning rate, and for any other."""
+@ON_BOTH
+def test_a_compiled_function_without_breaks_has_the_bits_of_the_step(build: Callable[[nn.Module], Any]) -> None:
+    """Two graphs: for the first learning rate, and for any other."""
     torch._dynamo.reset()
     compiler = Counted()
     model, optimizer = made(build)
-    run = torch.compile(within(model, optimizer), backend=compiler, fullgraph=fullgraph)
+    run = torch.compile(within(model, optimizer), backend=compiler, fullgraph=True)
     found = trained(model, optimizer, run)
     model, optimizer = made(build)
     expected = trained(model, optimizer, within(model, optimizer))
@@ -97,11 +99,136 @@ def test_a_compiled_function_has_the_bits_of_the_step_and_two_graphs(
     assert compiler.num_graphs == 2
 
 
-def test_a_graph_without_breaks_around_the_stacks_step_is_refused_by_torch() -> None:
+MODES = {
+    "fp32": {},
+    "clipped": {"clip_grad": 0.01, "log_num_zeros_in_grad": True},
+    "bf16": {"bf16": True},
+    "24-bit mains": {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
+    "fp16": {"fp16": True, "loss_scale": 8.0},
+    "muon": {"optimizer": "muon"},
+}
+
+
+def of_mode(mode: str) -> tuple[nn.Module, Any]:
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **MODES[mode])
+    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
+    model = nn.Linear(3, 2).to(dtype)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    return model, get_optimizer(config, [model], {})
+
+
+def steps_of(model: nn.Module, optimizer: Any, *, backend: Any = None) -> tuple[list[Tensor], list[Any], int]:
+    """Weights, results and the number of breaks of four steps, the third of which has no gradient of the bias. The
+    function changes weights and gradients, and reads weights after the step."""
+
+    def run(x: Tensor) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+            model.weight.grad.mul_(2.0)
+        result = optimizer.step()
+        return model.weight.detach() * x, result
+
     torch._dynamo.reset()
-    model, optimizer = made(whole_stack)
+    torch._dynamo.utils.counters.clear()
+    step = run if backend is None else torch.compile(run, backend=backend)
+    found, results = [], []
+    for number in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        for param in model.parameters():
+            param.grad = torch.arange(param.numel(), dtype=param.dtype).view_as(param) * 0.25
+        if number == 2:
+            model.bias.grad = None
+        product, result = step(torch.full((), float(number), dtype=model.weight.dtype))
+        found.append(product)
+        results.append(result)
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return [*found, *(param.detach().clone() for param in model.parameters())], list(map(tuple, results)), breaks
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_stacks_step_in_a_graph_has_the_weights_and_results_of_the_step(mode: str, backend: str) -> None:
+    """`aot_eager` gives the operation copies of weights and gradients that the function has changed."""
+    weights, results, breaks = steps_of(*of_mode(mode), backend=backend)
+    expected, expected_results, _ = steps_of(*of_mode(mode))
+    assert all(map(torch.equal, weights, expected))
+    assert results == expected_results
+    assert breaks == 0
+
+
+def test_a_result_of_a_compiled_step_is_read_late_and_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_graphs, "KEPT_RESULTS", 2)
+    torch._dynamo.reset()
+    model, optimizer = of_mode("fp32")
+    compiled = torch.compile(optimizer.step, backend=Counted(), fullgraph=True)
+    results = []
+    for number in (1, 2, 3):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, float(number))
+        results.append(compiled())
+    assert [result.grad_norm for result in results[1:]] == pytest.approx([2 * 8**0.5, 3 * 8**0.5])
+    with pytest.raises(RuntimeError, match="result of compiled step 0 was not read for 2 steps"):
+        results[0].success  # noqa: B018
+
+
+@ON_BOTH
+def test_errors_of_a_compiled_step_are_those_of_the_step(build: Callable[[nn.Module], Any]) -> None:
+    """Gradients stayed disabled in the whole process after such an error."""
+    torch._dynamo.reset()
+    model, optimizer = made(build)
+    compiled = torch.compile(optimizer.step, backend=Counted(), fullgraph=True)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    compiled()
     before = [param.detach().clone() for param in model.parameters()]
-    compiled = torch.compile(within(model, optimizer), backend=Counted(), fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        trained(model, optimizer, compiled)
+    optimizer.param_groups[0]["betas"] = (0.9,)
+    with pytest.raises(ValueError, match="betas"):
+        compiled()
+    assert torch.is_grad_enabled()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def wrapped() -> tuple[nn.Module, Any]:
+    net = nn.Linear(3, 2)
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(), net)
+    return net, get_optimizer(OptimizerConfig(lr=0.1), [chunk])
+
+
+def with_a_closure(optimizer: Any) -> Callable[[], Any]:
+    return lambda: optimizer.step(lambda: 0.0)
+
+
+@pytest.mark.parametrize(
+    ("model_and_optimizer", "step"),
+    [(wrapped, lambda optimizer: optimizer.step), (lambda: made(whole_stack), with_a_closure)],
+    ids=["wrapped", "closure"],
+)
+def test_steps_that_break_the_graph_are_refused_without_breaks(model_and_optimizer: Any, step: Any) -> None:
+    torch._dynamo.reset()
+    model, optimizer = model_and_optimizer()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.detach().clone() for param in model.parameters()]
+    compiled = torch.compile(step(optimizer), backend=Counted(), fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def flat_shards(comm: ThreadComm, *, backend: Any = None) -> tuple[list[Tensor], list[Any], int]:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(0.5)
+    config = OptimizerConfig(lr=0.1, clip_grad=0.5, use_distributed_optimizer=True)
+    return steps_of(model, get_optimizer(config, [model], {}, pg_collection=roles_over(comm)), backend=backend)
+
+
+def test_the_step_in_a_graph_reduces_and_gathers_over_ranks() -> None:
+    expected = run_threads(2, flat_shards)
+    found = run_threads(2, partial(flat_shards, backend="aot_eager"))
+    for (weights, results, breaks), of_step in zip(found, expected, strict=True):
+        assert all(map(torch.equal, weights, of_step[0]))
+        assert (results, breaks) == (of_step[1], 0)

@@ -14,8 +14,11 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.stepper import Stepper, StepResult
+from opt_kernels.backends.triton.snapshot import are_plain
+from opt_kernels.optim.in_graphs import handle_of
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
+from opt_stack.in_graphs import GraphResults, step_in_graph
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
@@ -75,6 +78,9 @@ class Optimizer(GradientStatistics, StateDicts):
         self.offload = StateOffload(stepper)
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
         self.loaded_weights = LoadedWeights((held.piece for held in self._held.values()), trained_names(groups))
+        self.graph_results, self.last_graph_result = GraphResults(), 0
+        self._handle = handle_of(self)
+        self._fits_graphs = not wrapped and are_plain(self._params)
         self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -91,11 +97,12 @@ class Optimizer(GradientStatistics, StateDicts):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:
         """Run `closure` with gradients enabled, if it is given, then take one step. Every rank gets the same result.
 
-        Warns once if parameters were unfrozen after the optimizer was built: they are not trained.
+        Under torch.compile a step is one operation of the graph, see `opt_stack.in_graphs`; with a closure, wrapped
+        chunks, or parameters of tensor subclasses, the graph breaks here. Warns once if parameters were unfrozen after
+        the optimizer was built: they are not trained.
 
         Raises:
             ValueError: `param_groups` hold other parameters than those the optimizer was built with; or the loss scale
@@ -103,6 +110,17 @@ class Optimizer(GradientStatistics, StateDicts):
             RuntimeError: on every rank, if on one weights were loaded into the model that the update would lose, or
                 parameters of a wrapped model were frozen since it was built.
         """
+        if closure is None and self._fits_graphs and torch.compiler.is_compiling():
+            return step_in_graph(self, self._handle)
+        result: StepResult = self._step(closure)
+        return result
+
+    def _update_(self) -> None:
+        """Take one step as an operation of a graph."""
+        self.last_graph_result = self.graph_results.keep(self._step(None))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
+    def _step(self, closure: Callable[[], float] | None) -> StepResult:
         self._check_params()
         if closure is not None:
             self._loss_scale.was_read = False
@@ -206,7 +224,7 @@ class Optimizer(GradientStatistics, StateDicts):
             warnings.warn(
                 f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built and is not "
                 "trained by it; unfreeze parameters before wrapping the model and building the optimizer",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # --- what it holds ----------------------------------------------------------------------------------------------

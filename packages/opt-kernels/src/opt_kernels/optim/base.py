@@ -159,8 +159,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         parameters of tensor subclasses, the graph breaks here.
         """
         if closure is None and self._fits_graphs and torch.compiler.is_compiling():
-            with torch.no_grad():
-                step_in_graph(self, self._handle)
+            step_in_graph(self, self._handle)
             return None
         loss: float | None = self._step(closure)
         return loss

@@ -9,16 +9,17 @@ twice, not at every step. Another set of gradients or parameters compiles it aga
 Steps with a closure, and of parameters of tensor subclasses (DTensor), break the graph at `step()` instead.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 Group = dict[str, Any]
+T = TypeVar("T", Tensor, Tensor | None)
 _FOR_SCALER = ("grad_scale", "found_inf")  # attributes that `torch.amp.GradScaler` sets for the time of a step
 
 
@@ -41,19 +42,34 @@ def handle_of(optimizer: Stepping) -> int:
     return handle
 
 
+def optimizer_of(handle: int) -> Any:
+    """The optimizer that `handle_of` was given. Raises KeyError once it is deleted."""
+    return _optimizers[handle]
+
+
 def step_in_graph(optimizer: Any, handle: int) -> None:
     """Add the step to the graph that is being traced."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     places = [place for place, param in enumerate(params) if param.grad is not None]
+    numbers = tensors_of_numbers(optimizer.param_groups)
+    for_scaler = [getattr(optimizer, name, None) for name in _FOR_SCALER]
+    moved, grads = detached(params[place] for place in places), detached(params[place].grad for place in places)
+    torch.ops.opt_kernels.step_(handle, places, moved, grads, numbers, *for_scaler)
+
+
+def detached(tensors: Iterable[T]) -> list[T]:
+    """Views outside of autograd; None stays None. In a graph, `torch.no_grad` would last if the step raises an error."""
+    return [tensor if tensor is None else tensor.detach() for tensor in tensors]
+
+
+def tensors_of_numbers(groups: Sequence[Group]) -> list[Tensor]:
+    """The numbers of all groups as tensors: those that are not tensors as 0-d float64."""
     # A product with a number may take part in a graph without making it a constant there.
-    numbers = [
+    return [
         value if isinstance(value, Tensor) else torch.ones((), dtype=torch.float64, device="cpu") * value
-        for group in optimizer.param_groups
+        for group in groups
         for _, _, value in numbers_of(group)
     ]
-    for_scaler = [getattr(optimizer, name, None) for name in _FOR_SCALER]
-    moved = [params[place] for place in places]
-    torch.ops.opt_kernels.step_(handle, places, moved, [param.grad for param in moved], numbers, *for_scaler)
 
 
 def numbers_of(group: Mapping[str, Any]) -> list[tuple[str, int | None, Any]]:
@@ -82,12 +98,25 @@ def _step_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    optimizer = _optimizers[handle]
+    optimizer = optimizer_of(handle)
+    with _attributes(optimizer, dict(zip(_FOR_SCALER, (grad_scale, found_inf), strict=True))):
+        update_(optimizer, places, params, grads, numbers)
+
+
+def update_(
+    optimizer: Stepping,
+    places: Sequence[int],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    numbers: Sequence[Tensor],
+) -> None:
+    """Run the uncompiled step with the weights, gradients and numbers of the graph.
+
+    Parameters whose places are not given have no gradient. Numbers are in the order of `tensors_of_numbers`.
+    """
     own = [param for group in optimizer.param_groups for param in group["params"]]
-    with torch.no_grad(), ExitStack() as during:
-        during.enter_context(_gradients(own, dict(zip(places, grads, strict=True))))
-        during.enter_context(_numbers(optimizer.param_groups, numbers))
-        during.enter_context(_attributes(optimizer, dict(zip(_FOR_SCALER, (grad_scale, found_inf), strict=True))))
+    given = dict(zip(places, grads, strict=True))
+    with torch.no_grad(), _gradients(own, given), _numbers(optimizer.param_groups, numbers):
         copies = [
             (own[place], param)
             for place, param in zip(places, params, strict=True)
@@ -101,7 +130,7 @@ def _step_(
 
 
 @contextmanager
-def _gradients(params: Sequence[Tensor], grads: Mapping[int, Tensor]) -> Iterator[None]:
+def _gradients(params: Sequence[Tensor], grads: Mapping[int, Tensor | None]) -> Iterator[None]:
     """Set these gradients, by the places of their parameters, and None for all other parameters."""
     before = [param.grad for param in params]
     others = [place for place, grad in enumerate(before) if grad is not grads.get(place)]
