@@ -97,7 +97,9 @@ class Optimizer(GradientStatistics, StateDicts):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], float] | None = None) -> StepResult:
+    def step(  # type: ignore[override]  # torch's returns the loss of the closure
+        self, closure: Callable[[], float] | None = None
+    ) -> StepResult:
         """Run `closure` with gradients enabled, if it is given, then take one step. Every rank gets the same result.
 
         Under torch.compile a step is one operation of the graph, see `opt_stack.in_graphs`; with a closure, wrapped

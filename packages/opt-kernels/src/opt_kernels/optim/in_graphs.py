@@ -58,7 +58,7 @@ def step_in_graph(optimizer: Any, handle: int) -> None:
 
 
 def detached(tensors: Iterable[T]) -> list[T]:
-    """Views outside of autograd; None stays None. In a graph, `torch.no_grad` would last if the step raises an error."""
+    """Views outside of autograd; None stays None. In a graph, `torch.no_grad` would outlast an error of the step."""
     return [tensor if tensor is None else tensor.detach() for tensor in tensors]
 
 
