@@ -315,7 +315,7 @@ def table(rows: list[dict], target: float) -> str:
     lines = [
         f"Held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters: the mean of {len(SEEDS)} "
         f"seeds, and the largest minus the smallest. Steps until {BASELINE}'s final {target / math.log(2):.3f} bits "
-        "are reached. Milliseconds of one update on one thread. Bytes of state a parameter.",
+        "are reached. Milliseconds of one update on one thread. Bytes of state per parameter.",
         "",
         f"| rule | lr | bits | spread | steps to {BASELINE}'s | update, ms | state, bytes |",
         "|---|---|---|---|---|---|---|",

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from docstrings import markdown
+from fields import field_list
 
 PACKAGES = {
     "opt_stack": "get_optimizer, its plan and the optimizer",
@@ -61,7 +62,7 @@ def entry(module: ModuleType, name: str) -> str:
     value = getattr(module, name)
     if inspect.isclass(value):
         bases = ", ".join(f"`{base.__name__}`" for base in value.__bases__ if base is not object)
-        text = "\n\n".join([text_of(value), f"Bases: {bases}" if bases else ""])
+        text = "\n\n".join([text_of(value), fields_section(value), f"Bases: {bases}" if bases else ""])
         body = "\n\n".join([text, *(member(*found) for found in members(value))])
         return directive("exception" if issubclass(value, Exception) else "class", name + signature(value), body)
     if callable(value) and hasattr(value, "__name__"):
@@ -74,6 +75,12 @@ def text_of(value: Any) -> str:
     own = value.__dict__.get("__doc__") if inspect.isclass(value) else inspect.getdoc(value)
     is_generated = inspect.isclass(value) and own and own.startswith(f"{value.__name__}(")  # dataclass writes this
     return "" if is_generated else markdown(own)
+
+
+def fields_section(kind: type) -> str:
+    """The documented fields of a class as a list; empty if there are none."""
+    lines = field_list(kind)
+    return "\n".join(["**Fields**", "", *lines]) if lines else ""
 
 
 def members(kind: type) -> Iterator[tuple[str, Any]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import api
 import benchmarks
+import fields
 import gallery
 import pictures
 import tables
@@ -19,6 +20,7 @@ def write_all(folder: Path) -> None:
     api.write(new / "api")
     tables.write(new)
     benchmarks.write(new)
+    fields.write(new)
     gallery.write(new)
     pictures.write(new / "pictures")
     _replace(folder, new)

@@ -1,6 +1,6 @@
 """Tables of the site that are computed or recorded: bytes per parameter, modes, the leaderboard."""
 
-import shutil
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,9 +86,18 @@ def recorded(folder: Path, name: str, alt: str, results: Path = ROOT / "kernels"
         return f"No full run has been recorded yet. `nox -s {name}` makes one.\n"
     text = table.read_text()
     if plot.exists():
-        shutil.copy(plot, folder / plot.name)
-        text += f"\n```{{image}} /generated/{plot.name}\n:class: on-white\n:alt: {alt}\n```\n"
+        light = plot.read_text()
+        for theme, drawing in (("light", light), ("dark", darkened(light))):
+            (folder / f"{name}-{theme}.svg").write_text(drawing)
+            text += f"\n```{{image}} /generated/{name}-{theme}.svg\n:class: only-{theme}\n:alt: {alt}\n```\n"
     return text
+
+
+def darkened(svg: str) -> str:
+    """A drawing of matplotlib for a dark page: light lines and text on a dark ground. Hues stay."""
+    svg = re.sub(r"(stroke|fill): #000000", r"\1: #cfd0d0", svg)
+    svg = re.sub(r"(stroke|fill): #ffffff", r"\1: #131416", svg)
+    return svg.replace("<svg ", '<svg fill="#cfd0d0" ', 1)  # text without a colour of its own
 
 
 def refused_modes() -> str:

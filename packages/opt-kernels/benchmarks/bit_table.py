@@ -32,7 +32,7 @@ FORMATS: Mapping[str, tuple[torch.dtype, Mapping[str, Any], tuple[torch.dtype, t
     "e4m3 states": (torch.float32, {}, (torch.float8_e4m3fn, torch.float8_e4m3fn)),
     "e5m2 states": (torch.float32, {}, (torch.float8_e5m2, torch.float8_e5m2)),
 }  # fmt: skip
-HEAD = """# Bits
+HEAD = """# Equal bits
 
 Which backends give equal bits, by rule and number format. `python packages/opt-kernels/benchmarks/bit_table.py` writes
 this page: each cell is three steps of 130 elements on a CPU, with Triton in its interpreter, and compares weights and
