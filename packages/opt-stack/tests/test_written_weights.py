@@ -1,5 +1,6 @@
 """Weights that other code wrote to the parameters in place, after the optimizer was built, are not lost in silence."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,3 +134,78 @@ def test_a_model_made_in_inference_mode_is_trained() -> None:
     before = weights(model)
     optimizer.step()
     assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+AVERAGED = OptimizerConfig(lr=1e-2, optimizer="schedule_free", clip_grad=0.0, weight_decay=0.0)
+KEPT = "keeps weights of its own in its state"
+
+
+def averaged(config: OptimizerConfig = AVERAGED) -> tuple[nn.Module, Optimizer]:
+    model = make_model(torch.bfloat16 if config.bf16 else torch.float32)
+    optimizer = get_optimizer(config, [model], {})
+    train(model, optimizer, range(5))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("config", [AVERAGED, replace(AVERAGED, bf16=True)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("given", [False, True], ids=["parameters", "state dict"])
+def test_a_rule_that_keeps_weights_starts_anew_from_loaded_ones(config: OptimizerConfig, given: bool) -> None:
+    """schedule_free's z was left behind, so that the next steps went back to the weights of before the load."""
+    model, optimizer = averaged(config)
+    halves(model, Path())
+    optimizer.reload_model_params({n: p.detach().clone() for n, p in model.named_parameters()} if given else None)
+    other = make_model(torch.bfloat16 if config.bf16 else torch.float32)
+    halves(other, Path())
+    fresh = get_optimizer(config, [other], {})
+    train(model, optimizer, range(5, 8))
+    train(other, fresh, range(5, 8))
+    assert_equal(weights(model), weights(other))
+    assert_equal(optimizer.state_dict()["state"], fresh.state_dict()["state"])
+
+
+def test_a_step_warns_about_weights_that_the_rule_keeps() -> None:
+    model, optimizer = averaged()
+    model.load_state_dict(make_model().state_dict())
+    with pytest.warns(UserWarning, match=KEPT):
+        train(model, optimizer, range(1))
+    with torch.no_grad():
+        model[0].weight.zero_()
+    with pytest.warns(UserWarning, match=KEPT):
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("model_first", [True, False])
+def test_a_load_of_both_is_not_warned_about(model_first: bool) -> None:
+    model, optimizer = averaged()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(5, 7))
+    expected = weights(model)
+    if model_first:
+        model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    if not model_first:
+        model.load_state_dict(saved[0])
+    train(model, optimizer, range(5, 7))
+    assert_equal(weights(model), expected)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_evaluation_is_not_warned_about() -> None:
+    model, optimizer = averaged()
+    for _ in range(2):
+        optimizer.eval()
+        optimizer.eval()
+        optimizer.state_dict()
+        optimizer.train()
+        optimizer.train()
+        train(model, optimizer, range(2))
+
+
+def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence() -> None:
+    """`train()` restores the weights of before `eval()`."""
+    model, optimizer = averaged()
+    optimizer.eval()
+    model.load_state_dict(make_model().state_dict())
+    with pytest.warns(UserWarning, match=r"train\(\) replaces them by the trained weights"):
+        optimizer.train()

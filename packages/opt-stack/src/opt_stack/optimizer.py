@@ -13,6 +13,7 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
+from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.optim.in_graphs import handle_of
@@ -77,7 +78,11 @@ class Optimizer(GradientStatistics, StateDicts):
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
-        self.loaded_weights = LoadedWeights((held.piece for held in self._held.values()), trained_names(groups))
+        self.loaded_weights = LoadedWeights(
+            [piece for _, piece in self._held.values()],
+            trained_names(groups),
+            averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
+        )
         self.graph_results, self.last_graph_result = GraphResults(), 0
         self._handle = handle_of(self)
         self._fits_graphs = not wrapped and are_plain(self._params)
@@ -171,10 +176,12 @@ class Optimizer(GradientStatistics, StateDicts):
 
     def train(self, mode: bool = True) -> None:
         """Restore the trained weights in the parameters, bit for bit, after `eval()`; `train(False)` is `eval()`."""
-        if mode:
-            self.evaluation.end_()
-        else:
+        if not mode:
             self.eval()
+        elif self.evaluation.is_evaluating:
+            self.loaded_weights.end_evaluation()
+            with self.loaded_weights.own_writes():
+                self.evaluation.end_()
 
     def eval(self) -> None:
         """Replace the parameters by the weights to evaluate, for rules that evaluate other weights than they train
@@ -185,7 +192,10 @@ class Optimizer(GradientStatistics, StateDicts):
         the copy.
         """
         self.offload.check_restored("eval()")
-        self.evaluation.begin_(self.param_groups)
+        with self.loaded_weights.own_writes():
+            self.evaluation.begin_(self.param_groups)
+        if self.evaluation.is_evaluating:
+            self.loaded_weights.begin_evaluation()
 
     def _check_params(self) -> None:
         """Raise if parameters were replaced, as by Accelerate's FSDP2: the new ones would never be updated."""
@@ -252,6 +262,8 @@ class Optimizer(GradientStatistics, StateDicts):
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 
+        Rules that keep weights of their own in their state (schedule_free) start anew from the loaded weights.
+
         With `state_dict` (name to tensor, one chunk's names or `{"model0": {...}, ...}`), main values are read from it,
         in its precision, and the parameters are set from them. This is collective if ranks hold different parts of the
         state, or with fp8 parameters.
@@ -265,12 +277,20 @@ class Optimizer(GradientStatistics, StateDicts):
         if state_dict is None:
             for piece in pieces:
                 piece.main.reload_()
+            self._restart_averages()
             return
         params = {id: p for group in self.param_groups for id, p in zip(group["param_ids"], group["params"])}
         found = agreed(self._load_peers, lambda: find_values(state_dict, params))
         for piece in pieces:
             piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
+        self._restart_averages()
         self.stepper.publish_set_()
+
+    def _restart_averages(self) -> None:
+        for unit, piece in self._held.values():
+            if self.evaluation.keeps_weights_of(unit):
+                reset_state_(unit, piece)
+        self.loaded_weights.note_state()
 
     def offload_to_cpu(self) -> None:
         """Move main values and state to pinned host memory and free their device memory; parameters stay.

@@ -127,10 +127,10 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
     Values are converted to the declared dtype of each state, never to that of the parameter. Saved main values are also
     written to the parameter: an fp32 parameter continues from the fp32 main values of a 16-bit run.
     """
-    piece.step = int(saved.get(STEP, 0))
-    if not saved:
-        for name, fresh in unit.fresh_state(piece).items():
-            piece.state[name].copy_(fresh)
+    if saved:
+        piece.step = int(saved.get(STEP, 0))
+    else:
+        reset_state_(unit, piece)
     for entry in _entries(unit, piece) if saved else ():
         value = _saved_value(unit, piece, entry, saved)
         if entry.spec is _OF_MAIN or value is None:
@@ -146,6 +146,13 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
         piece.main.set_(main)
     if isinstance(piece.main, QuantizedMain):
         piece.main.restore_({name: saved[name] for name in extra_of(piece.main) if name in set(saved)})
+
+
+def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
+    """Set the rule's state of a piece to that before the first step. Main values stay."""
+    piece.step = 0
+    for name, fresh in unit.fresh_state(piece).items():
+        piece.state[name].copy_(fresh)
 
 
 def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:

@@ -43,9 +43,13 @@ class Evaluation:
         """Whether the parameters hold the evaluation weights."""
         return self._trained is not None
 
+    def keeps_weights_of(self, unit: Unit) -> bool:
+        """Return whether the rule of `unit` keeps weights of its own in its state."""
+        return self._formulas[unit.name] is not None
+
     def replaces_weights_of(self, unit: Unit) -> bool:
         """Return whether the parameters of `unit` hold evaluation weights now."""
-        return self.is_evaluating and self._formulas[unit.name] is not None
+        return self.is_evaluating and self.keeps_weights_of(unit)
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:

@@ -3,9 +3,14 @@
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
 weights agree with main values is only checked after a load, or after another write that torch counted (`_version`), and
 whether the model still has the parameters also in the first step, so that other steps cost two passes over counts.
+
+Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
+After a write without a load of state, a step warns about these.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -28,12 +33,23 @@ _VERSION = attrgetter("_version")
 class LoadedWeights:
     """Finds weights that the next update would lose: other values than the main values, or replaced parameters."""
 
-    def __init__(self, pieces: Iterable[OwnedPiece], trained: Mapping[nn.Parameter, str]):
+    def __init__(
+        self,
+        pieces: Sequence[OwnedPiece],
+        trained: Mapping[nn.Parameter, str],
+        *,
+        averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
+    ):
         self._copied = [piece for piece in pieces if _is_copied(piece)]
-        self._counted = list(dict.fromkeys(tensor for piece in self._copied for tensor in _counted(piece)))
+        self._averaged = averaged
+        counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece))
+        self._counted = list(dict.fromkeys(counted))
+        self._has_state = False  # whether state was loaded since the last step
         self._versions: list[int] = []
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
+        self._num_loads = 0
+        self._shown: tuple[int, ...] = ()  # `_counts` when evaluation began
         self._replaced: set[nn.Parameter] = set()
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
         self.accept_writes()
@@ -50,11 +66,50 @@ class LoadedWeights:
     def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
         self._are_new = True
+        self._num_loads += 1
         self._compare(module, params)
 
     def accept_writes(self) -> None:
-        """Note that the optimizer wrote the parameters. Writes from now on are those of others."""
+        """Note that a step wrote the parameters. Writes from now on are those of others."""
         self._versions = list(map(_VERSION, self._counted))
+        self._has_state = False
+
+    @property
+    def are_new(self) -> bool:
+        """Whether others wrote weights since the last step that was made."""
+        self._are_new = self._are_new or list(map(_VERSION, self._counted)) != self._versions
+        return self._are_new
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """Let the optimizer write the parameters inside the context, without a step."""
+        self._are_new, is_shown = self.are_new, self._shown == self._counts()
+        yield
+        self._versions = list(map(_VERSION, self._counted))
+        if is_shown:
+            self._shown = self._counts()
+
+    def begin_evaluation(self) -> None:
+        """Note that the parameters hold the weights for evaluation."""
+        self._shown = self._shown or self._counts()
+
+    def end_evaluation(self) -> None:
+        """Warn if weights were loaded since `begin_evaluation`, which the trained weights will replace."""
+        if self._shown and self._shown != self._counts():
+            warnings.warn(
+                "weights were loaded into the model in evaluation mode; train() replaces them by the trained weights: "
+                "call train() before the load",
+                stacklevel=3,
+            )
+        self._shown = ()
+
+    def _counts(self) -> tuple[int, ...]:
+        """Numbers that change with every load and every write."""
+        return self._num_loads, *map(_VERSION, self._counted)
+
+    def note_state(self) -> None:
+        """Note that the optimizer's state was set together with the weights."""
+        self._has_state = True
 
     def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
         self._replaced.difference_update(params.values())
@@ -73,8 +128,7 @@ class LoadedWeights:
                 "load_state_dict(assign=True) or a parametrization, so that the optimizer would update a parameter "
                 "that the model no longer has; build the optimizer after that"
             )
-        self._are_new = self._are_new or list(map(_VERSION, self._counted)) != self._versions
-        if not self._are_new:
+        if not self.are_new:
             return None
         other = next((piece for piece in self._copied if not _agrees(piece)), None)
         if other is not None:
@@ -83,9 +137,21 @@ class LoadedWeights:
                 "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
                 "the parameters, or load the optimizer's state of the same checkpoint"
             )
+        if not self._has_state:
+            self._warn_of_averaged()
         self._are_new = False
         self.accept_writes()
         return None
+
+    def _warn_of_averaged(self) -> None:
+        name = next((str(piece.id) for piece in self._averaged if piece.step), None)
+        if name is not None:
+            warnings.warn(
+                f"weights were loaded into the model, but the rule of {name!r} keeps weights of its own in its state, "
+                "towards which it moves the parameter; if values have changed, call optimizer.reload_model_params() "
+                "after the load, or load the optimizer's state of the same checkpoint",
+                stacklevel=4,
+            )
 
 
 class _Note:

@@ -17,6 +17,7 @@ from opt_stack.planning.hooks import warn_of_other_hooks
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import check_loaded_numbers
 from opt_stack.state.evaluation import Evaluation
+from opt_stack.state.loaded_weights import LoadedWeights
 from opt_stack.state.local_state import (
     check_form,
     match_groups,
@@ -47,6 +48,7 @@ class StateDicts(torch.optim.Optimizer):
     stepper: Stepper
     evaluation: Evaluation
     offload: StateOffload
+    loaded_weights: LoadedWeights
     plan: Plan
     _layout_id: str
     _rank_local: bool
@@ -138,6 +140,7 @@ class StateDicts(torch.optim.Optimizer):
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
         self.stepper.publish_set_()
+        self.loaded_weights.note_state()
         if state_dict.get(EVALUATING):
             self.evaluation.resume_(self.param_groups)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -165,7 +168,7 @@ class StateDicts(torch.optim.Optimizer):
 
     def _read_all(self) -> dict[int, dict[str, Tensor]]:
         """Return this rank's state by parameter index."""
-        with self.evaluation.with_trained_weights():
+        with self.loaded_weights.own_writes(), self.evaluation.with_trained_weights():
             return {i: self._read(id) for i, id in enumerate(self._ids) if id in self._held}
 
     def _read(self, id: ParamId) -> dict[str, Tensor]:
