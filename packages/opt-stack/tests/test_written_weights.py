@@ -124,6 +124,27 @@ def test_values_are_compared_after_a_write_of_others_only(monkeypatch: pytest.Mo
     assert len(compared) == 4
 
 
+@pytest.mark.filterwarnings("error:weights were loaded")
+@pytest.mark.parametrize("rule", ["adam", "schedule_free"])
+def test_a_write_between_steps_in_graphs_is_noticed(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    """After a compiled step, torch itself counts a write to every parameter."""
+    compared = []
+    agrees = loaded_weights._agrees
+    monkeypatch.setattr(loaded_weights, "_agrees", lambda piece: (compared.append(piece), agrees(piece))[1])
+    model = make_model(torch.bfloat16)
+    optimizer = get_optimizer(replace(BF16, optimizer=rule, weight_decay=0.0), [model], {})
+    compiled = torch.compile(lambda: optimizer.step(), backend="aot_eager")
+    for step in range(5):
+        optimizer.zero_grad()
+        backward(model, step)
+        compiled()
+    assert len(compared) <= 8, "values are compared only while the graph is traced, and after its first step"
+    halves(model, Path())
+    backward(model, 5)
+    with pytest.raises(RuntimeError, match=LOST):
+        compiled()
+
+
 def test_a_model_made_in_inference_mode_is_trained() -> None:
     """Its tensors have no version."""
     with torch.inference_mode():

@@ -125,6 +125,7 @@ class Optimizer(GradientStatistics, StateDicts):
     def _update_(self) -> None:
         """Take one step as an operation of a graph."""
         self.last_graph_result = self.graph_results.keep(self._step(None))
+        self.loaded_weights.accept_graph()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
     def _step(self, closure: Callable[[], float] | None) -> StepResult:

@@ -45,6 +45,8 @@ class LoadedWeights:
         counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece))
         self._counted = list(dict.fromkeys(counted))
         self._has_state = False  # whether state was loaded since the last step
+        self._is_in_graph = False  # whether the last step was an operation of a graph
+        self._added_by_graph: list[int] | None = None  # to versions, after such a step; seen after the first
         self._versions: list[int] = []
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
@@ -72,13 +74,25 @@ class LoadedWeights:
     def accept_writes(self) -> None:
         """Note that a step wrote the parameters. Writes from now on are those of others."""
         self._versions = list(map(_VERSION, self._counted))
-        self._has_state = False
+        self._has_state = self._is_in_graph = False
+
+    def accept_graph(self) -> None:
+        """Note that the last step was an operation of a graph, after which torch counts a write to each parameter."""
+        self._is_in_graph = True
 
     @property
     def are_new(self) -> bool:
         """Whether others wrote weights since the last step that was made."""
-        self._are_new = self._are_new or list(map(_VERSION, self._counted)) != self._versions
+        if not self._are_new and (added := self._added()) is not None:
+            self._are_new = not (self._is_in_graph and added == self._added_by_graph)
         return self._are_new
+
+    def _added(self) -> list[int] | None:
+        """The writes to each tensor since the optimizer's own; None if there were none."""
+        versions = list(map(_VERSION, self._counted))
+        if versions == self._versions:
+            return None
+        return [now - before for now, before in zip(versions, self._versions, strict=True)]
 
     @contextmanager
     def own_writes(self) -> Iterator[None]:
@@ -137,7 +151,9 @@ class LoadedWeights:
                 "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
                 "the parameters, or load the optimizer's state of the same checkpoint"
             )
-        if not self._has_state:
+        if self._is_in_graph and self._added_by_graph is None:
+            self._added_by_graph = self._added()
+        elif not self._has_state:
             self._warn_of_averaged()
         self._are_new = False
         self.accept_writes()
