@@ -255,6 +255,12 @@ def test_the_same_where_torch_has_no_guards(disturb: Disturb, monkeypatch: pytes
     assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
 
 
+@pytest.mark.parametrize("disturb", DISTURBED)
+def test_the_same_where_nothing_is_compiled(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opt_kernels.backends.triton.addresses._compiled", lambda: None)
+    assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
+
+
 def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Parameter], list[float]]:
     """Weights and step counts after six steps, in which one parameter has gradients only in the fourth and fifth."""
     generator = torch.Generator().manual_seed(0)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.triton.addresses import same_objects
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
@@ -63,7 +64,7 @@ class ParamRows:
         """The gradients of all parameters; None if the rows are outdated: other parameters, gradients or
         states."""
         params = params_of(groups)
-        if not _same(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
+        if not same_objects(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
             return None
         grads: list[Any] = list(map(_GRAD, params))
         if any(grads[position] is not None for position in self._without_grad):
@@ -82,8 +83,8 @@ class ParamRows:
 
     def _has_states_of(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         return (
-            _same(list(state.values()), self._states)
-            and _same([of_member[STEP] for of_member in self._of_members], self._steps)
+            same_objects(list(state.values()), self._states)
+            and same_objects([of_member[STEP] for of_member in self._of_members], self._steps)
             and all(row.steps.are_as_counted() for row in self._rows)
         )
 
@@ -163,8 +164,3 @@ def _row(
         spans=[member.spans for member in members] if apart else None,
         steps=steps,
     )
-
-
-def _same(some: Sequence[object], others: Sequence[object]) -> bool:
-    """Whether these are the same objects."""
-    return len(some) == len(others) and all(map(is_, some, others))

@@ -42,9 +42,11 @@ class CompilerError(RuntimeError):
 @cache
 def usable() -> bool:
     """Whether a working compiler is available. Logs a warning once if not."""
-    if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
-        return False
-    return attempt(PROBE) is not None
+    return not _is_disabled() and attempt(PROBE) is not None
+
+
+def _is_disabled() -> bool:
+    return sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0"
 
 
 class Source(NamedTuple):
@@ -52,6 +54,7 @@ class Source(NamedTuple):
 
     name: str
     text: str
+    is_sweep: bool = True  # starts with `elements.h`
 
 
 def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
@@ -60,6 +63,15 @@ def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
     Steps then use torch operations, so a full disk or a failing compiler does not stop training.
     """
     return _attempt(source, _sorted(macros))
+
+
+def quietly(source: Source) -> ctypes.CDLL | None:
+    """The library, for code that only saves time on the host. None if it cannot be compiled, or must not be."""
+    try:
+        return None if _is_disabled() else library(source)
+    except (CompilerError, OSError, subprocess.SubprocessError) as error:
+        _LOG.info("%s is not compiled: %s", source.name, error)
+        return None
 
 
 def library(source: Path | Source, **macros: str | int) -> ctypes.CDLL:
@@ -97,8 +109,8 @@ def _warn_once(reason: str) -> None:
 
 @cache
 def _library(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    name, content = source if isinstance(source, Source) else Source(source.stem, source.read_text())
-    text = f"{ELEMENTS.read_text()}\n{content}"
+    name, content, is_sweep = source if isinstance(source, Source) else Source(source.stem, source.read_text())
+    text = f"{ELEMENTS.read_text()}\n{content}" if is_sweep else content
     stem = f"{name}-{_digest(text, dict(macros))}"
     return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, dict(macros), stem)))
 

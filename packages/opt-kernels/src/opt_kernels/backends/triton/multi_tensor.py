@@ -200,7 +200,9 @@ class DeviceTables(Generic[T]):
 
     def _found(self, place: tuple[int, Hashable]) -> T | None:
         # Most steps repeat the last one, and comparing a key of a thousand addresses is cheaper than hashing it.
+        # Keeping the caller's key, not an equal one, makes the next comparison one of object identity.
         if self._last is not None and self._last[0] == place:
+            self._last = (place, self._last[1])
             return self._last[1]
         table = self._tables.get(place)
         if table is not None:

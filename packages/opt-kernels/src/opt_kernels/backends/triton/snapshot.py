@@ -1,13 +1,13 @@
 """Detects whether tensors have moved or changed layout since the last step, in a few passes in C over all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.backends.triton.addresses import Addresses
 from opt_kernels.backends.triton.layouts import Layouts
 
-ADDRESS: Callable[[Tensor], int] = Tensor.data_ptr
 PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
 
 
@@ -17,8 +17,8 @@ class Snapshot:
     def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         tensors = [*grads, *others]
         self._num_grads = len(grads)
-        self._addresses = tuple(map(ADDRESS, tensors))
-        self.grads_at = self._addresses[: self._num_grads]  # the only ones that may change
+        self._addresses = Addresses(tensors)
+        self.grads_at = self._addresses.values[: self._num_grads]  # the only ones that may change
         self._layouts = Layouts(tensors)
 
     def hold(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -26,12 +26,12 @@ class Snapshot:
         tensors = [*grads, *others]
         if not self._layouts.same(tensors):
             return False
-        addresses = tuple(map(ADDRESS, tensors))
-        if addresses == self._addresses:
+        if self._addresses.same(tensors):
             return True
-        if addresses[self._num_grads :] != self._addresses[self._num_grads :]:
+        present = Addresses(tensors)
+        if present.values[self._num_grads :] != self._addresses.values[self._num_grads :]:
             return False
-        self._addresses, self.grads_at = addresses, addresses[: self._num_grads]
+        self._addresses, self.grads_at = present, present.values[: self._num_grads]
         return True
 
 
