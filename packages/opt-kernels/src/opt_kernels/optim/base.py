@@ -38,6 +38,7 @@ from opt_kernels.optim.hooks import (
 )
 from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
+from opt_kernels.optim.observed import observed
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.param_rows import ParamRows, params_of
 from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
@@ -145,6 +146,11 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
         """How a matrix rule treats `param`."""
         return MatrixSpec()
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """As in torch, which wraps `step` with it."""
+        return observed(func)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -297,6 +303,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         not supported, and for an entry that was removed."""
         assert self._entries is not None
         changes = self._entries.changes(self.param_groups)
+        if not changes:
+            return
         flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
         for number, before, names in changes:
             group = self.param_groups[number]
@@ -307,8 +315,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 for param in group["params"]:
                     self._check_param(group, param)
                 self._forget_rows()
-        if changes:
-            self._entries.accept(self.param_groups)
+        self._entries.accept(self.param_groups)
 
     def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
         """Raise ValueError if existing states are of no use with changed structural entries."""
