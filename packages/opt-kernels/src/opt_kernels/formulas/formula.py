@@ -94,6 +94,10 @@ class Formula:
             named = f"formula {self.name!r}"
             raise FormulaError(f"{error}" if named in f"{error}" else f"{named}: {error}") from None
 
+    def __hash__(self) -> int:
+        """Equal formulas have equal hashes. Not of all fields: every step looks formulas up."""
+        return hash((self.name, self.constants))
+
     def __repr__(self) -> str:
         """Equal in all processes with the same source, because ranks compare it."""
         numbers = ", ".join(f"{name}={default!r}" for name, default in self.defaults.items())
@@ -348,9 +352,9 @@ def number_of(hyper: Hyper, name: str, formula: Formula) -> float | Tensor | str
 
     A number that is missing in `hyper.own` has its default.
     """
-    constants = dict(formula.constants)
-    if name in constants:
-        return constants[name]
+    for choice, constant in formula.constants:
+        if choice == name:
+            return constant
     if name in hyper.own:
         return _number(hyper.own[name])
     if name in ("lr", "weight_decay", "step", "eps", "momentum"):

@@ -5,9 +5,10 @@ device tensors: no synchronization is needed, and a captured step uses their cur
 products are computed in float64 and rounded once, as a host would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -150,17 +151,22 @@ def given_columns(
     hypers: Sequence[Hyper], *, grad_scale: float | Tensor, skip: Tensor | None, device: torch.device
 ) -> Given:
     """Numbers of the host and of the device. Raises FrozenHyperError as `scalar_block` does."""
-    names = ("lr", "weight_decay", "step")
-    columns = [_on_device([getattr(hyper, name) for hyper in hypers], device) for name in names]
+    rows = list(map(_CHANGING, hypers))
+    columns = [_on_device(column, device) for column in zip(*rows)]
     if multi_tensor.is_capturing(device):
-        _refuse_host_numbers(**dict(zip(names, columns)))
+        _refuse_host_numbers(**dict(zip(("lr", "weight_decay", "step"), columns)))
     scale = grad_scale.to(device) if isinstance(grad_scale, Tensor) else None
     of_host = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
     host = tuple(
-        (*[0.0 if column is not None else float(getattr(h, name)) for name, column in zip(names, columns)], of_host)
-        for h in hypers
+        [
+            (*[0.0 if column is not None else float(value) for value, column in zip(row, columns)], of_host)
+            for row in rows
+        ]
     )
     return Given(host, (*columns, scale, None if skip is None else skip.to(device)))
+
+
+_CHANGING: Callable[[Hyper], tuple[Any, ...]] = attrgetter("lr", "weight_decay", "step")
 
 
 def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> Tensor | None:

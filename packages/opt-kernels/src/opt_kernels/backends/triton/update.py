@@ -1,6 +1,7 @@
 """A formula as one Triton sweep over the chunk table: its kernels, launched for every combination of dtypes."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,15 +32,23 @@ def update_(
     """
     kernels = kernels_of(formula)
 
+    of_codecs = tuple(codecs.items())
+
     def options(formats: LaunchFormats) -> dict[str, Any]:
-        return state_options(formats, codecs) | {
-            "STOCHASTIC_ROUNDING": rounds_stochastically(formats, stochastic_rounding)
-        }
+        return _options(formats, of_codecs, stochastic_rounding)
 
     def scalar_block(device: torch.device) -> Tensor:
         return filled(kernels, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
 
     launch(kernels.sweep, batches, codecs, options, scalar_block)
+
+
+@cache
+def _options(
+    formats: LaunchFormats, codecs: tuple[tuple[str, StateCodec], ...], stochastic_rounding: bool
+) -> dict[str, Any]:
+    rounds = rounds_stochastically(formats, stochastic_rounding)
+    return state_options(formats, dict(codecs)) | {"STOCHASTIC_ROUNDING": rounds}
 
 
 def state_options(formats: LaunchFormats, codecs: Mapping[str, StateCodec]) -> dict[str, Any]:
