@@ -33,5 +33,5 @@ def _is_observed(optimizer: Any) -> bool:
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     )

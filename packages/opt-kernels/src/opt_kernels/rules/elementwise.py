@@ -90,14 +90,12 @@ class ElementwiseRule:
 
     def formula_at(self, hyper: Hyper) -> Formula:
         """The formula for these numbers. States that it does not use keep their bits."""
-        switches = [choice for choice in self.formula.choices if choice.off_at_zero]
+        switches = [(choice.name, choice.off_at_zero) for choice in self.formula.choices if choice.off_at_zero]
         if not switches:
             return self.formula
         constants = dict(self.formula.constants)
         off = [
-            choice.name
-            for choice in switches
-            if constants[choice.name] and _is_zero(number_of(hyper, choice.off_at_zero, self.formula))
+            name for name, number in switches if constants[name] and _is_zero(number_of(hyper, number, self.formula))
         ]
         return self.formula.with_constants(**dict.fromkeys(off, False))
 
