@@ -96,14 +96,15 @@ def accesses_in_ptx(ptx: str) -> Counter[str]:
 def nvidia(variant: Variant, target: str, kernel: Any) -> Report:
     """Read registers and stack from the binary, access widths from the PTX, and instructions from the SASS.
 
-    Every byte of stack counts as a spill. The SASS is read only for variants with a gate on instructions, because
-    disassembling takes as long as compiling.
+    Every byte of stack counts as a spill. The SASS is read only of sweeps on sm_90 and of matrix products, the variants
+    with gates on it, because disassembling takes as long as compiling.
     """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = tool("cuobjdump", "-res-usage", file.name)
-        sass = tool("nvdisasm", "-c", file.name) if target == MEASURED_ON or variant.matrix else ""
+        reads_sass = variant.matrix or (target == MEASURED_ON and variant.widths is not None)
+        sass = tool("nvdisasm", "-c", file.name) if reads_sass else ""
     registers = int(re.findall(r"REG:(\d+)", usage)[-1])
     stack = int(re.findall(r"STACK:(\d+)", usage)[-1])
     rounded = -(-registers // 8) * 8

@@ -24,19 +24,21 @@ def fork_server() -> Any:
     return context
 
 
-def run_program(program: Path, *arguments: object, ranks: int = 1) -> str:
+def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
     """Run `python program *arguments` on `ranks` ranks, with torchrun's variables; return what they print, in turn.
+
+    They run in `folder`, by default in the folder in which this process was started.
 
     Raises AssertionError, with the end of what a rank wrote to stderr, if that rank fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [Path(scratch) / str(rank) for rank in range(ranks)]
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
         world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
         world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
         argv = [str(word) for word in (program, *arguments)]
         processes = [
-            fork_server().Process(target=_rank, args=(world | {"RANK": rank, "LOCAL_RANK": rank}, argv, output))
+            fork_server().Process(target=_rank, args=(world | {"RANK": rank, "LOCAL_RANK": rank}, argv, output, folder))
             for rank, output in enumerate(outputs)
         ]
         for process in processes:
@@ -50,8 +52,10 @@ def run_program(program: Path, *arguments: object, ranks: int = 1) -> str:
         return "".join(output.with_suffix(".out").read_text() for output in outputs)
 
 
-def _rank(world: dict[str, object], argv: list[str], output: Path) -> None:
+def _rank(world: dict[str, object], argv: list[str], output: Path, folder: Path | None) -> None:
     torch.set_num_threads(1)
+    if folder is not None:
+        os.chdir(folder)
     os.environ.update({name: str(value) for name, value in world.items()})
     for stream, suffix in ((1, ".out"), (2, ".err")):
         os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), stream)
