@@ -19,7 +19,7 @@ from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedu
 # accurate, and so are two steps of the cans set, which reach 1.07.
 GROWTH_LIMIT = 1.05
 # Also below the limit, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
-# error is at most five times that of one step at a time, for every set, and at most twice on Gaussian matrices.
+# error is at most five times that of one step at a time, for every set, and on Gaussian matrices about twice at most.
 LONGEST_NARROW, LONGEST = 3, 2
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 

@@ -7,6 +7,7 @@ through pointers. `kernels/syrk.md` derives the design.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -227,8 +228,21 @@ def _describable(matrix: Tensor) -> bool:
 
 
 def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
+    """The descriptor of a matrix that `_describable` accepts. Only its address is new at each product."""
+    made: Any = object.__new__(TensorDescriptor)
+    vars(made).update(_described(matrix.shape, matrix.stride(), matrix.dtype, rows, cols))
+    made.base = matrix
+    return made
+
+
+@lru_cache(maxsize=256)  # a step has a few for each shape; building one takes 10 us of host time
+def _described(
+    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
+) -> dict[str, object]:
+    """The fields of the descriptors of this layout, checked by Triton. The tensor among them has no memory."""
+    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     make: Callable[..., object] = TensorDescriptor.from_tensor
-    return make(matrix, [1, rows, cols])
+    return vars(make(like, [1, rows, cols]))
 
 
 def input_precision(dtype: torch.dtype) -> str:
