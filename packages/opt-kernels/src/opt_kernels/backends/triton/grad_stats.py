@@ -7,6 +7,7 @@ program adds the chunks in float64, both in a fixed order. `kernels/grad_stats.m
 import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -110,16 +111,14 @@ def stats_sweep(
 
 
 @jit
-def stats_total(
+def stats_of_chunks(
     sums: tl.tensor,  # (chunks,) float64
     counts: tl.tensor,  # (chunks, 2) int32
-    power: tl.tensor,  # (1,) float64, written
-    totals: tl.tensor,  # (2,) int64, written: non-finite, zeros
     num_chunks: tl.tensor,
     MAXIMUM: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
-    """Add the statistics of all chunks, in one program and therefore in a fixed order."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The statistics of all chunks: their power, float64, and the int64 counts of non-finite elements and of zeros."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     zeros = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -131,9 +130,25 @@ def stats_total(
         total = tl.maximum(total, of_chunks) if MAXIMUM else total + of_chunks
         zeros += tl.load(counts + at * 2, mask=inside, other=0).to(tl.int64)
         nonfinite += tl.load(counts + at * 2 + 1, mask=inside, other=0).to(tl.int64)
-    tl.store(power, tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0))
-    tl.store(totals, tl.sum(nonfinite, axis=0))
-    tl.store(totals + 1, tl.sum(zeros, axis=0))
+    power = tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0)
+    return power, tl.sum(nonfinite, axis=0), tl.sum(zeros, axis=0)
+
+
+@jit
+def stats_total(
+    sums: tl.tensor,  # (chunks,) float64
+    counts: tl.tensor,  # (chunks, 2) int32
+    power: tl.tensor,  # (1,) float64, written
+    totals: tl.tensor,  # (2,) int64, written: non-finite, zeros
+    num_chunks: tl.tensor,
+    MAXIMUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Add the statistics of all chunks, in one program and therefore in a fixed order."""
+    total, nonfinite, zeros = stats_of_chunks(sums, counts, num_chunks, MAXIMUM, BLOCK)
+    tl.store(power, total)
+    tl.store(totals, nonfinite)
+    tl.store(totals + 1, zeros)
 
 
 class _Format(NamedTuple):
@@ -160,23 +175,11 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     if not tables:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     device = grads[0].device
-    num_chunks = sum(table.shape[0] for _, table, _ in tables)
-    sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
-    counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
-    begin = 0
-    for fmt, records, chunk in tables:
-        end = begin + records.shape[0]
-        stats_sweep[(records.shape[0],)](
-            records, sums[begin:end], counts[begin:end],
-            GRAD=value_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
-            WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
-            num_warps=NUM_WARPS, enable_fp_fusion=True,
-        )  # fmt: skip
-        begin = end
+    sums, counts = StatsSweep(tables, device).launch(norm_type=norm_type)
     power = torch.empty((), dtype=torch.float64, device=device)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     stats_total[(1,)](
-        sums, counts, power, totals, num_chunks, MAXIMUM=math.isinf(norm_type), BLOCK=SUM_BLOCK,
+        sums, counts, power, totals, sums.numel(), MAXIMUM=math.isinf(norm_type), BLOCK=SUM_BLOCK,
         num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
@@ -186,6 +189,49 @@ class _Table(NamedTuple):
     fmt: _Format
     records: Tensor
     chunk: int
+
+
+class ChunkSums(NamedTuple):
+    """The result of a sweep."""
+
+    sums: Tensor  # (chunks,) float64
+    counts: Tensor  # (chunks, 2) int32: zeros, non-finite
+
+
+class StatsSweep:
+    """A sweep over gradients that stay in place, which writes the same memory every time."""
+
+    SUM_BLOCK = SUM_BLOCK
+
+    def __init__(self, tables: Sequence["_Table"], device: torch.device):
+        num_chunks = sum(table.records.shape[0] for table in tables)
+        self._chunks = ChunkSums(
+            torch.empty(num_chunks, dtype=torch.float64, device=device),
+            torch.empty(num_chunks, 2, dtype=torch.int32, device=device),
+        )
+        ends = list(accumulate(table.records.shape[0] for table in tables))
+        places = [slice(end - table.records.shape[0], end) for table, end in zip(tables, ends)]
+        self._launches = [
+            (table, self._chunks.sums[place], self._chunks.counts[place]) for table, place in zip(tables, places)
+        ]
+
+    @classmethod
+    def of(cls, grads: Sequence[Tensor]) -> "StatsSweep | None":
+        """The sweep of these gradients, valid while they stay in place. None if one of them is not contiguous."""
+        with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
+            tables = _tables(grads)
+            return cls(tables, grads[0].device) if tables else None
+
+    def launch(self, *, norm_type: float = 2.0) -> ChunkSums:
+        """Sweep the gradients, on the current device."""
+        for (fmt, records, chunk), sums, counts in self._launches:
+            stats_sweep[(records.shape[0],)](
+                records, sums, counts,
+                GRAD=value_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
+                WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
+                num_warps=NUM_WARPS, enable_fp_fusion=True,
+            )  # fmt: skip
+        return self._chunks
 
 
 class _KnownGrads(NamedTuple):
