@@ -54,12 +54,12 @@ def test_the_loss_scale_stays_where_a_step_is_an_error() -> None:
 
 def test_a_count_follows_what_the_device_decides() -> None:
     count = StepCount(3)
-    for proceeds in (True, False, True):
-        count.advance(torch.tensor(proceeds))
+    for skip in (False, True, False):
+        count.advance(torch.tensor(skip))
     assert count.known is None
     assert int(count.next()) == 6
     other = count.copy()
-    other.advance(torch.tensor(True))
+    other.advance(torch.tensor(False))
     assert (int(count), int(other), count.known) == (5, 6, 5)
     count.advance(None)
     assert int(count) == 6

@@ -55,7 +55,9 @@ def test_a_row_follows_gradients_that_are_written_in_place(kernel_device: torch.
     assert row.write_(known, count_zeros=True)[0].item() == 4 * before
 
 
-def in_torch(row: Tensor, inv_scale: Tensor | float, max_norm: float, skip_above: float, num_slots: int) -> list[Tensor]:
+def in_torch(
+    row: Tensor, inv_scale: Tensor | float, max_norm: float, skip_above: float, num_slots: int
+) -> list[Tensor]:
     norms = torch.where(row[num_slots] > 0, row[:num_slots].sqrt() + torch.inf, row[:num_slots].sqrt())
     overflow = ~(norms < torch.inf).all()
     has_error = (row[num_slots + 2] + row[num_slots + 3]) > 0

@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Host
+from opt_distributed.step import stats, verdict
+from opt_kernels.backends.verdict import triton_kernels
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+from opt_kernels.backends.triton import grad_stats as triton_stats
 
 Disturb = Callable[[Optimizer, list[nn.Parameter]], None]
 NAMES = ("square", "wide", "bias")
@@ -40,11 +44,20 @@ class Asynchronous(Host):
     is_asynchronous = True
 
 
-@pytest.fixture(params=["decided on the host", "decided on the device"])
+@pytest.fixture(params=["decided on the host", "decided on the device", "decided by kernels"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "decided on the device":
+    if request.param != "decided on the host":
         queues = Asynchronous()
         monkeypatch.setattr(devices, "device_of", lambda device: queues)
+    if request.param == "decided by kernels":
+        use_kernels(monkeypatch)
+
+
+def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute statistics and verdicts by kernels, as on a GPU."""
+    monkeypatch.setattr(stats, "grad_stats", triton_stats.grad_stats)
+    for module in (stats, verdict):
+        monkeypatch.setattr(module, "verdict_kernels", lambda device: triton_kernels())
 
 
 class Net(nn.Module):
@@ -224,6 +237,7 @@ def on_triton(optimizer: Optimizer) -> Optimizer:
 
 
 def forget(optimizer: Optimizer) -> None:
+    optimizer.stepper._steady.forget()
     for unit in optimizer.stepper.units:
         unit._runs = []
 
@@ -366,6 +380,54 @@ def test_works_are_kept_at_all(form: str) -> None:
         assert all(one._snapshot is not None for one in kept)
         unchanged.append([one._unchanged for one in kept])
     assert unchanged[0] == unchanged[1] == unchanged[2]
+
+
+FP16 = {"fp16": True, "params_dtype": torch.float16, "initial_loss_scale": 8.0, "hysteresis": 1}
+
+
+@pytest.mark.parametrize("fields", [BF16, FP16, {**BF16, "clip_grad": 0.0}, {**BF16, "grad_norm_skip_threshold": 6.0}])
+def test_kernels_decide_as_torch_operations_do(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six steps, of which one overflows."""
+
+    def train() -> list[Any]:
+        model = Net(fields["params_dtype"])
+        params = list(model.parameters())
+        config = OptimizerConfig(**{"lr": 0.1, "clip_grad": 1.0, "log_num_zeros_in_grad": True, **fields})
+        optimizer = on_triton(get_optimizer(config, [model]))
+        results = []
+        for step in range(6):
+            new_grads(params, step)
+            assert params[1].grad is not None
+            params[1].grad[0, 0] = torch.inf if step == 3 else 0.0
+            results.append(tuple(optimizer.step()))
+        return [*results, float(optimizer.get_loss_scale()), *outcome(optimizer, params)]
+
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    monkeypatch.setattr(stats, "grad_stats", triton_stats.grad_stats)
+    expected = train()
+    assert not expected[3][0]
+    use_kernels(monkeypatch)
+    assert same(train(), expected)
+
+
+def test_a_steady_step_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While no tensor moves, kernels read the same tables; one gradient elsewhere, and they are made again."""
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    use_kernels(monkeypatch)
+    model, optimizer = build("bfloat16 with mains")
+    params = list(model.parameters())
+    found = []
+    for step in range(6):
+        new_grads(params, step)
+        if step == 4:
+            grad_elsewhere(optimizer, params)
+        optimizer.step()
+        found.append((optimizer.stepper._steady._unchanged, optimizer.stepper._sums._row))
+    assert found[1] == found[2] == found[3]
+    assert found[3][1] is not None
+    assert found[4][0] is found[3][0]  # only the addresses of gradients have changed
+    assert found[4][1] is not found[3][1]
+    assert found[5] == found[4]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -17,9 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from opt_config import ConfigError, NoScale
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.step.ready import Ready
 from opt_distributed.step.result import StepResult
-from opt_distributed.step.sources import OwnGrads
-from opt_distributed.step.unit import Ready, Unit
+from opt_distributed.step.sources import OwnGrads, refuse_sparse
+from opt_distributed.step.unit import Unit
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.elementwise import ElementwiseRule
@@ -172,6 +173,7 @@ class _Update:
             )
         (grad,) = self._read()
         assert grad is not None
+        refuse_sparse([self._piece.id], [grad])
         self._release.update_(self._unit, self._piece, grad)
 
 

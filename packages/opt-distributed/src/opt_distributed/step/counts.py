@@ -11,12 +11,13 @@ class StepCount:
     tensor, and `int(count)` waits for the device. After `stay_on`, it is always the same tensor, as graphs require.
     """
 
-    __slots__ = ("_on_device", "_stays", "known")
+    __slots__ = ("_next", "_on_device", "_stays", "known")
 
     def __init__(self, known: int | None = 0, on_device: Tensor | None = None):
         self.known = known
         self._on_device = on_device
         self._stays = False
+        self._next: Tensor | None = None  # `_on_device` + 1, once it was computed
 
     def __int__(self) -> int:
         if self.known is not None:
@@ -47,16 +48,21 @@ class StepCount:
         if self.known is not None:
             return self.known + 1
         assert self._on_device is not None
-        return self._on_device + 1
+        if self._stays:
+            return self._on_device + 1
+        if self._next is None:
+            self._next = self._on_device + 1
+        return self._next
 
-    def advance(self, proceeds: Tensor | None) -> None:
-        """Count an update, if `proceeds` (a 0-d bool on the device) is true; None stands for true."""
-        made = 1 if proceeds is None else proceeds
+    def advance(self, skip: Tensor | None) -> None:
+        """Count an update, unless `skip` (a 0-d bool on the device) is true; None stands for false."""
         if self._stays:
             assert self._on_device is not None
-            self._on_device.add_(made)
+            self._on_device.add_(1 if skip is None else ~skip)
             return
-        before = self.known if self.known is not None else self._on_device
-        assert before is not None
-        after = before + made
+        before, after = self._on_device if self.known is None else self.known, self.next()
+        if skip is not None:
+            assert before is not None
+            after = torch.where(skip, before, after)
         self.known, self._on_device = (after, None) if isinstance(after, int) else (None, after)
+        self._next = None

@@ -23,10 +23,11 @@ from opt_distributed.comm.device import Device
 from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.hyper import FIELDS
 from opt_distributed.step.limits import Limits
+from opt_distributed.step.ready import Ready
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads
 from opt_distributed.step.stats import Family, Known, Upload, reduce_stats
-from opt_distributed.step.unit import Ready, Unit, begin_units_
+from opt_distributed.step.unit import Unit, begin_units_
 from opt_distributed.step.verdict import Decided, Terms
 from opt_kernels.hooks import bare
 from opt_kernels.hyper_table import HyperTable
@@ -210,7 +211,7 @@ class _StableGrads:
         """Return `ready` with gradients that are in the same memory at every step."""
         moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
         if not moving:
-            return ready
+            return ready.unproved()
         grads = list(ready.grads)
         for at in moving:
             if at not in self._copies or not _are_alike(self._copies[at], grads[at]):
@@ -218,7 +219,7 @@ class _StableGrads:
         torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
         for at in moving:
             grads[at] = self._copies[at]
-        return ready._replace(grads=grads)
+        return ready.unproved()._replace(grads=grads)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

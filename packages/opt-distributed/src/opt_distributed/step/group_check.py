@@ -56,6 +56,11 @@ class GroupCheck:
         """Whether any group is compared. The same on every rank."""
         return bool(self._keys)
 
+    @property
+    def num_compared(self) -> int:
+        """The number of compared groups. The same on every rank."""
+        return len(self._keys)
+
     def flags(self, groups: Groups) -> list[float]:
         """This rank's summands: 1, the checksum and its square for each compared group that it applies, else zeros."""
         flags: list[float] = []

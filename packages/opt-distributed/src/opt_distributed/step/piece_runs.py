@@ -9,11 +9,12 @@ from torch import Tensor
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.ready import Ready
 from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Works
+from opt_kernels.works import Unchanged, Works
 
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
@@ -41,6 +42,7 @@ class PieceRun:
     opened: Sequence[DecodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
     kept: KeptWorks = field(init=False)
+    _of: Unchanged | None = None  # proof under which works were kept
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
@@ -65,8 +67,15 @@ class PieceRun:
             is_possible=is_launched(self.rule, mains[0].target.device) and not self.opened,
         )
 
-    def works(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:
+    def works(self, ready: Ready, *, states_may_change: bool) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
+        if ready.unchanged is not None and ready.unchanged is self._of:
+            return self.kept.proved(ready.grads, ready.grads_at)
+        works = self._checked(ready.grads, states_may_change=states_may_change)
+        self._of = ready.unchanged if works.unchanged is not None else None
+        return works
+
+    def _checked(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:
         if not self.kept.hold(grads, states_may_change=states_may_change):
             self.kept.begin(grads, states_may_change=states_may_change)
         kept, of = self.kept.works(grads), self.columns

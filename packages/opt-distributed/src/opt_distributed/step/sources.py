@@ -1,9 +1,9 @@
 """`Source`: where a step gets gradients from and publishes parameters to, whatever the layout of the data."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,11 @@ class Source(Protocol):
     In a step: `reduce_`; the readers; `resolve_` with the `flags` summed over data-parallel ranks; `unused`;
     `publish_`.
     """
+
+    @property
+    def params(self) -> Mapping[ParamId, Any]:
+        """The parameters, or where they are in fp8, their codes and scales."""
+        ...
 
     @property
     def grad_scale(self) -> float:
@@ -135,9 +140,6 @@ class OwnGrads:
 
         def read() -> list[Tensor | None]:
             grads: list[Tensor | None] = list(map(_GRAD, params))
-            present = [grad for grad in grads if grad is not None]
-            if not set(map(_LAYOUT, present)) <= {torch.strided}:
-                raise ValueError(_first_sparse_in_words(runs, grads))
             for place, of_param in parts:
                 grad = grads[place]
                 grads[place] = None if grad is None else grad.reshape(-1)[of_param]
@@ -150,11 +152,11 @@ class OwnGrads:
             self.memory.gather_(self.comm)
 
 
-def _first_sparse_in_words(runs: Sequence[Run], grads: Sequence[Tensor | None]) -> str:
-    pairs = zip(runs, grads, strict=True)
-    return next(
-        _sparse_in_words(id, grad) for (id, _), grad in pairs if grad is not None and grad.layout is not torch.strided
-    )
+def refuse_sparse(ids: Iterable[ParamId], grads: Sequence[Tensor]) -> None:
+    """Raise ValueError if one of the gradients of these parameters is sparse."""
+    if not set(map(_LAYOUT, grads)) <= {torch.strided}:
+        pairs = zip(ids, grads, strict=True)
+        raise ValueError(next(_sparse_in_words(id, grad) for id, grad in pairs if grad.layout is not torch.strided))
 
 
 def _sparse_in_words(id: ParamId, grad: Tensor | None) -> str:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,14 @@ from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.step.clip import times
 from opt_distributed.step.pieces import Kind, kinds_of
+from opt_distributed.step.ready import Ready
 from opt_distributed.step.sources import Source
-from opt_distributed.step.unit import Ready
 from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.verdict import VerdictKernels, verdict_kernels
 from opt_paramgroups import ParamId
+
+if TYPE_CHECKING:
+    from opt_kernels.backends.triton.verdict import Part, RowOfSums
 
 Upload = Callable[[Callable[[], Tensor]], Tensor]
 """Uploads the host tensor that a function returns to the device of the step, without blocking the host."""
@@ -63,6 +68,7 @@ def reduce_stats(
     count_zeros: bool,
     known: Tensor,
     upload: Upload,
+    kept: "KeptSums | None" = None,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce. No two ranks count the same element.
 
@@ -74,22 +80,27 @@ def reduce_stats(
 
     `known` is the result of `known_numbers`, on the device, and is reduced with the rest. `upload` copies other numbers
     of the host to the device, which are the same at every step in which the same parameters have gradients. The host
-    reads nothing, except in `Source.resolve_`. Returns `Sums` as one tensor, float64 on the device.
+    reads nothing, except in `Source.resolve_`. Returns `Sums` as one tensor, float64 on the device; with `kept`, the
+    next step may overwrite it.
 
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
-    swept = _swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros)
+    local = None if kept is None else kept.write_(ready, known, num_slots=num_slots, count_zeros=count_zeros)
+    if local is None:
+        swept = _swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros)
+        local = torch.cat([swept, known])
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
-            counts = _resolve_with_(family.sources, [family.axes.dp, family.axes.inter], swept[:0], upload).counts
+            counts = _resolve_with_(family.sources, [family.axes.dp, family.axes.inter], local[:0], upload).counts
             numels = _numels(family.sources, ready) if count_zeros else []
             if numels:
-                _subtract_unused_(swept[-1], upload(partial(host_numbers, numels)), counts)
+                _subtract_unused_(local[num_slots + 1], upload(partial(host_numbers, numels)), counts)
     numels = _numels(shared, ready) if count_zeros else []
-    local = [swept, known, upload(lambda: host_numbers(numels))] if numels else [swept, known]
-    summed, counts = _resolve_with_(shared, [everyone], torch.cat(local), upload)
+    if numels:
+        local = torch.cat([local, upload(lambda: host_numbers(numels))])
+    summed, counts = _resolve_with_(shared, [everyone], local, upload)
     if not numels:
         return summed
     sums, numels_of_all = torch.split(summed, [summed.numel() - len(numels), len(numels)])
@@ -122,6 +133,46 @@ class Known:
             self._place.copy_(self._device.upload(host_numbers(numbers)))
         self._numbers = numbers
         return self._place
+
+
+class KeptSums:
+    """This rank's sums, computed by kernels into the same memory at every step, while no tensor has moved."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._of: list[Any] = []  # what the sums depend on
+        self._row: RowOfSums | None = None
+
+    def write_(self, ready: Sequence[Ready], known: Tensor, *, num_slots: int, count_zeros: bool) -> Tensor | None:
+        """Sums of gradients, then `known`, (num_slots + 2 + len(known),) float64; None if kernels cannot sum them."""
+        kernels = verdict_kernels(self._device)
+        if kernels is None or any(of_unit.unchanged is None for of_unit in ready):
+            return None
+        of = [num_slots, known.numel(), *chain.from_iterable((one.unchanged, one.grads_at) for one in ready)]
+        if of != self._of:
+            parts = self._parts(ready, kernels)
+            self._of, self._row = of, None
+            if parts:
+                self._row = kernels.RowOfSums(parts, num_slots=num_slots, num_known=known.numel(), device=self._device)
+        return None if self._row is None else self._row.write_(known, count_zeros=count_zeros)
+
+    def _parts(self, ready: Sequence[Ready], kernels: VerdictKernels) -> "list[Part] | None":
+        """The sweeps; None if some gradients cannot be swept in place, or are on another device."""
+        given: list[tuple[list[Tensor], int | None, float]] = [
+            (grads, slot, source.grad_scale**2)
+            for source, of_slots in _by_source(ready).items()
+            for slot, grads in of_slots.items()
+        ]
+        given += [(copies, None, 1.0)] if (copies := _uncounted_copies(ready)) else []
+        if any(grad.device != self._device for grads, _, _ in given for grad in grads):
+            return None
+        parts = []
+        for grads, slot, scale in given:
+            sweep = kernels.sweep_of(grads)
+            if sweep is None:
+                return None
+            parts.append(kernels.Part(sweep, slot, scale))
+        return parts
 
 
 def moved_parameter(families: Iterable[Family]) -> ParamId | None:
@@ -176,8 +227,9 @@ def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
 
 
 def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
-    for pieces, grads, kinds in ready:
-        for kind, places in (kinds_of(pieces) if kinds is None else kinds).items():
+    for of_unit in ready:
+        grads, kinds = of_unit.grads, kinds_of(of_unit.pieces) if of_unit.kinds is None else of_unit.kinds
+        for kind, places in kinds.items():
             yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
 
 
@@ -208,7 +260,7 @@ def _resolve_with_(sources: Sequence[Source], comms: Sequence[Comm], numbers: Te
 
 def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
     """The number of elements that this rank counts of each unresolved parameter."""
-    counted = {p.id: g.numel() for pieces, grads, _ in ready for p, g in zip(pieces, grads, strict=True) if p.counted}
+    counted = {p.id: g.numel() for one in ready for p, g in zip(one.pieces, one.grads, strict=True) if p.counted}
     return [counted.get(id, 0) for source in sources for id in source.unresolved]
 
 

@@ -29,20 +29,22 @@ from opt_distributed.step.hyper import check_rate
 from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.quantized import quantized_sources
+from opt_distributed.step.ready import Ready
 from opt_distributed.step.result import StepResult
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import (
     Family,
+    KeptSums,
     Known,
     known_numbers,
-    moved_parameter,
     reduce_norm,
     reduce_stats,
     reduce_zeros,
 )
-from opt_distributed.step.unit import Ready, Unit, begin_units_
-from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict, judge
+from opt_distributed.step.steady import Steady
+from opt_distributed.step.unit import Unit, begin_units_
+from opt_distributed.step.verdict import DeviceVerdict, KeptDecisions, Objections, Terms, Verdict
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -82,7 +84,10 @@ class Stepper:
         self.objection: UnusableGradientError | None = None  # the caller's, for which all ranks refuse the next step
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
+        self._steady = Steady(self.units, self.families)
         self._known = Known(self._queues)
+        self._sums = KeptSums(device)
+        self._decisions = KeptDecisions(limits, device)
         self._ready: _Prepared | None = None
         self.last = LastVerdict()
         self._group_check: GroupCheck | None = None
@@ -147,7 +152,8 @@ class Stepper:
         is_refused = ready.verdict.findings.is_refused
         if not is_refused:
             self.check_groups(groups)
-            self._update(ready, groups)
+            of_units = [of_unit.unproved() for of_unit in ready.of_units]  # the caller's code has run since
+            self._update(ready._replace(of_units=of_units), groups)
         return not is_refused
 
     @torch.no_grad()
@@ -225,13 +231,13 @@ class Stepper:
         with self._naming_the_step():
             wrong = self._wrong_groups(groups)
             refused = self._reduce() or wrong
-            ready = [unit.ready() for unit in self.units]
+            ready, moved = self._steady.look()
             if (id := graphed.lacking(ready)) is not None and refused is None:
                 refused = UnusableGradientError(
                     f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
                     "parameters every time; freeze those that are not used, or turn graphs off"
                 )
-            objections = Objections(refused, moved_parameter(self.families), check, groups)
+            objections = Objections(refused, moved, check, groups)
             hypers = groups if wrong is None else self._stand_ins(groups)
             with self.spans("optimizer-inner-step"):
                 decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
@@ -267,8 +273,8 @@ class Stepper:
     ) -> tuple[Verdict, list[Ready]]:
         refused = self._reduce() or wrong
         with self.spans("optimizer-unscale-and-check-inf"):
-            ready = [unit.ready() for unit in self.units]
-            objections = Objections(refused, moved_parameter(self.families), self._group_check, groups)
+            ready, moved = self._steady.look()
+            objections = Objections(refused, moved, self._group_check, groups)
             numbers = reduce_stats(
                 self.families,
                 ready,
@@ -278,14 +284,19 @@ class Stepper:
                 count_zeros=self.limits.count_zeros,
                 known=self._known.write_(self._known_numbers(objections)),
                 upload=lambda make: self._queues.upload(make()),
+                kept=self._sums,
             )
-            verdict = judge(
-                numbers,
-                objections,
-                Terms(len(self.limits.slots), inv_scale, self.limits.skip_above),
-                self._queues,
-            )
-        return verdict, ready
+            return self._verdict_on(numbers, objections, inv_scale), ready
+
+    def _verdict_on(self, numbers: Tensor, objections: Objections, inv_scale: float | Tensor) -> Verdict:
+        """The verdict on the result of `reduce_stats`: on the device if it is asynchronous, else on the host."""
+        terms = Terms(len(self.limits.slots), inv_scale, self.limits.skip_above)
+        if not self._queues.is_asynchronous:
+            return Verdict(numbers, objections, terms, self._queues)
+        if self._decisions.limits is not self.limits:
+            self._decisions = KeptDecisions(self.limits, self.device)
+        decided = self._decisions.of(numbers, objections.group_check, terms)
+        return DeviceVerdict(decided, objections, terms, self._queues)
 
     def _known_numbers(self, objections: Objections) -> list[float]:
         refused, moved, check, groups = objections

@@ -1,6 +1,6 @@
 """`Unit`: one rule, and the pieces of parameters on this rank that it updates."""
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,27 +17,13 @@ from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
-from opt_distributed.step.sources import ReadGrads, Source
+from opt_distributed.step.ready import Grads, Ready
+from opt_distributed.step.sources import ReadGrads, Source, refuse_sparse
+from opt_kernels.backends.triton.kept_works import is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.works import Batch
+from opt_kernels.works import Batch, Unchanged
 from opt_paramgroups import ParamId
-
-
-class Ready(NamedTuple):
-    """The pieces of a unit that have gradients, and these gradients, in the same order.
-
-    Two lists instead of pairs: with thousands of small parameters, creating objects takes most of a step's time.
-    """
-
-    pieces: Sequence[OwnedPiece]
-    grads: Sequence[Tensor]
-    kinds: Kinds | None = None  # of the pieces, if they are known
-
-    def without(self, unused: Collection[ParamId]) -> "Ready":
-        """Drop the pieces of these parameters."""
-        kept = [(p, g) for p, g in zip(self.pieces, self.grads, strict=True) if p.id not in unused]
-        return Ready([p for p, _ in kept], [g for _, g in kept])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +38,7 @@ class Unit:
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
-    _read_grads: ReadGrads = field(init=False)  # of all pieces
+    read_grads: ReadGrads = field(init=False)  # of all pieces
     _kinds: Kinds = field(init=False)  # of all pieces
     _touched: Touched = field(init=False)
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
@@ -60,19 +46,42 @@ class Unit:
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
     def __post_init__(self) -> None:
-        self._read_grads = _reader(self.pieces)
+        self.read_grads = _reader(self.pieces)
         self._kinds = kinds_of(self.pieces)
         self._touched = Touched(states=any(piece.touched.states for piece in self.pieces))
         for piece in self.pieces:
             piece.touched = self._touched
 
-    def ready(self) -> Ready:
-        """The pieces that have a gradient in this step, before it is known whether any rank used the parameter."""
-        found = self._read_grads()
+    def ready(self, found: Grads) -> Ready:
+        """The pieces that have a gradient in this step, before it is known whether any rank used the parameter.
+
+        `found` is the result of `read_grads`. Raises ValueError if a gradient is sparse.
+        """
         grads = [grad for grad in found if grad is not None]
-        if len(grads) == len(found):
-            return Ready(self.pieces, grads, self._kinds)
-        return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
+        all_have = len(grads) == len(found)
+        pieces = (
+            self.pieces
+            if all_have
+            else [piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None]
+        )
+        refuse_sparse((piece.id for piece in pieces), grads)
+        return Ready(pieces, grads, self._kinds if all_have else None)
+
+    def steady_ready(self, grads: Sequence[Tensor], unchanged: Unchanged, grads_at: tuple[int, ...]) -> Ready:
+        """`ready` where every piece has a gradient and `Steady` has proved that no tensor has moved."""
+        return Ready(self.pieces, grads, self._kinds, unchanged, grads_at)
+
+    @property
+    def states_may_change(self) -> bool:
+        """Whether other code has had access to main values or states, and may move them at any time."""
+        return self._touched.states
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether kernels update it that read addresses from a table, which can be kept."""
+        return self.host is None and all(
+            is_launched(self.rule, device) for device in {piece.own_main.target.device for piece in self.pieces}
+        )
 
     @torch.no_grad()
     def begin_(
@@ -147,7 +156,6 @@ class Unit:
         skip: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
-        proceeds = None if skip is None else ~skip
         if begun is not None:
             begun.finish_(skip=skip)
         for scale, runs in self._runs_by_scale(ready, scale_of_slot):
@@ -157,7 +165,7 @@ class Unit:
                     update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
                 for run in together:
                     run.close_(skip=skip)
-                    run.count.advance(proceeds)
+                    run.count.advance(skip)
 
     def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
         """The runs that each call of the rule updates.
@@ -185,7 +193,7 @@ class Unit:
     def _batches(self, runs: Sequence[PieceRun], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
         batches = []
         for run in runs:
-            works = run.works(ready.grads, states_may_change=self._touched.states)
+            works = run.works(ready, states_may_change=self._touched.states)
             hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             iterates = self.rule.needs is Needs.MATRICES and works.unchanged is None

@@ -6,7 +6,7 @@ tensors, from which the update takes its skip flag and scales. Both follow the s
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,13 @@ from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.step.clip import clip_coefficient, clip_coefficients, times
 from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.limits import Limits
 from opt_distributed.step.stats import Sums
+from opt_kernels.backends.verdict import MAX_SLOTS, verdict_kernels
 from opt_paramgroups import ParamId
+
+if TYPE_CHECKING:
+    from opt_kernels.backends.triton.verdict import Decisions
 
 
 class Findings(NamedTuple):
@@ -120,6 +125,13 @@ class Verdict:
             group_check.check(sums.flags, groups)
 
 
+class Clipped(NamedTuple):
+    """Factors of gradients that are clipped to this norm."""
+
+    max_norm: float
+    scales: Sequence[Tensor]  # for each norm slot
+
+
 class Decided(NamedTuple):
     """A verdict that is decided on the device: tensors there, 0-d unless a shape is given."""
 
@@ -129,6 +141,7 @@ class Decided(NamedTuple):
     overflow: Tensor
     has_error: Tensor  # whether `Verdict.findings` will raise
     skip: Tensor  # the update must write nothing
+    clipped: "Clipped | None" = None  # the result of `scales` for the norm of the limits, if it is known
 
     @classmethod
     def of(cls, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> "Decided":
@@ -148,6 +161,8 @@ class Decided(NamedTuple):
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
         """As `Verdict.scales`."""
+        if self.clipped is not None and self.clipped.max_norm == max_norm:
+            return self.clipped.scales
         coefficients = clip_coefficients(self.norms, max_norm).unbind()
         by_slot = zip(coefficients, clips, strict=True)
         return [times(one if clips else torch.ones_like(one), self.inv_scale) for one, clips in by_slot]
@@ -173,11 +188,36 @@ class DeviceVerdict(Verdict):
         return self._decided.scales(max_norm, clips)
 
 
-def judge(numbers: Tensor, objections: Objections, terms: Terms, device: Device) -> Verdict:
-    """Create the verdict on the result of `reduce_stats`: on the device if it is asynchronous, else on the host."""
-    if not device.is_asynchronous:
-        return Verdict(numbers, objections, terms, device)
-    return DeviceVerdict(Decided.of(numbers, objections.group_check, terms), objections, terms, device)
+class KeptDecisions:
+    """Decides in one kernel, where there is one, in the same memory at every step."""
+
+    def __init__(self, limits: Limits, device: torch.device):
+        self.limits = limits
+        self._device = device
+        self._decisions: Decisions | None = None
+        self._num_groups = -1  # that the decisions compare
+
+    def of(self, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> Decided:
+        """`Decided.of`; the next step overwrites all but `numbers`."""
+        decisions = self._for(0 if group_check is None else group_check.num_compared)
+        if decisions is None:
+            return Decided.of(numbers, group_check, terms)
+        decisions.write_(numbers, terms.inv_scale)
+        clipped = Clipped(self.limits.max_norm, decisions.scales)
+        norms, overflow, has_error, skip = decisions.norms, decisions.overflow, decisions.has_error, decisions.skip
+        return Decided(numbers, terms.inv_scale, norms, overflow, has_error, skip, clipped)
+
+    def _for(self, num_groups: int) -> "Decisions | None":
+        kernels, limits = verdict_kernels(self._device), self.limits
+        if kernels is None or len(limits.slots) > MAX_SLOTS:
+            return None
+        if self._decisions is None or self._num_groups != num_groups:
+            self._num_groups = num_groups
+            self._decisions = kernels.Decisions(
+                num_slots=len(limits.slots), num_groups=num_groups, max_norm=limits.max_norm, clips=limits.clips,
+                skip_above=limits.skip_above, device=self._device,
+            )  # fmt: skip
+        return self._decisions
 
 
 def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Findings:

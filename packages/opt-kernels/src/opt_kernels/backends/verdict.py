@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from opt_kernels.backends.triton.grad_stats import StatsSweep
     from opt_kernels.backends.triton.verdict import Decisions, Part, RowOfSums
 
-__all__ = ["VerdictKernels", "verdict_kernels"]
+__all__ = ["MAX_SLOTS", "VerdictKernels", "verdict_kernels"]
+
+MAX_SLOTS = 62  # norm slots: whether each is clipped is a bit of an int64
 
 
 class VerdictKernels(NamedTuple):

@@ -72,6 +72,13 @@ class KeptWorks:
             return None
         return self._columns.with_grads(self._pick(grads), unchanged=self._unchanged, grads_at=self._snapshot.grads_at)
 
+    def proved(self, grads: Sequence[Tensor], grads_at: tuple[int, ...]) -> Works:
+        """`works`, with gradients at these addresses. The caller has proved that nothing else has moved since then."""
+        assert self._columns is not None
+        return self._columns.with_grads(
+            self._pick(grads), unchanged=self._unchanged, grads_at=tuple(self._pick(grads_at))
+        )
+
     def _others(self, with_states: bool) -> Sequence[Tensor]:
         if not with_states:
             return self._params

@@ -19,8 +19,6 @@ from opt_kernels.backends.triton.grad_stats import StatsSweep, stats_of_chunks
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.verdict import VerdictKernels
 
-MAX_SLOTS = 62  # whose bits fit into an int64
-
 
 @jit
 def total(
@@ -85,7 +83,7 @@ def decide(
         squares = tl.load(sums + 2, mask=group < GROUPS, other=0.0).to(tl.int64)
         differs = (count * squares != of_values * of_values).to(tl.int32)
         has_error = has_error | (tl.max(differs, axis=0) > 0)
-    if inv_scale is not None:
+    if inv_scale is not None:  # noqa: SIM108  # Triton compiles only one branch of a statement
         inverse = tl.load(inv_scale)
     else:
         inverse = tl.full((), INV_SCALE, tl.float64)
@@ -121,7 +119,7 @@ class RowOfSums:
 
     def __init__(self, parts: Sequence[Part], *, num_slots: int, num_known: int, device: torch.device):
         self._parts, self._num_slots = parts, num_slots
-        self._row = torch.empty(num_slots + 2 + num_known, dtype=torch.float64, device=device)
+        self._row = torch.zeros(num_slots + 2 + num_known, dtype=torch.float64, device=device)
 
     def write_(self, known: Tensor, *, count_zeros: bool) -> Tensor:
         """Sweep the gradients. Returns the row; `known` (num_known,) float64 are its last numbers."""

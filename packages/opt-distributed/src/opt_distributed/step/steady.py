@@ -1,0 +1,97 @@
+"""`Steady`: whether any tensor has moved since the last step, proved once for everything that a step keeps.
+
+A step keeps the sweeps of its statistics, the works of its rules, and the finding that no parameter has left its
+memory. All of it holds while every gradient, parameter and written tensor has its address and its layout. The proof
+takes a few passes in C over all tensors; anything else, and any other code's access to states, is proved by parts
+(`KeptWorks`, `Source.moved`).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from opt_distributed.step.ready import Ready
+from opt_distributed.step.stats import Family, moved_parameter
+from opt_distributed.step.unit import Unit
+from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
+from opt_kernels.works import Unchanged
+from opt_paramgroups import ParamId
+
+
+class Present(NamedTuple):
+    """What a step finds before it computes anything."""
+
+    ready: list[Ready]  # one for each unit
+    moved: ParamId | None  # a parameter that has left the memory that updates write to
+
+
+class Steady:
+    """Reads the gradients of each step, and checks where all tensors are."""
+
+    def __init__(self, units: Sequence[Unit], families: Sequence[Family]):
+        self._units, self._families = units, families
+        self._others = list(
+            {
+                id(tensor): tensor
+                for tensor in chain(
+                    (piece.own_main.target for unit in units for piece in unit.pieces),
+                    (p for family in families for source in family.sources for p in source.params.values()),
+                )
+            }.values()
+        )
+        self._snapshot: Snapshot | None = None  # None: nothing is kept
+        self._unchanged = Unchanged()
+        self._grads_at: list[tuple[int, ...]] = []  # addresses by unit, if the snapshot holds
+
+    def forget(self) -> None:
+        """Keep nothing of the last step."""
+        self._snapshot = None
+
+    def look(self) -> Present:
+        """Read the gradients. What was kept of them is valid if `Ready.unchanged` is the same object again."""
+        found: list[Any] = [unit.read_grads() for unit in self._units]  # without None where the snapshot holds
+        if self._snapshot is not None and not self._holds(self._snapshot, found):
+            self._snapshot = None
+        if self._snapshot is None:
+            ready = [unit.ready(grads) for unit, grads in zip(self._units, found, strict=True)]
+            moved = moved_parameter(self._families)
+            self._begin(ready, moved)
+            return Present(ready, moved)
+        pairs = zip(self._units, found, self._grads_at, strict=True)
+        return Present([unit.steady_ready(grads, self._unchanged, at) for unit, grads, at in pairs], None)
+
+    def _holds(self, snapshot: Snapshot, found: Sequence[Sequence[Tensor]]) -> bool:
+        if any(unit.states_may_change for unit in self._units):
+            return False
+        before = snapshot.grads_at
+        if not snapshot.hold(_joined(found), self._others):
+            return False
+        if snapshot.grads_at is not before:
+            self._grads_at = _parted(snapshot.grads_at, found)
+        return True
+
+    def _begin(self, ready: Sequence[Ready], moved: ParamId | None) -> None:
+        """Keep what this step found from the next one on, if every piece has a gradient and nothing else may move."""
+        is_possible = (
+            moved is None
+            and len(self._others) > 0
+            and all(unit.is_launched and not unit.states_may_change for unit in self._units)
+            and all(of_unit.pieces is unit.pieces for unit, of_unit in zip(self._units, ready, strict=True))
+        )
+        grads = [of_unit.grads for of_unit in ready]
+        if not is_possible or not are_plain([*_joined(grads), *self._others]):
+            return
+        self._snapshot = Snapshot(_joined(grads), self._others)
+        self._grads_at = _parted(self._snapshot.grads_at, grads)
+        self._unchanged = Unchanged()
+
+
+def _joined(found: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+    return found[0] if len(found) == 1 else list(chain.from_iterable(found))
+
+
+def _parted(addresses: tuple[int, ...], found: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:
+    ends = list(accumulate(map(len, found)))
+    return [addresses[end - len(of_unit) : end] for end, of_unit in zip(ends, found, strict=True)]
