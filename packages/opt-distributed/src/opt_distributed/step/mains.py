@@ -83,7 +83,7 @@ def make_main(numbers: Numbers, target: Tensor) -> Main:
         case Numbers.DIRECT:
             return Main(numbers, target)
         case Numbers.FP32_COPY:
-            return Main(numbers, target, copy=target.detach().clone(memory_format=torch.contiguous_format).float())
+            return Main(numbers, target, copy=target.detach().to(torch.float32, copy=True))
         case Numbers.REMAINDER:
             if target.dtype != torch.bfloat16:
                 raise ValueError(f"remainders are for bf16 parameters, and this one is {target.dtype}")
