@@ -1,7 +1,7 @@
 """Muon: orthogonalised momentum."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -47,11 +47,12 @@ class Muon:
     tp_mode: TpMode = TpMode.BLOCKWISE
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
+    orthogonalization: Orthogonalization = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "muon")
         codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
-        schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
+        object.__setattr__(self, "orthogonalization", self._orthogonalization())
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -68,8 +69,7 @@ class Muon:
         """The codecs of the states, by name."""
         return {MOMENTUM: codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)}
 
-    @property
-    def orthogonalization(self) -> Orthogonalization:
+    def _orthogonalization(self) -> Orthogonalization:
         steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
         return Orthogonalization(
             schedule=steps,
@@ -143,7 +143,7 @@ class Muon:
                 tensor_parallel=work.matrix.tensor_parallel,
                 normalised=normalised,
             )
-            orthogonal.update(zip(same, done.chunk(len(same))))
+            orthogonal.update(zip(same, done.chunk(len(same)) if len(same) > 1 else (done,)))
         return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
 
     def _inputs(self, work: Work) -> Inputs:

@@ -29,7 +29,7 @@ class KeptWorks:
         is_possible: bool,  # False: nothing is ever kept
     ) -> None:
         self._make_columns = columns
-        self._pick = _picker(positions)
+        self._pick = picker(positions)
         self._params, self._states, self._mains = params, states, mains
         self._is_possible = (
             is_possible and len(positions) > 0 and are_plain(params) and all(type(state) is dict for state in states)
@@ -93,7 +93,7 @@ def is_launched(rule: object, device: torch.device) -> bool:
     return device.type == "cuda" or getattr(rule, "backend", None) == "triton"
 
 
-def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """A function that returns the entries of a sequence at these indices. If they are all indices in order, it returns
     the sequence itself."""
     if len(positions) == 1:

@@ -136,7 +136,7 @@ def scalar_block(
     # `fill_scalars` reads the gradient scale last.
     rows: Rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
     block = torch.empty(len(hypers), WIDTH.value, dtype=torch.float32, device=device)
-    fill_scalars[(len(hypers),)](block, rows_on(device, rows), *columns.on_device)
+    fill_scalars[(len(hypers),)](block, rows_on(device, rows, is_new=columns.is_new), *columns.on_device)
     return block
 
 
@@ -145,6 +145,11 @@ class Given(NamedTuple):
 
     host: tuple[tuple[float, ...], ...]  # lr, weight decay, step, gradient scale of each row; 0 where on the device
     on_device: tuple[Tensor | None, ...]  # lr, weight decay, step, gradient scale, skip flag
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the host's numbers include the step, so that they are not needed twice."""
+        return self.on_device[2] is None
 
 
 def given_columns(

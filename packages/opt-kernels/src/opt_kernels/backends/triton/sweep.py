@@ -57,6 +57,16 @@ class Launch(NamedTuple):
     cuts: tuple[Cut, ...]  # in the order of the table
 
 
+class Launches(list[Launch]):
+    """The launches of a call. `derived` is for what a caller computes from their tables, and lives as long as these."""
+
+    __slots__ = ("derived",)
+
+    def __init__(self, launches: Iterable[Launch]) -> None:
+        super().__init__(launches)
+        self.derived: dict[Hashable, Any] = {}
+
+
 Cutting = Callable[[int, int], Iterable[Cut]]  # arguments: index of a work and its number of elements
 
 
@@ -71,10 +81,10 @@ class _Part(NamedTuple):
     bytes_to_chunk: Tensor  # (num_chunks,) int64 on the host, from the start of the gradient
 
 
-class _Launches(NamedTuple):
+class _Found(NamedTuple):
     """All launches of a call; None if some tensor is not in row-major order."""
 
-    sweeps: list[Launch] | None
+    launches: Launches | None
 
 
 class _KnownCall(NamedTuple):
@@ -82,7 +92,7 @@ class _KnownCall(NamedTuple):
 
     layouts: Layouts  # of all tensors, gradients included
     parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # key: whether each gradient is aligned; None if all are
-    launches: DeviceTables[_Launches]  # by the addresses of the gradients
+    launches: DeviceTables[_Found]  # by the addresses of the gradients
 
 
 class _Call(NamedTuple):
@@ -147,7 +157,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> list[Launch]:
+def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launches:
     """One launch for every combination of dtypes among the works. Empty works are left out.
 
     Columns: main or remainder, out, the states, then the scales of the states that have scales. Raises LayoutError if
@@ -172,26 +182,26 @@ def cut_sweeps(
     codecs: Mapping[str, StateCodec],
     cutting: Cutting | None = None,  # None: every work is one run
     cut_by: Hashable = None,  # what `cutting` depends on, apart from the sizes of the works
-) -> list[Launch] | None:
+) -> Launches | None:
     """As `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
         return _unchanged_sweeps(pieces, codecs, cutting, cut_by)
     call = _call(pieces, codecs)
     if not call.grads:
-        return []
+        return Launches([])
     device = call.grads[0].device
     known = known_calls(device).get(
         _key(call, codecs, cut_by),
         lambda: _new_known(call, device),
         holds=lambda known: known.layouts.same(_tensors(call)),
     )
-    launches = known.launches.get(call.grads_at, lambda: _Launches(_launches(known, call, codecs, cutting, device)))
-    return launches.sweeps
+    found = known.launches.get(call.grads_at, lambda: _Found(_launches(known, call, codecs, cutting, device)))
+    return found.launches
 
 
 def _unchanged_sweeps(
     pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
-) -> list[Launch] | None:
+) -> Launches | None:
     """As `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
     device = first.grads[0].device
@@ -210,10 +220,10 @@ def _unchanged_sweeps(
     if placed is None or known is not placed.known:
         found[which] = _Placed(key, known)
     grads_at = first.grads_at if len(pieces) == 1 else tuple(chain.from_iterable(works.grads_at for _, works in pieces))
-    launches = known.launches.get(
-        grads_at, lambda: _Launches(_launches(known, _call(pieces, codecs), codecs, cutting, device))
+    placed_at = known.launches.get(
+        grads_at, lambda: _Found(_launches(known, _call(pieces, codecs), codecs, cutting, device))
     )
-    return launches.sweeps
+    return placed_at.launches
 
 
 class _Placed(NamedTuple):
@@ -406,7 +416,7 @@ def _part(
 
 def _launches(
     known: _KnownCall, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
-) -> list[Launch] | None:
+) -> Launches | None:
     """The launches of all parts, with the current addresses of gradients."""
     aligned = None
     if reduce(or_, call.grads_at) % ALIGNMENT:
@@ -418,10 +428,10 @@ def _launches(
         return None
     grads_at = torch.tensor(call.grads_at)
     columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, device) for part in parts]
-    return [
+    return Launches(
         Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
         for part, column in zip(parts, columns)
-    ]
+    )
 
 
 def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:

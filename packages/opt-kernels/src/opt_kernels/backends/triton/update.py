@@ -76,8 +76,7 @@ def filled(
     numbers = [[_number(read(hyper)) for read in kernels.own] for hyper in hypers]
     rows: Rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
     block = torch.empty(len(hypers), kernels.row_width, dtype=torch.float32, device=device)
-    is_new = columns.on_device[2] is None  # the step: such rows are not needed twice
-    kernels.fill[(len(hypers),)](block, rows_on(device, rows, is_new=is_new), *columns.on_device)
+    kernels.fill[(len(hypers),)](block, rows_on(device, rows, is_new=columns.is_new), *columns.on_device)
     return block
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from operator import itemgetter
 from typing import Any, NamedTuple
 
+from opt_kernels.backends.triton.kept_works import picker
 from opt_kernels.backends.triton.sweep import lies_in_order, uniform
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.rounds import Round, alike_tasks, rounds
@@ -18,13 +18,11 @@ class _Piece(NamedTuple):
     row: int
     columns: Works
     unchanged: Unchanged
-    indices: list[int]  # of its works among all
+    pick: Callable[[Sequence[Any]], Any]  # the entries of its works among those of all
 
     def with_grads(self, grads: Sequence[Any], grads_at: Sequence[int]) -> tuple[int, Works]:
-        pick: Callable[[Sequence[Any]], Any] = itemgetter(*self.indices)
-        if len(self.indices) == 1:
-            pick = lambda entries: (entries[self.indices[0]],)
-        return self.row, self.columns.with_grads(pick(grads), unchanged=self.unchanged, grads_at=pick(grads_at))
+        at = self.pick(grads_at)
+        return self.row, self.columns.with_grads(self.pick(grads), unchanged=self.unchanged, grads_at=at)
 
 
 class _Kept(NamedTuple):
@@ -48,8 +46,10 @@ def kept_rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], fact
     kept: list[_Kept] | None = first.cache[key]
     if kept is None:
         return None
-    grads = list(chain.from_iterable([works.grads for works in columns]))
-    grads_at = tuple(chain.from_iterable([works.grads_at for works in columns]))
+    grads, grads_at = columns[0].grads, columns[0].grads_at
+    if len(columns) > 1:
+        grads = list(chain.from_iterable([works.grads for works in columns]))
+        grads_at = tuple(chain.from_iterable([works.grads_at for works in columns]))
     return [one._replace(pieces=[piece.with_grads(grads, grads_at) for piece in pieces]) for one, pieces in kept]
 
 
@@ -64,7 +64,9 @@ def _found(
     kept = []
     for one in rounds(without, inputs, factors):
         pieces = [
-            _Piece(row, uniform([task.work for task in alike])[0], Unchanged(), [number[id(t.work)] for t in alike])
+            _Piece(
+                row, uniform([task.work for task in alike])[0], Unchanged(), picker([number[id(t.work)] for t in alike])
+            )
             for row, alike in alike_tasks(one, hypers)
         ]
         kept.append(_Kept(one, pieces))

@@ -7,7 +7,7 @@ consecutive in the chunk table, and every chunk record holds the number of its s
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
-from opt_kernels.backends.triton.sweep import CALLS, Cut, Launch, cut_sweeps, lies_in_order, uniform
+from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps, lies_in_order, uniform
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.reference import MOMENTUM
@@ -59,6 +58,19 @@ class Round(NamedTuple):
     stacks: list[Stack]
     numel: int  # of u
     pieces: list[tuple[int, Works]] | None = None  # all works with their rows of the scalar block; None: of the stacks
+
+    @property
+    def num_slots(self) -> int:
+        last = self.stacks[-1]
+        return last.first_slot + len(last.tasks) * len(last.slots)
+
+    def place_of(self, work: int) -> tuple[Stack, int]:
+        """The stack of this work, and its number there."""
+        for stack in self.stacks:
+            if work < len(stack.tasks):
+                return stack, work
+            work -= len(stack.tasks)
+        raise IndexError(work)
 
 
 def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
@@ -110,14 +122,13 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> list[Launch]:
+def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches:
     """The launches of the round. Every run of a slot is a separate run of the chunk table."""
     pieces = one.pieces
     if pieces is None:
         pieces = [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
-    places = [(stack, number) for stack in one.stacks for number in range(len(stack.tasks))]
     cut_by = (one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks))
-    found = cut_sweeps(pieces, {MOMENTUM: codec}, partial(_cuts, places, codec, one.inputs.dtype.itemsize), cut_by)
+    found = cut_sweeps(pieces, {MOMENTUM: codec}, partial(_cuts, one, codec), cut_by)
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
@@ -139,11 +150,10 @@ def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Tas
     return [(key[0], list(alike)) for key, alike in groupby(tasks, kind)]
 
 
-def _cuts(
-    places: Sequence[tuple[Stack, int]], codec: StateCodec, item_bytes: int, work: int, numel: int
-) -> Iterator[Cut]:
+def _cuts(one: Round, codec: StateCodec, work: int, numel: int) -> Iterator[Cut]:
     """The runs of one work, slot by slot."""
-    stack, number = places[work]
+    stack, number = one.place_of(work)
+    item_bytes = one.inputs.dtype.itemsize
     begin_of_work = stack.begin + number * numel
     for index, slot in enumerate(stack.slots):
         for begin, length in slot.runs:
@@ -156,54 +166,3 @@ def _cuts(
             yield Cut(
                 work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
             )
-
-
-class Range(NamedTuple):
-    """The chunks of a slot in one sweep."""
-
-    slot: int
-    begin: int
-    end: int
-
-
-@lru_cache(maxsize=CALLS)
-def ranges(cuts: tuple[Cut, ...], chunk: int) -> tuple[Range, ...]:
-    """The range of chunks of each slot. The runs of a slot are consecutive."""
-    found: list[Range] = []
-    end = 0
-    for slot, of_slot in groupby(cuts, lambda cut: cut.tag):
-        begin, end = end, end + sum(-(-cut.numel // chunk) for cut in of_slot)
-        found.append(Range(slot, begin, end))
-    return tuple(found)
-
-
-def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: torch.device) -> Tensor:
-    """(slots, 2) int64: first and last + 1 chunk of each slot, counted over all sweeps."""
-
-    def build() -> Tensor:
-        host = torch.zeros(num_slots, 2, dtype=torch.int64)
-        before = 0
-        for of_sweep in of_sweeps:
-            for slot, begin, end in of_sweep:
-                host[slot] = torch.tensor((before + begin, before + end))
-            before += of_sweep[-1].end
-        return to_device(host, device)
-
-    return known_tables(device).get((of_sweeps, num_slots), build)
-
-
-def factors_on(device: torch.device, one: Round) -> Tensor:
-    """The factor of every slot of the round, (slots,) float32."""
-    of_stacks = tuple([(len(stack.tasks), tuple([slot.factor for slot in stack.slots])) for stack in one.stacks])
-
-    def build() -> Tensor:
-        of_slots = [factor for num_works, factors in of_stacks for factor in factors * num_works]
-        return to_device(torch.tensor(of_slots, dtype=torch.float32), device)
-
-    return known_tables(device).get(of_stacks, build)
-
-
-@cache
-def known_tables(device: torch.device) -> DeviceTables[Tensor]:
-    """Tables of rounds on `device`, except their chunk tables."""
-    return DeviceTables(device, capacity=2 * CALLS)

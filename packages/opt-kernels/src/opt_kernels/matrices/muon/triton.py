@@ -4,9 +4,7 @@ Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum
 for the normalisation of u, 12 for the update. `kernels/muon.md` derives the design.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +20,8 @@ from opt_kernels.backends.triton.sweep import Launch, launch_options
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, OfLayouts, Transform
 from opt_kernels.matrices.muon.kept_rounds import kept_rounds
-from opt_kernels.matrices.muon.rounds import Round, Stack, bounds, factors_on, ranges, rounds, swept, with_ordered_grads
+from opt_kernels.matrices.muon.round_tables import tables_of
+from opt_kernels.matrices.muon.rounds import Round, Stack, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch, Hyper, Work
 
 SUM_BLOCK = 1024  # chunks that are added at a time
@@ -246,65 +245,61 @@ class _Inputs:
     """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
     def __init__(self, one: Round, hypers: Sequence[Hyper], codec: StateCodec, device: torch.device) -> None:
-        self._round = one
+        self._wanted = one.inputs
         self._codec = codec
         # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
         # precision.
         self._narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
         self._sweeps = swept(one, hypers, codec)
-        self._ranges = [ranges(sweep.cuts, sweep.table.chunk) for sweep in self._sweeps]
-        words = torch.int16 if self._narrow else one.inputs.dtype
-        self._words = torch.empty(one.numel, dtype=words, device=device)
-        groups = [s.table.num_chunks * (s.table.chunk // GROUP.value) if self._narrow else 0 for s in self._sweeps]
+        self._tables = tables_of(one, self._sweeps, device)
+        words = torch.empty(one.numel, dtype=torch.int16 if self._narrow else one.inputs.dtype, device=device)
+        self._u = words.view(torch.float16) if self._narrow else words
+        self._x = words.view(one.inputs.dtype)  # overwrites u, element for element
+        groups = [sweep.table.num_chunks * self._groups_of(sweep) for sweep in self._sweeps]
         self._scales = [torch.empty(count, dtype=torch.float32, device=device) for count in groups]
-        self._totals = torch.empty(one.stacks[-1].slots_of_all.stop, dtype=torch.float64, device=device)
+
+    def _groups_of(self, sweep: Launch) -> int:
+        """Number of scales of a chunk of u."""
+        return sweep.table.chunk // GROUP.value if self._narrow else 0
 
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Update all momenta, write u, and sum its squares for each matrix."""
-        device, narrow = block.device, self._narrow
-        u = self._words.view(torch.float16) if narrow else self._words
-        sums = torch.empty(sum(s.table.num_chunks for s in self._sweeps), dtype=torch.float64, device=device)
-        begin = 0
-        for (formats, table, _), scales in zip(self._sweeps, self._scales):
+        tables = self._tables
+        for (formats, table, _), scales, sums in zip(self._sweeps, self._scales, tables.sums_of_sweeps):
             momentum_sweep[(table.num_chunks,)](
-                table.records, table.grads, block, u, scales, sums[begin : begin + table.num_chunks],
+                table.records, table.grads, block, self._u, scales, sums,
                 MOMENTUM=triton_dtype(formats.states[0]), SCHEME=scheme(self._codec),
-                U=triton_dtype(u.dtype), SCHEME_U="half" if narrow else "plain",
+                U=triton_dtype(self._u.dtype), SCHEME_U="half" if self._narrow else "plain",
                 NESTEROV=nesterov, DECAY=decay.value, **launch_options(formats, table),
             )  # fmt: skip
-            begin += table.num_chunks
-        if self._round.inputs.normalised:
-            of_slots = bounds(tuple(self._ranges), len(self._totals), device)
-            slot_totals[(len(self._totals),)](
-                sums, of_slots, self._totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
+        if self._wanted.normalised:
+            slot_totals[(len(tables.totals),)](
+                tables.sums, tables.bounds, tables.totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
             )
 
     def normalised(self, stack: Stack) -> Tensor:
         """The matrices of `stack`, (len(tasks), *shape), divided by their norms if the inputs are to be normalised."""
-        wanted, shape = self._round.inputs, stack.tasks[0].work.grad.shape
-        x = self._words.view(wanted.dtype)
-        if wanted.normalised:
-            totals = self._totals
+        x, totals = self._x, self._tables.totals
+        if self._wanted.normalised:
             if stack.inputs.all_reduce is not None:
                 totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
-            u = self._words.view(torch.float16) if self._narrow else self._words
-            for sweep, scales, records, begin in self._of(stack):
-                groups = sweep.table.chunk // GROUP.value if self._narrow else 0
-                normalise_sweep[(records.shape[0],)](
-                    records, u, scales[begin * groups :], x, totals, wanted.eps,
+            for share in self._tables.shares[stack.first_slot]:
+                sweep, scales = self._sweeps[share.sweep], self._scales[share.sweep]
+                begin = share.begin * self._groups_of(sweep)
+                normalise_sweep[(share.num_chunks,)](
+                    share.records, self._u, scales[begin:] if begin else scales, x, totals, self._wanted.eps,
                     X=triton_dtype(x.dtype), SCHEME_U="half" if self._narrow else "plain", TAG=self._tag,
-                    **_only(launch_options(sweep.formats, sweep.table), "WIDTH", "CHUNK", "BLOCK", "E"),
+                    **share.to_normalise,
                 )  # fmt: skip
-        return x[stack.begin : stack.begin + stack.numel].view(len(stack.tasks), *shape)
+        of_stack = x.narrow(0, stack.begin, stack.numel)
+        return of_stack.view(len(stack.tasks), *stack.tasks[0].work.grad.shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
-        factors = factors_on(block.device, self._round)
-        for sweep, _, records, _ in self._of(stack):
-            descent_sweep[(records.shape[0],)](
-                records, block, directions, stack.begin, factors, DECAY=decay.value, TAG=self._tag,
-                **_only(launch_options(sweep.formats, sweep.table), "MAIN", "OUT", "REMAINDER", "WIDTH", "CHUNK",
-                        "BLOCK", "E"),
+        for share in self._tables.shares[stack.first_slot]:
+            descent_sweep[(share.num_chunks,)](
+                share.records, block, directions, stack.begin, self._tables.factors, DECAY=decay.value, TAG=self._tag,
+                **share.to_descend,
             )  # fmt: skip
 
     @property
@@ -312,23 +307,9 @@ class _Inputs:
         """The lane of a record that holds the number of its slot."""
         return 4 if self._codec.block else 3
 
-    def _of(self, stack: Stack) -> Iterator[tuple[Launch, Tensor, Tensor, int]]:
-        """The sweeps that have chunks of `stack`, each with its scales, the records of these chunks, and the first."""
-        wanted = stack.slots_of_all
-        for sweep, scales, of_slots in zip(self._sweeps, self._scales, self._ranges):
-            first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
-            if first < stop:
-                begin, end = of_slots[first].begin, of_slots[stop - 1].end
-                yield sweep, scales, sweep.table.records[begin:end], begin
-
 
 def _aligned(directions: Tensor) -> Tensor:
     """A contiguous tensor at an aligned address; a copy if needed, because a slice of a gathered matrix may begin
     anywhere."""
     directions = directions.contiguous()
     return directions if directions.data_ptr() % ALIGNMENT == 0 else directions.clone()
-
-
-def _only(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The options with these names, and the compiler options."""
-    return {name: options[name] for name in (*names, "num_warps", "enable_fp_fusion")}
