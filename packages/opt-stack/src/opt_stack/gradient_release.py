@@ -19,7 +19,7 @@ from opt_distributed.buffers.stored import StorageError
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.ready import Ready
 from opt_distributed.step.result import StepResult
-from opt_distributed.step.sources import OwnGrads, refuse_sparse
+from opt_distributed.step.sources import OwnGrads, check_dense
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.base import Needs
@@ -173,7 +173,7 @@ class _Update:
             )
         (grad,) = self._read()
         assert grad is not None
-        refuse_sparse([self._piece.id], [grad])
+        check_dense([self._piece.id], [grad])
         self._release.update_(self._unit, self._piece, grad)
 
 

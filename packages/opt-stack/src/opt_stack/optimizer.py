@@ -33,6 +33,10 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
+class ReplacedParamsError(UnusableGradientError, ValueError):
+    """`param_groups` hold other parameters than those that the optimizer was built with."""
+
+
 class Optimizer(GradientStatistics, StateDicts):
     """An optimizer for any layout, with the interface of `torch.optim.Optimizer`. Built by `get_optimizer`.
 
@@ -73,6 +77,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self._built = True
         for chunk in wrapped:
             chunk.add_optimizer(self, self._ids)
+        self._built_groups = [{**group, "lr": group.get("lr") or 0.0} for group in self.param_groups]
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self.evaluation = Evaluation(stepper)
@@ -112,9 +117,9 @@ class Optimizer(GradientStatistics, StateDicts):
         the optimizer was built: they are not trained.
 
         Raises:
-            ValueError: `param_groups` hold other parameters than those the optimizer was built with; or the loss scale
-                is set, and `closure` has not read it.
-            RuntimeError: on every rank, if on one weights were loaded into the model that the update would lose, or
+            ValueError: the loss scale is set, and `closure` has not read it.
+            RuntimeError: on every rank, if on one `param_groups` hold other parameters than those the optimizer was
+                built with (there a ValueError, too), weights were loaded into the model that the update would lose, or
                 parameters of a wrapped model were frozen since it was built.
         """
         if closure is None and self._fits_graphs and torch.compiler.is_compiling():
@@ -129,7 +134,7 @@ class Optimizer(GradientStatistics, StateDicts):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
     def _step(self, closure: Callable[[], float] | None) -> StepResult:
-        self._check_params()
+        self.check_ready("a step")
         if closure is not None:
             self._loss_scale.was_read = False
             with torch.enable_grad():
@@ -137,9 +142,10 @@ class Optimizer(GradientStatistics, StateDicts):
             self._check_scaled()
         self._warn_of_unfrozen()
         if self.in_backward is not None:
+            if (replaced := self._replaced_params()) is not None:
+                raise replaced
             return self.in_backward.finish()
-        self.stepper.objection = self._objection()
-        result = self.stepper.step(self.param_groups)
+        result = self.stepper.step(self._groups_of_step())
         self.loaded_weights.accept_writes()
         return result
 
@@ -160,12 +166,11 @@ class Optimizer(GradientStatistics, StateDicts):
 
         Warns and raises as `step`.
         """
-        self._check_params()
+        self.check_ready("a step")
         self._warn_of_unfrozen()
         if self.in_backward is not None:
             raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
-        self.stepper.objection = self._objection()
-        return self.stepper.prepare_grads(self.param_groups)
+        return self.stepper.prepare_grads(self._groups_of_step())
 
     def step_with_ready_grads(self) -> bool:
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
@@ -198,17 +203,27 @@ class Optimizer(GradientStatistics, StateDicts):
         if self.evaluation.is_evaluating:
             self.loaded_weights.begin_evaluation()
 
-    def _check_params(self) -> None:
-        """Raise if parameters were replaced, as by Accelerate's FSDP2: the new ones would never be updated."""
-        self.check_ready("a step")
+    def _groups_of_step(self) -> Sequence[dict[str, Any]]:
+        """Return the groups for the next step, and tell the stepper why this rank must not update, if so.
+
+        If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
+        the step that all ranks then refuse.
+        """
+        replaced = self._replaced_params()
+        self.stepper.objection = replaced or self._objection()
+        return self.param_groups if replaced is None else self._built_groups
+
+    def _replaced_params(self) -> UnusableGradientError | None:
+        """The error for replaced parameters, as by Accelerate's FSDP2: the new ones would never be updated."""
         present = [param for group in self.param_groups for param in group["params"]]
-        if len(present) != len(self._params) or not all(map(is_, present, self._params)):
-            raise ValueError(
-                "param_groups hold other parameters than those that this optimizer was built with, as after "
-                "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
-                "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
-                "get_optimizer"
-            )
+        if len(present) == len(self._params) and all(map(is_, present, self._params)):
+            return None
+        return ReplacedParamsError(
+            "param_groups hold other parameters than those that this optimizer was built with, as after "
+            "Accelerate's FSDP2 `prepare(model, optimizer)` or an assignment; the layout of parameters is fixed "
+            "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
+            "get_optimizer"
+        )
 
     def _objection(self) -> UnusableGradientError | None:
         """The reason why this rank must not update, if any; all ranks then refuse the step."""

@@ -21,6 +21,16 @@ class UnusableGradientError(GradientError):
     """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
 
 
+class SparseGradientError(UnusableGradientError, ValueError):
+    """A gradient is sparse."""
+
+    def __init__(self, name: str, layout: torch.layout):
+        super().__init__(
+            f"gradient of {name!r} is {layout}; dense (torch.strided) gradients are allowed: build nn.Embedding "
+            "and nn.EmbeddingBag with sparse=False"
+        )
+
+
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
     """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]
@@ -89,16 +99,13 @@ def take_grad_(param: nn.Parameter, name: str) -> None:
     Autograd does not record the sum, even if ``backward(create_graph=True)`` gave the gradient a graph.
 
     Raises:
-        ValueError: the gradient is sparse.
+        SparseGradientError: the gradient is sparse.
     """
     grad = param.grad
     if grad is None:
         return
     if grad.layout is not torch.strided:
-        raise ValueError(
-            f"gradient of {name!r} is {grad.layout}; dense (torch.strided) gradients are allowed: build nn.Embedding "
-            "and nn.EmbeddingBag with sparse=False"
-        )
+        raise SparseGradientError(name, grad.layout)
     fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
     if not fused:
         main_grad(param).add_(grad)

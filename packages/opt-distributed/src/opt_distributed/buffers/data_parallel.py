@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.apart import not_trained
-from opt_distributed.buffers.binding import adopt_main_grad_, begin_accumulation, bind_main_grad, take_grad_
+from opt_distributed.buffers.binding import (
+    SparseGradientError,
+    adopt_main_grad_,
+    begin_accumulation,
+    bind_main_grad,
+    take_grad_,
+)
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
 from opt_distributed.buffers.gather_order import share_gather_order
@@ -368,7 +374,11 @@ class _OnGrad:
             return
         chunk.grad_sync.check_accumulating(self._id)
         adopt_main_grad_(param, self._accumulator, str(self._id))
-        take_grad_(param, str(self._id))
+        try:
+            take_grad_(param, str(self._id))
+        except SparseGradientError as error:
+            param.grad = None
+            chunk.grad_sync.refuse(self._id, error)
         chunk.grad_sync.note(self._id)
 
 

@@ -108,6 +108,11 @@ class GradSync:
             self._completed.setdefault(index, len(self._completed))
             self.launch_order.launch_ready()
 
+    def refuse(self, id: ParamId, problem: UnusableGradientError) -> None:
+        """Note that a gradient cannot be used. `finish` raises, after the reductions that other ranks take part in."""
+        bucket = self.buckets[self._bucket_of[id]]
+        bucket.problem = bucket.problem or problem
+
     def start(self) -> None:
         """Launch every bucket, complete or not, as soon as all buckets before it are launched."""
         if not self._finished:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.binding import SparseGradientError
 from opt_distributed.buffers.moved import Converted
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
@@ -28,7 +28,7 @@ ReadGrads = Callable[[], Sequence[Tensor | None]]
 
 ALONE = Alone()
 _NONE: frozenset[ParamId] = frozenset()
-_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
+_GRAD = attrgetter("grad")
 
 
 class Source(Protocol):
@@ -142,7 +142,8 @@ class OwnGrads:
             grads: list[Tensor | None] = list(map(_GRAD, params))
             for place, of_param in parts:
                 grad = grads[place]
-                grads[place] = None if grad is None else grad.reshape(-1)[of_param]
+                if grad is not None and not is_sparse(grad):
+                    grads[place] = grad.reshape(-1)[of_param]
             return grads
 
         return read
@@ -152,19 +153,17 @@ class OwnGrads:
             self.memory.gather_(self.comm)
 
 
-def refuse_sparse(ids: Iterable[ParamId], grads: Sequence[Tensor]) -> None:
-    """Raise ValueError if one of the gradients of these parameters is sparse."""
-    if not set(map(_LAYOUT, grads)) <= {torch.strided}:
-        pairs = zip(ids, grads, strict=True)
-        raise ValueError(next(_sparse_in_words(id, grad) for id, grad in pairs if grad.layout is not torch.strided))
+def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
+    """Raise SparseGradientError, which names the first of these parameters with a sparse gradient."""
+    for id, grad in zip(ids, grads, strict=True):
+        if is_sparse(grad):
+            assert grad is not None
+            raise SparseGradientError(id.name, grad.layout)
 
 
-def _sparse_in_words(id: ParamId, grad: Tensor | None) -> str:
-    layout = None if grad is None else grad.layout
-    return (
-        f"gradient of {id.name!r} is {layout}; dense (torch.strided) gradients are allowed: build nn.Embedding and "
-        "nn.EmbeddingBag with sparse=False"
-    )
+def is_sparse(grad: Tensor | None) -> bool:
+    """Whether this is a gradient, and sparse."""
+    return grad is not None and grad.layout is not torch.strided
 
 
 class LaidOutGrads:
@@ -291,13 +290,11 @@ class BufferedGrads:
         """See `Source`.
 
         Raises:
-            UnusableGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
+            SparseGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
         """
         grads = {id: self.params[id].grad for id in self.unresolved}
-        sparse = [id for id, grad in grads.items() if grad is not None and grad.layout is not torch.strided]
-        self.reduced.reduce_(grads | dict.fromkeys(sparse))
-        if sparse:
-            raise UnusableGradientError(_sparse_in_words(sparse[0], grads[sparse[0]]))
+        self.reduced.reduce_({id: None if is_sparse(grad) else grad for id, grad in grads.items()})
+        check_dense(grads.keys(), grads.values())
 
     def flags(self) -> Tensor:
         return torch.tensor(self._has_gradient(), dtype=torch.float64)

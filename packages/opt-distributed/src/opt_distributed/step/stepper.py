@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
@@ -232,6 +232,7 @@ class Stepper:
             wrong = self._wrong_groups(groups)
             refused = self._reduce() or wrong
             ready, moved = self._steady.look()
+            refused = refused or self._sparse()
             if (id := graphed.lacking(ready)) is not None and refused is None:
                 refused = UnusableGradientError(
                     f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
@@ -274,6 +275,7 @@ class Stepper:
         refused = self._reduce() or wrong
         with self.spans("optimizer-unscale-and-check-inf"):
             ready, moved = self._steady.look()
+            refused = refused or self._sparse()
             objections = Objections(refused, moved, self._group_check, groups)
             numbers = reduce_stats(
                 self.families,
@@ -314,6 +316,11 @@ class Stepper:
                     except UnusableGradientError as error:
                         refused = refused or error
         return refused
+
+    def _sparse(self) -> SparseGradientError | None:
+        """Return the error for sparse gradients, which the units have left out."""
+        errors = [error for unit in self.units if (error := unit.take_error()) is not None]
+        return errors[0] if errors else None
 
     @torch.no_grad()
     def _update(self, ready: _Prepared, groups: Groups) -> None:

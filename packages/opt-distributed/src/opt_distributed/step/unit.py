@@ -2,12 +2,14 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.binding import SparseGradientError
 from opt_distributed.step.clip import times
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
@@ -18,12 +20,14 @@ from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
-from opt_distributed.step.sources import ReadGrads, Source, refuse_sparse
+from opt_distributed.step.sources import ReadGrads, Source, check_dense, is_sparse
 from opt_kernels.backends.triton.kept_works import is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, Unchanged
 from opt_paramgroups import ParamId
+
+_LAYOUT = attrgetter("layout")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class Unit:
     _touched: Touched = field(init=False)
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
     _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
+    _error: SparseGradientError | None = field(init=False, default=None)
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
     def __post_init__(self) -> None:
@@ -55,17 +60,30 @@ class Unit:
     def ready(self, found: Grads) -> Ready:
         """The pieces that have a gradient in this step, before it is known whether any rank used the parameter.
 
-        `found` is the result of `read_grads`. Raises ValueError if a gradient is sparse.
+        `found` is the result of `read_grads`. Pieces with sparse gradients are left out, and `take_error` returns why.
         """
         grads = [grad for grad in found if grad is not None]
+        if not set(map(_LAYOUT, grads)) <= {torch.strided}:
+            return self._without_sparse(found)
         all_have = len(grads) == len(found)
         pieces = (
             self.pieces
             if all_have
             else [piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None]
         )
-        refuse_sparse((piece.id for piece in pieces), grads)
         return Ready(pieces, grads, self._kinds if all_have else None)
+
+    def _without_sparse(self, found: Grads) -> Ready:
+        try:
+            check_dense((piece.id for piece in self.pieces), found)
+        except SparseGradientError as error:
+            self._error = error
+        return self.ready([None if is_sparse(grad) else grad for grad in found])
+
+    def take_error(self) -> SparseGradientError | None:
+        """Return why the gradients that `ready` saw must not be used, and forget it; None if they may be used."""
+        error, self._error = self._error, None
+        return error
 
     def steady_ready(self, grads: Sequence[Tensor], unchanged: Unchanged, grads_at: tuple[int, ...]) -> Ready:
         """`ready` where every piece has a gradient and `Steady` has proved that no tensor has moved."""

@@ -25,6 +25,7 @@ from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
+from opt_stack.state.rivals import Writer, introduce
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 _VERSION = attrgetter("_version")
@@ -40,6 +41,7 @@ class LoadedWeights:
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
     ):
+        self._written = list(dict.fromkeys(tensor for piece in pieces for tensor in _counted(piece)))
         self._copied = [piece for piece in pieces if _is_copied(piece)]
         self._averaged = averaged
         counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece))
@@ -54,7 +56,17 @@ class LoadedWeights:
         self._shown: tuple[int, ...] = ()  # `_counts` when evaluation began
         self._replaced: set[nn.Parameter] = set()
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
+        self.has_rivals = False  # whether other optimizers of the same parameters must notice its writes
         self.accept_writes()
+        introduce(self)
+
+    def updates(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer updates `param`."""
+        return param in self._trained
+
+    def updates_any_of(self, other: Writer) -> bool:
+        """Return whether both optimizers update a parameter."""
+        return any(map(other.updates, self._trained))
 
     def watch(self, chunks: Iterable[nn.Module]) -> None:
         """Note every load of these modules and of modules below them."""
@@ -73,6 +85,8 @@ class LoadedWeights:
 
     def accept_writes(self) -> None:
         """Note that a step wrote the parameters. Writes from now on are those of others."""
+        if self.has_rivals:
+            torch.autograd.graph.increment_version(self._written)
         self._versions = list(map(_VERSION, self._counted))
         self._has_state = self._is_in_graph = False
 
@@ -149,7 +163,8 @@ class LoadedWeights:
             return UnusableGradientError(
                 f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
                 "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
-                "the parameters, or load the optimizer's state of the same checkpoint"
+                "the parameters, or load the optimizer's state of the same checkpoint; do not update a parameter by "
+                "two optimizers"
             )
         if self._is_in_graph and self._added_by_graph is None:
             self._added_by_graph = self._added()
