@@ -9,9 +9,8 @@ from torch import Tensor
 from opt_kernels.backends.elements import flat
 from opt_kernels.codecs import codecs_of, scale_name
 from opt_kernels.dtensor import distributed_like, local, local_like
-from opt_kernels.optim.base import params_with_groups
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
-from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.mains import MAIN, saved_main
 from opt_kernels.optim.state import STEP
 

@@ -12,11 +12,10 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
-from opt_kernels.dtensor import Span, spans
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.entries import GroupEntries
-from opt_kernels.optim.gradients import check_norm_spans_no_ranks, norm_of_gradients, only_makes_state
+from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
 from opt_kernels.optim.groups import (
     NEUTRAL,
     ParamGroup,
@@ -26,24 +25,25 @@ from opt_kernels.optim.groups import (
     check_keys,
     check_options,
     loaded_groups,
+    params_with_groups,
 )
 from opt_kernels.optim.hooks import (
     HOOKS,
     check_names,
     check_param_hooks,
     checked_hooks,
-    recorded,
+    record_hooks_,
     warn_of_other_hooks,
     with_hooks,
 )
 from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
-from opt_kernels.optim.observed import observed
+from opt_kernels.optim.observed import before_load, observed
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
 from opt_kernels.optim.param_rows import ParamRows, params_of
-from opt_kernels.optim.params import check_available, check_param, for_dtype, rounds_stochastically
+from opt_kernels.optim.params import check_available, check_param, for_dtype, spans_of
 from opt_kernels.optim.rows import Member, Sweep
-from opt_kernels.optim.state import Saved, StateDictError, init_state, saved_state
+from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec
 
@@ -218,9 +218,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             if param in self._states:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self._states[param])
-        for of_group in packed["param_groups"]:
-            hooks = recorded(of_group.pop(HOOKS, self.hooks))
-            of_group |= {HOOKS: hooks} if hooks else {}
+        record_hooks_(packed["param_groups"], self.hooks)
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -230,13 +228,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved with an
         option that is not supported here.
         """
-        loaded = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, loaded)
-            loaded = loaded if replaced is None else replaced
+        loaded = before_load(self, state_dict)
         groups = loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
-        for number, (group, of_saved) in enumerate(zip(self.param_groups, loaded["param_groups"])):
-            warn_of_other_hooks(number, group.get(HOOKS, self.hooks), of_saved)
+        warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         states = [
             Saved(self.rule_of(group, param), self.mains, param, self.matrix_of(group, param), loaded["state"][index])
@@ -249,10 +243,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
-        for saved in states:
-            saved.check()
-        state = {saved.param: saved.load_() for saved in states}
-        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        self.__setstate__({"state": load_all_(states), "param_groups": groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -260,8 +251,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
         unknown, not allowed, or equal in all groups by definition."""
         if isinstance(param_group, dict):  # torch raises for anything else
-            optional = ("capturable",) if self.capturable else ()
-            check_keys(param_group, {*self.defaults, HOOKS, *optional})
+            check_keys(param_group, {*self.defaults, HOOKS, *(("capturable",) if self.capturable else ())})
             self._check_group(self.defaults | param_group)
         if self._entries is not None:
             self._adopt_changes()
@@ -287,10 +277,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self._handle = handle_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "mains": self.mains, "max_norm": self.max_norm, "grad_norm": self.grad_norm}
-        own |= {"hooks": self.hooks, "_param_rows": None, "capturable": self.capturable, "_on_device": None}
-        own |= {"_captured_at": []}
-        return super().__getstate__() | own
+        kept = ("rule", "mains", "max_norm", "grad_norm", "hooks", "capturable")
+        own = {name: getattr(self, name) for name in kept}
+        return super().__getstate__() | own | {"_param_rows": None, "_on_device": None, "_captured_at": []}
 
     def _check_group(self, group: ParamGroup) -> None:
         """Raise ValueError for a group that this optimizer does not support."""
@@ -340,9 +329,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _update_(self) -> None:
         self._adopt_changes()
         if not self.__dict__["state"] and only_makes_state(self.param_groups):
-            self._param_rows = ParamRows(
-                self.param_groups, self._states, self._member_of, steps_on_device=self.capturable
-            )
+            self._param_rows = self._new_rows()
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -353,10 +340,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             return
         scale = 1.0 if loss_scale is None else 1 / float(loss_scale)
         if self.max_norm is not None:
-            self.grad_norm = scale * norm_of_gradients(params_of(self.param_groups), self.max_norm)
-            if not self.grad_norm < float("inf"):
+            self.grad_norm, clipping = clipped(params_of(self.param_groups), scale, self.max_norm)
+            if clipping is None:
                 return
-            scale *= min(1.0, self.max_norm / (self.grad_norm + 1e-6))
+            scale = clipping
         for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale)
 
@@ -367,9 +354,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         scale, skip, norm = scaling_of(grads, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
         self.grad_norm = norm
         if self._on_device is None:
-            own = [name for rule in self.rules for name in getattr(rule, "hyper_names", ())]
-            choosing = [name for rule in self.rules for name in getattr(rule, "choosing_numbers", ())]
-            self._on_device = GroupsOnDevice((*OF_HYPER, "scalar_eps", *own), choosing)
+            self._on_device = GroupsOnDevice.of_rules(self.rules)
         self._on_device.begin_step()
         for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
@@ -381,23 +366,23 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         parameter, unless `made` (0-d, on the device) is zero."""
         grads = self._current_gradients()
         if self._param_rows is None or grads is None:
-            self._param_rows = ParamRows(
-                self.param_groups, self._states, self._member_of, steps_on_device=self._on_device is not None
-            )
+            self._param_rows = self._new_rows()
             grads = [param.grad for param in params_of(self.param_groups)]
         return self._param_rows.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
+
+    def _new_rows(self) -> ParamRows:
+        return ParamRows(self.param_groups, self._states, self._member_of, steps_on_device=self.capturable)
 
     def _current_gradients(self) -> list[Tensor | None] | None:
         """The gradients of all parameters. None if there are no rows yet, or outdated ones."""
         if self._param_rows is None:
             return None
-        states = self.__dict__["state"]
-        return self._param_rows.gradients(self.param_groups, states, states_may_change=self._states_may_change)
+        may_change = self._states_may_change
+        return self._param_rows.gradients(self.param_groups, self.__dict__["state"], states_may_change=may_change)
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
-        if self._on_device is None:
-            return self._hyper(self.param_groups[group], sweep.rule, step)
-        return self._hyper(self._on_device.of(sweep.device, self.param_groups)[group], sweep.rule, step)
+        groups = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
+        return self._hyper(groups[group], sweep.rule, step)
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """The row entry of `param`, whose state is created if it has none."""
@@ -406,19 +391,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         state = self._states[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix))
-        return Member(position, group, param, state, rule, matrix, first, self._spans(rule, param))
-
-    def _spans(self, rule: Rule, param: Tensor) -> tuple[Span, ...]:
-        """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
-        return (spans(param) or ()) if rounds_stochastically(rule, self.mains, param) else (Span(0, param.numel(), 0),)
+        return Member(position, group, param, state, rule, matrix, first, spans_of(rule, self.mains, param))
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The hyper-parameters that `rule` reads from `group` in this step."""
         own = {name: group[name] for name in getattr(rule, "hyper_names", ()) if name in group}
         count = step if isinstance(step, Tensor) else int(step)
         return Hyper(step=count, own=own, **{name: group[name] for name in OF_HYPER if name in group})
-
-
-def params_with_groups(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
-    """All parameters in order, each with its group."""
-    return [(group, param) for group in groups for param in group["params"]]

@@ -24,6 +24,12 @@ def norm_of_gradients(params: Sequence[Tensor], max_norm: float) -> float:
     return math.sqrt(sum(float(total) for total in sums))
 
 
+def clipped(params: Sequence[Tensor], scale: float, max_norm: float) -> tuple[float, float | None]:
+    """The total norm of the gradients times `scale`, and the factor that also clips it; None if it is not finite."""
+    norm = scale * norm_of_gradients(params, max_norm)
+    return norm, scale * min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else None
+
+
 def check_norm_spans_no_ranks(params: Sequence[Tensor], max_norm: float) -> None:
     """Raise ValueError for a DTensor parameter, whose norm spans ranks."""
     if any(map(is_dtensor, params)):

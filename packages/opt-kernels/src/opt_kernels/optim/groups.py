@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,11 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
 _AT_LEAST_ZERO = ("lr", "weight_decay", "eps", "momentum", "scalar_eps")
 # Names of these options in other implementations.
 _ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "wd": "weight_decay"})
+
+
+def params_with_groups(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
+    """All parameters in order, each with its group."""
+    return [(group, param) for group in groups for param in group["params"]]
 
 
 def check_flags(flags: Mapping[str, object]) -> None:

@@ -1,7 +1,7 @@
 """Hooks of drop-in optimizers: how they apply to parameters, what is refused, and what a state_dict records."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -79,11 +79,20 @@ def recorded(given: GivenHooks) -> tuple[str, ...]:
     return tuple(f"{name}: {text}" for name, hooks in given.items() for text in described(tuple(hooks)))
 
 
-def warn_of_other_hooks(number: int, now: GivenHooks, saved: Mapping[str, Any]) -> None:
-    """Log a warning if a group was saved with other hooks: training continues differently."""
-    before, after = tuple(saved.get(HOOKS, ())), recorded(now)
-    if before != after:
-        logger.warning(
-            "group %d continues with hooks %s, but was saved with %s",
-            number, ", ".join(after) or "none", ", ".join(before) or "none",
-        )  # fmt: skip
+def record_hooks_(groups: Iterable[ParamGroup], of_all: GivenHooks) -> None:
+    """Replace the hooks of groups, or `of_all` for a group without its own, by their text."""
+    for group in groups:
+        hooks = recorded(group.pop(HOOKS, of_all))
+        group |= {HOOKS: hooks} if hooks else {}
+
+
+def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[Mapping[str, Any]], of_all: GivenHooks) -> None:
+    """Log a warning for each group that was saved with other hooks: training continues differently. `of_all` are the
+    hooks of groups without their own."""
+    for number, (group, of_saved) in enumerate(zip(groups, saved)):
+        before, after = tuple(of_saved.get(HOOKS, ())), recorded(group.get(HOOKS, of_all))
+        if before != after:
+            logger.warning(
+                "group %d continues with hooks %s, but was saved with %s",
+                number, ", ".join(after) or "none", ", ".join(before) or "none",
+            )  # fmt: skip

@@ -14,6 +14,7 @@ from torch import Tensor
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.dtensor import local
+from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_kernels.rules.base import Rule
@@ -46,6 +47,13 @@ class GroupsOnDevice:
             False  # whether the last `notice_stale_numbers` found numbers not uploaded, and none were since
         )
         self._warned = False
+
+    @classmethod
+    def of_rules(cls, rules: Sequence[Rule]) -> "GroupsOnDevice":
+        """For the numbers that these rules read."""
+        own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
+        choosing = [name for rule in rules for name in getattr(rule, "choosing_numbers", ())]
+        return cls((*OF_HYPER, "scalar_eps", *own), choosing)
 
     def begin_step(self) -> None:
         """Mark all tables as outdated: groups may have changed since the last step."""

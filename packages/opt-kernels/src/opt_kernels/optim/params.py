@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.backends.elements import is_dense
-from opt_kernels.dtensor import is_dtensor, local, spans
+from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.optim.mains import Mains, init_main
 from opt_kernels.quantized.find import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
@@ -44,6 +44,11 @@ def check_available(rule: Rule) -> None:
 def rounds_stochastically(rule: Rule, mains: Mains, param: Tensor) -> bool:
     """Whether `param` is rounded stochastically. The noise of an element depends on its number."""
     return bool(getattr(rule, "stochastic_rounding", False)) and mains is Mains.PARAM and param.dtype is torch.bfloat16
+
+
+def spans_of(rule: Rule, mains: Mains, param: Tensor) -> tuple[Span, ...]:
+    """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
+    return (spans(param) or ()) if rounds_stochastically(rule, mains, param) else (Span(0, param.numel(), 0),)
 
 
 def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:

@@ -1,6 +1,7 @@
 """The saved form of a parameter's state: decoded, independent of codecs and mains."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +126,13 @@ class Saved:
                 f"state {name!r} {error}; load a state_dict of the same parameters, in the same order"
             ) from error
         return part
+
+
+def load_all_(states: Sequence[Saved]) -> defaultdict[Tensor, dict[str, Tensor]]:
+    """The states of all parameters, once each was checked. Raises the errors of `Saved.check`, changing nothing."""
+    for saved in states:
+        saved.check()
+    return defaultdict(dict, {saved.param: saved.load_() for saved in states})
 
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:
