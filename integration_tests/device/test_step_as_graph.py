@@ -4,19 +4,28 @@ The fake accelerator records what is queued during a capture and queues it again
 or a wait for an event is an error during a capture, and so is memory that was given back by the time of a replay.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
+from graph_training import (
+    ALONE,
+    BAD_STEPS,
+    FLAT,
+    STEPS,
+    built_with_graphs,
+    iterate,
+    schedule,
+    train,
+    train_with_graphs,
+    watched,
+)
 from on_device import (
-    BAD_STEP,
     NUM_ORDERS,
     SHAPES,
     SIZE,
-    LaunchedRule,
     Trained,
     built,
     equal,
@@ -25,111 +34,23 @@ from on_device import (
     outcome,
     sweep_stats,
 )
-from on_device import iterate as iterate_once
-from parity import Case, Numbers, Spread, Wrapping, grads_of, roles_over
+from parity import Case, Numbers, Spread, Wrapping, grads_of
 from queued_kernels import queue_kernels
-from torch import Tensor, nn
+from torch import nn
 
-from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import (
-    CaptureError,
     DeferredRank,
-    HostReadError,
-    ReleasedError,
     run_deferred,
 )
-from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.graph import Graph, GraphError
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import graphed, stats
-from opt_distributed.step.counts import StepCount
-from opt_distributed.step.scaler import DynamicScaler
-from opt_kernels.hooks import RelativeUpdate
-from opt_kernels.hyper_table import HyperTable
-from opt_stack import Optimizer, get_optimizer
-
-STEPS = 6
-FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
-BAD_STEPS = (BAD_STEP, 4)  # while steps run as they are, and in a replay
-
-Between = Callable[[int, nn.Module, Optimizer], None]
+from opt_distributed.step import stats
+from opt_stack import Optimizer
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "grad_stats", launched_stats)
-
-
-def schedule(step: int, model: nn.Module, optimizer: Optimizer) -> None:
-    """All numbers of all groups change at every step."""
-    for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.02 / (1 + step + number)
-        group["weight_decay"] = 0.01 * step
-        if "betas" in group:
-            group["betas"] = (0.9 - 0.01 * step, 0.99 - 0.01 * step)
-        if "momentum" in group:
-            group["momentum"] = 0.9 - 0.05 * step
-
-
-def iterate(step: int, model: nn.Module, optimizer: Optimizer, comm: Comm) -> Any:
-    return iterate_once(model, optimizer, step, comm, bad_steps=BAD_STEPS)
-
-
-def train(case: Case, comm: Comm, between: Between) -> Trained:
-    model, optimizer = built(case, comm)
-    results = []
-    for step in range(STEPS):
-        between(step, model, optimizer)
-        results.append(iterate(step, model, optimizer, comm))
-    return outcome(model, optimizer, results)
-
-
-def built_with_graphs(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = built(case, one.comm, optimizer_cuda_graph=True)
-    for unit in optimizer.stepper.units:
-        unit.rule = LaunchedRule(unit.rule)
-    return model, optimizer
-
-
-def train_with_graphs(
-    case: Case, one: DeferredRank, between: Between = schedule, build: Any = built_with_graphs
-) -> tuple[Trained, list[str]]:
-    """Also what each step did: replay, capture, or neither."""
-    model, optimizer = build(case, one)
-    did = watched(optimizer)
-    results = []
-    with one.device.host_reads_forbidden():
-        for step in range(STEPS):
-            between(step, model, optimizer)
-            did.append("")
-            results.append(iterate(step, model, optimizer, one.comm))
-    return outcome(model, optimizer, results), did
-
-
-def watched(optimizer: Optimizer) -> list[str]:
-    """What is done with the graph from now on, in the last entry."""
-    did: list[str] = []
-    step = optimizer.stepper._graphed
-    assert step is not None
-    step._recorded._graph = Watched(step._recorded._graph, did)
-    return did
-
-
-class Watched:
-    """A graph that records its captures and replays."""
-
-    def __init__(self, graph: Graph, did: list[str]):
-        self._graph, self._did = graph, did
-
-    def capture(self) -> Any:
-        self._did[-1] += "capture "
-        return self._graph.capture()
-
-    def replay(self) -> None:
-        self._did[-1] += "replay"
-        self._graph.replay()
 
 
 def cases() -> Iterator[Case]:
@@ -150,77 +71,6 @@ def test_replays_give_the_bits_of_steps_in_every_order(case: Case) -> None:
         for (found, did), of_rank in zip(trained, expected, strict=True):
             assert did == ["", "capture replay", *["replay"] * (STEPS - 2)]
             assert equal(found, of_rank), f"seed {seed}"
-
-
-ALONE = replace(FLAT, size=1, spread=Spread.REPLICATED)
-
-
-def numbers_are_frozen(patch: pytest.MonkeyPatch) -> None:
-    refresh = HyperTable.refresh_
-    patch.setattr(HyperTable, "refresh_", lambda table, groups: None if table.groups else refresh(table, groups))
-
-
-def counts_are_new_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepCount, "stay_on", lambda count, device: None)
-
-
-def a_loss_scale_is_a_new_tensor(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DynamicScaler, "stay_on", lambda scaler, device: None)
-
-
-def gradients_stay_where_autograd_puts_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(graphed._StableGrads, "kept", lambda grads, ready: ready)
-
-
-def addresses_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    gradients_stay_where_autograd_puts_them(patch)
-    patch.setattr(graphed, "addresses", lambda tensors: ())
-
-
-def results_are_read_from_the_graph(patch: pytest.MonkeyPatch) -> None:
-    def init(copy: HostCopy, tensor: Tensor, device: Any) -> None:
-        copy._copy, copy._event = tensor, None
-
-    patch.setattr(HostCopy, "__init__", init)
-
-
-def a_constant_is_uploaded_in_the_capture(patch: pytest.MonkeyPatch) -> None:
-    def of(constants: Any, key: Any) -> Any:
-        return lambda: lambda make: constants._device.upload(make())
-
-    patch.setattr(graphed._Constants, "of", of)
-
-
-def a_count_is_read_in_the_capture(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepCount, "next", lambda count: int(count) + 1)
-
-
-FAULTS = (
-    numbers_are_frozen,
-    counts_are_new_tensors,
-    a_loss_scale_is_a_new_tensor,
-    gradients_stay_where_autograd_puts_them,
-    addresses_are_not_looked_at,
-    results_are_read_from_the_graph,
-    a_count_is_read_in_the_capture,
-)
-
-
-@pytest.mark.parametrize("plant", FAULTS)
-def test_a_fault_in_a_replay_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (expected,) = run_threads(1, lambda comm: train(ALONE, comm, schedule))
-    plant(monkeypatch)
-    try:
-        ((found, did),) = run_deferred(1, partial(train_with_graphs, ALONE), seed=0)
-    except (GraphError, HostReadError, ReleasedError):
-        return
-    assert not equal(found, expected) or did[-1] != "replay"
-
-
-def test_a_constant_that_is_uploaded_in_the_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_constant_is_uploaded_in_the_capture(monkeypatch)
-    with pytest.raises(CaptureError, match="a copy from the host while a graph is captured"):
-        run_deferred(SIZE, partial(train_with_graphs, FLAT), seed=0)
 
 
 def changes(optimizer: Optimizer, model: nn.Module, change: str) -> None:
@@ -281,68 +131,6 @@ def test_what_a_capture_freezes_is_captured_again(change: str, rule: str) -> Non
         assert equal(found, expected)
 
 
-def objecting(one: DeferredRank, *, object_: Any) -> list[tuple[str, str, bool]]:
-    """Of a replay to which rank 1 objects, and of the step after it: the error of the step, that of its result, and
-    whether any weight moved."""
-    model, optimizer = built_with_graphs(replace(FLAT, numbers=Numbers.FP32), one)
-    found = []
-    for step in (0, 2, 3, 5, 6):
-        before = [param.detach().clone() for param in model.parameters()]
-        grads = grads_of(step, one.rank, SIZE, SHAPES)
-        optimizer.scale_loss(model(grads)).backward()
-        undo = object_(model, optimizer) if step == 5 and one.rank == 1 else None
-        of_step = of_result = ""
-        try:
-            result = optimizer.step()
-        except (ValueError, UnusableGradientError) as error:
-            of_step = type(error).__name__
-        else:
-            try:
-                assert result.success
-            except (ValueError, UnusableGradientError) as error:
-                of_result = type(error).__name__
-        if undo is not None:
-            undo()
-        optimizer.zero_grad()
-        found.append((of_step, of_result, not all(map(torch.equal, before, model.parameters()))))
-    return found[-2:]
-
-
-def other_lr(model: nn.Module, optimizer: Optimizer) -> Any:
-    group = optimizer.param_groups[0]
-    lr, group["lr"] = group["lr"], 1.0
-
-    def undo() -> None:
-        group["lr"] = lr
-
-    return undo
-
-
-def moved(model: nn.Module, optimizer: Optimizer) -> Any:
-    data = model.first.weight.data
-    model.first.weight.data = data.clone()
-
-    def undo() -> None:
-        model.first.weight.data = data
-
-    return undo
-
-
-def no_gradient(model: nn.Module, optimizer: Optimizer) -> Any:
-    model.router.weight.grad = None
-
-
-@pytest.mark.parametrize(
-    ("object_", "error"), [(other_lr, "HyperError"), (moved, "StorageError"), (no_gradient, "UnusableGradientError")]
-)
-def test_an_objection_to_a_replay_stops_it_on_every_rank(object_: Any, error: str) -> None:
-    """The next step continues, as a replay if nothing that the capture froze has changed."""
-    for seed in range(3):
-        first, second = run_deferred(SIZE, partial(objecting, object_=object_), seed=seed)
-        assert first == [("", error, False), ("", "", True)]
-        assert second == first
-
-
 def test_the_halves_of_a_step_run_between_replays() -> None:
     """They are never captured, because the host reads the gradients in between."""
 
@@ -367,71 +155,6 @@ def test_the_halves_of_a_step_run_between_replays() -> None:
     expected = run_threads(SIZE, on_host)
     for seed in range(3):
         assert all(map(equal, run_deferred(SIZE, on_device, seed=seed), expected))
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a rule that reads": (
-        {"optimizer": "soap"},
-        "optimizer_cuda_graph=True with optimizer='soap': its update reads values on the host, or the rule does "
-        "not declare capturable=True; use another rule, or set it to False",
-    ),
-    "hooks with memory of their own": (
-        {"hooks": (RelativeUpdate(),)},
-        "optimizer_cuda_graph=True with hooks (RelativeUpdate(),) of 'adam', which allocate memory in every "
-        "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
-        "elementwise rule), or set it to False",
-    ),
-    "fp16 main values": (
-        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
-        "optimizer_cuda_graph=True with main_params_dtype=torch.float16, whose values are decoded to new memory at "
-        "every step; use 16-bit remainders or fp32 main values, or set it to False",
-    ),
-    "24-bit main values": (
-        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
-        "optimizer_cuda_graph=True with main_params_dtype=torch.int8, whose values are decoded to new memory at "
-        "every step; use 16-bit remainders or fp32 main values, or set it to False",
-    ),
-    "parameters in fp8": (
-        {"bf16": True, "fp8_recipe": "delayed"},
-        "OptimizerConfig: fp8_recipe='delayed': excludes optimizer_cuda_graph: scales are exchanged between update "
-        "and gather; set only one of them",
-    ),
-    "gathers within the step": (
-        {
-            "use_distributed_optimizer": True,
-            "overlap_param_gather": True,
-            "overlap_param_gather_with_optimizer_step": True,
-        },
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: excludes optimizer_cuda_graph: a captured "
-        "step is a single call; set only one of them",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_captured_is_refused(name: str) -> None:
-    fields, message = REFUSED[name]
-
-    def build(one: DeferredRank) -> None:
-        options = {name: value for name, value in fields.items() if name != "hooks"}
-        config = OptimizerConfig(lr=0.1, optimizer_cuda_graph=True, **options)
-        model = nn.Linear(4, 4, bias=False).to(torch.bfloat16 if config.bf16 else torch.float32)
-        hooks = fields.get("hooks", ())
-        get_optimizer(config, [model], {}, pg_collection=roles_over(one.comm), hooks=hooks)
-
-    def rank_main(one: DeferredRank) -> str:
-        with pytest.raises(ConfigError) as caught:
-            build(one)
-        return str(caught.value)
-
-    assert run_deferred(1, rank_main, seed=0) == [message]
-
-
-def test_a_cpu_has_no_graphs() -> None:
-    with pytest.raises(ConfigError) as caught:
-        get_optimizer(OptimizerConfig(lr=0.1, optimizer_cuda_graph=True), [nn.Linear(2, 2)])
-    message = "optimizer_cuda_graph=True: graphs on device 'cpu': only cuda devices have them; run without"
-    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("rule", ["adam", "muon"])

@@ -1,51 +1,21 @@
 """What a step does on any layout: norms, clipping, collectives and their order, several instances and chunks."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
+from layouts import SPREADS, config, mean_grads, norm_of, step_once
 from parity import LR, SHAPES, Net, grads_of, roles_over
 from torch import Tensor, nn
 
-from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_config import ConfigError, ParamKey
+from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import get_optimizer
 
-SPREADS = {
-    "replicated": {},
-    "flat": {"use_distributed_optimizer": True},
-    "whole": {"use_layer_wise_distributed_optimizer": True},
-}
 every_spread = pytest.mark.parametrize("spread", list(SPREADS))
-
-
-def config(**changes: Any) -> OptimizerConfig:
-    return OptimizerConfig(**{"lr": LR, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest", **changes})
-
-
-def step_once(
-    config: OptimizerConfig, comm: Comm, *, overrides: Any = None, scale: float = 1.0, net: Net | None = None
-) -> Optimizer:
-    """An optimizer after one step; the gradients stay where they were."""
-    net = net or Net(torch.float32)
-    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm))
-    (net(grads_of(0, comm.rank, comm.size)) * scale).backward()
-    optimizer.last = optimizer.step()
-    return optimizer
-
-
-def mean_grads() -> dict[str, Tensor]:
-    return grads_of(0, 0, 1)
-
-
-def norm_of(names: Any) -> float:
-    return math.sqrt(sum(mean_grads()[name].double().square().sum().item() for name in names))
 
 
 # --- norms and clips -------------------------------------------------------------------------------------------------
@@ -243,168 +213,3 @@ def test_zeros_of_a_parameter_that_no_rank_used_are_not_counted(spread: str) -> 
         return [first, optimizer.step().num_zeros_in_grad]
 
     assert run_threads(4, rank_main) == [[2 + 1 + 3, 2 + 1 + 3 + 70]] * 4
-
-
-# --- what travels ----------------------------------------------------------------------------------------------------
-
-
-def calls_of_a_step(spread: str, *, optimizer: str = "adam") -> tuple[list[Call], Optimizer]:
-    """The collectives of a second step, on the first of two ranks."""
-
-    def rank_main(comm: ThreadComm) -> tuple[list[Call], Optimizer]:
-        recorded = RecordingComm(comm)
-        made = step_once(config(optimizer=optimizer, **SPREADS[spread]), recorded)
-        recorded.calls.clear()
-        made.step()
-        return recorded.calls, made
-
-    return run_threads(2, rank_main)[0]
-
-
-@pytest.mark.parametrize(("spread", "rule"), [("flat", "adam"), ("whole", "muon"), ("whole", "adam")])
-def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is_one_small_sum(
-    spread: str, rule: str
-) -> None:
-    calls, optimizer = calls_of_a_step(spread, optimizer=rule)
-    in_buffers = sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
-    num_buckets = sum(len(buffer.layout.buckets) for buffer in optimizer.plan.buffers)
-    kinds = [call.kind for call in calls]
-    assert sum(call.numel for call in calls if call.kind == "reduce_scatter") == in_buffers
-    assert sum(call.numel for call in calls if call.kind == "all_gather") == in_buffers
-    assert (kinds.count("reduce_scatter"), kinds.count("all_gather")) == (num_buckets, num_buckets)
-    (statistics,) = [call for call in calls if call.kind == "all_reduce"]
-    # Two norms; refused gradients, moved parameters, non-finite elements, zeros; three of each group's numbers; whether
-    # each parameter has a gradient.
-    assert statistics.numel <= 6 + 3 * len(optimizer.param_groups) + len(SHAPES)
-    assert set(kinds) == {"reduce_scatter", "all_reduce", "all_gather"}
-
-
-def test_a_replicated_step_sums_each_gradient_once_and_gathers_nothing() -> None:
-    calls, optimizer = calls_of_a_step("replicated")
-    *grads, statistics = calls
-    assert {call.kind for call in calls} == {"all_reduce"}
-    assert sum(call.numel for call in grads) == sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
-    assert statistics.numel <= 6 + 3 * len(optimizer.param_groups) + len(SHAPES)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_flat_ranks_state_is_its_share_to_a_percent(size: int) -> None:
-    """12 million parameters: AdamW's fp32 moments of bf16 parameters, and fp32 mains."""
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(11)), nn.Linear(1024, 500)).to(torch.bfloat16)
-    numel = sum(p.numel() for p in model.parameters())
-    assert numel > 10_000_000
-
-    class Pretended(Alone):
-        """One rank of a group that plans but does not step."""
-
-        def gather_objects(self, value: Any) -> list[Any]:
-            return [value] * size
-
-    pretended: Any = Pretended()
-    pretended.size = size
-    axes = Axes(dp=pretended, tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=Alone())
-    optimizer = get_optimizer(config(bf16=True, use_distributed_optimizer=True), [model], {}, pg_collection=roles)
-    for rank in range(size):
-        assert optimizer.plan.state_bytes(rank) == pytest.approx(12 * numel / size, rel=0.01)
-    (unit,) = optimizer.stepper.units
-    assert unit.state_bytes() == optimizer.plan.state_bytes(0)
-    (buffer,) = optimizer.plan.buffers
-    assert buffer.layout.numel < 1.01 * numel
-
-
-# --- several chunks --------------------------------------------------------------------------------------------------
-
-
-def two_chunks(roles: Roles, *, first_early: bool) -> tuple[list[nn.Module], Optimizer]:
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=10**6
-    )
-    chunks: list[nn.Module] = [
-        DistributedDataParallel(ddp, Net(torch.float32), groups=roles, chunk=chunk) for chunk in range(2)
-    ]
-    overlaps = config(
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-        overlap_param_gather_with_optimizer_step=first_early,
-    )
-    return chunks, get_optimizer(overlaps, chunks, {}, pg_collection=roles)
-
-
-def train_chunks(roles: Roles, watch: Callable[[Optimizer], None] = lambda optimizer: None, **how: Any) -> list[Tensor]:
-    chunks, optimizer = two_chunks(roles, **how)
-    watch(optimizer)
-    for step in range(2):
-        for chunk in chunks:
-            chunk(grads_of(step, roles.everyone.rank, roles.everyone.size)).backward()
-        assert optimizer.step().success
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-    for chunk in chunks:
-        chunk.finish_param_sync()
-    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-
-
-def test_the_first_chunks_gather_starts_before_the_others_are_stepped() -> None:
-    """overlap_param_gather_with_optimizer_step: another order of the same work, so the same bits."""
-
-    def rank_main(comm: ThreadComm) -> tuple[list[str], list[Tensor]]:
-        events: list[str] = []
-        recorded = RecordingComm(comm)
-
-        def watch(optimizer: Optimizer) -> None:
-            for unit in optimizer.stepper.units:
-                unit.rule = Told(unit.rule, unit.name, events, recorded)
-
-        weights = train_chunks(roles_over(recorded), watch, first_early=True)
-        return events, weights
-
-    late = run_threads(2, lambda comm: train_chunks(roles_over(comm), first_early=False))
-    for (events, early), plain in zip(run_threads(2, rank_main), late, strict=True):
-        assert events == ["adam after 0 gathers", "adam/later chunks after 1 gathers"] * 2
-        assert all(torch.equal(a, b) for a, b in zip(early, plain, strict=True))
-
-
-class Told:
-    """A rule that notes how many gathers were issued since the step began when it is called."""
-
-    def __init__(self, rule: Any, name: str, events: list[str], comm: RecordingComm):
-        self._rule, self._name, self._events, self._comm = rule, name, events, comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
-
-    def update_(self, *args: Any, **kwargs: Any) -> None:
-        last = max(i for i, call in enumerate(self._comm.calls) if call.kind == "all_reduce")  # the statistics
-        gathers = sum(call.kind == "all_gather" for call in self._comm.calls[last:])
-        self._events.append(f"{self._name} after {gathers} gathers")
-        self._rule.update_(*args, **kwargs)
-
-
-# --- several instances -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_two_instances_of_two_shards_have_the_weights_and_norm_of_one_process(wrapped: bool) -> None:
-    """Shards inside an instance, replicas between: gradients are means over four ranks, norms count one instance."""
-    instances, across = [World(2).comms() for _ in range(2)], [World(2).comms() for _ in range(2)]
-
-    def rank_main(comm: ThreadComm) -> tuple[float, list[Tensor]]:
-        instance, shard = divmod(comm.rank, 2)
-        axes = Axes(dp=instances[instance][shard], tp=Alone(), inter=across[shard][instance])
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
-        net = Net(torch.float32)
-        model: nn.Module = net
-        if wrapped:
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-            model = DistributedDataParallel(ddp, net, groups=roles)
-        optimizer = get_optimizer(config(use_distributed_optimizer=True), [model], {}, pg_collection=roles)
-        model(grads_of(0, comm.rank, 4)).backward()
-        return optimizer.step().grad_norm, [p.detach().clone() for p in net.parameters()]
-
-    net = Net(torch.float32)
-    step_once(config(), Alone(), net=net)
-    for norm, weights in run_threads(4, rank_main):
-        assert norm == pytest.approx(norm_of(SHAPES), rel=1e-6)
-        for got, want in zip(weights, net.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # the clip coefficient's last bits

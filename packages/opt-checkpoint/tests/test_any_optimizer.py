@@ -10,17 +10,24 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel
+from trained_networks import (
+    STEPS,
+    Holder,
+    assert_same_state,
+    grouped,
+    mesh_of,
+    network,
+    save_optimizer,
+    state_of,
+    train,
+    two_linears,
+    wrap,
+)
 
 from opt_checkpoint import (
-    CheckpointingException,
-    CheckpointKeyError,
-    CheckpointMismatchError,
-    GroupMismatchError,
     load,
     load_optimizer,
     read_index,
@@ -29,41 +36,6 @@ from opt_checkpoint import (
     sharded_model,
     sharded_optimizer,
 )
-
-STEPS = 3
-
-
-def network() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
-
-
-def grouped(model: nn.Module, *, lr: float = 0.05) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": lr / 2}]
-    return torch.optim.AdamW(groups, lr=lr)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, start: int, stop: int) -> list[float]:
-    """The same data on every rank, so that all sharded ways compute the same."""
-    losses = []
-    for step in range(start, stop):
-        data = torch.randn(16, 5, generator=torch.Generator().manual_seed(step))
-        loss = model(data).square().sub(0.3).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def wrap(kind: str, model: nn.Module, size: int) -> nn.Module:
-    if kind == "fsdp2":
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    elif kind == "ddp":
-        return DistributedDataParallel(model)
-    return model
 
 
 def train_and_save(rank: int, size: int, kind: str, path: str) -> list[float]:
@@ -183,26 +155,6 @@ def test_an_optimizer_that_keeps_local_codes_is_saved_as_it_hands_its_state_out(
         assert torch.equal(ours, expected)
 
 
-# ----- FSDP2 of tensor-parallel parameters
-
-
-def two_linears(mesh: DeviceMesh | None, *, rows: int = 8) -> nn.Module:
-    """Plain, under FSDP2 on a mesh of one axis, or tensor-parallel on the second of two."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, rows), nn.Tanh(), nn.Linear(rows, 3))
-    if mesh is not None and mesh.ndim == 2:
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    if mesh is not None:
-        fully_shard(model, mesh=mesh if mesh.ndim == 1 else mesh["dp"])
-    return model
-
-
-def mesh_of(size: int) -> DeviceMesh | None:
-    if size == 4:
-        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return init_device_mesh("cpu", (size,)) if size > 1 else None
-
-
 def train_two_linears(rank: int, size: int, path: str) -> list[float]:
     model = two_linears(mesh_of(size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -241,21 +193,6 @@ def test_fsdp2_of_tensor_parallel_parameters_to_and_from_it(ranks: RankPool, tmp
     torch.testing.assert_close(weights[4], weights[2], rtol=1e-4, atol=1e-5)
 
 
-def refuse_runs(rank: int, size: int) -> str:
-    weight = two_linears(mesh_of(size))[0].weight
-    placements = [weight.placements[0], Replicate()]
-    options = {"run_check": False, "shape": weight.shape, "stride": weight.stride()}
-    with pytest.raises(CheckpointingException) as caught:
-        sharded_like("w", DTensor.from_local(torch.zeros(4, 5), weight.device_mesh, placements, **options))
-    return str(caught.value)
-
-
-def test_rows_in_several_runs_are_refused(ranks: RankPool) -> None:
-    for message in ranks.run(4, refuse_runs):
-        assert "w of shape (8, 5) is placed as" in message
-        assert "its local values (4, 5) may not be one block of it. Make every cut" in message
-
-
 # ----- one process
 
 
@@ -265,20 +202,6 @@ def trained() -> tuple[nn.Module, torch.optim.AdamW]:
     optimizer = grouped(model)
     train(model, optimizer, 0, STEPS)
     return model, optimizer
-
-
-def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> Path:
-    save({"optimizer": sharded_optimizer(model, optimizer)}, path)
-    return path
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {n: optimizer.state.get(p, {}) for n, p in model.named_parameters()}
-
-
-def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert {n: set(s) for n, s in a.items()} == {n: set(s) for n, s in b.items()}
-    assert all(torch.equal(a[n][k], b[n][k]) and a[n][k].dtype == b[n][k].dtype for n in a for k in a[n])
 
 
 @pytest.mark.parametrize(
@@ -359,100 +282,6 @@ def test_a_wide_moment_of_a_narrow_parameter_stays_wide(tmp_path: Path) -> None:
     assert optimizer.state[param]["exp_avg"][0].item() == pytest.approx(1.001, rel=1e-7)
 
 
-def test_when_loading_fails_the_optimizer_is_as_it_was(tmp_path: Path, trained: Any) -> None:
-    model, optimizer = trained
-    path = save_optimizer(model, optimizer, tmp_path / "x")
-    before, groups = copy.deepcopy(state_of(model, optimizer)), copy.deepcopy(optimizer.param_groups[0]["lr"])
-    train(model, optimizer, 0, 1)
-    after = copy.deepcopy(state_of(model, optimizer))
-    joined = torch.optim.AdamW(list(model.parameters()), lr=3.0)
-    joined.state.update(optimizer.state)
-    with pytest.raises(GroupMismatchError, match="'weight_decay'"):
-        load_optimizer(model, joined, path)
-    assert_same_state(state_of(model, joined), after)
-    assert joined.param_groups[0]["lr"] == 3.0
-    load_optimizer(model, joined, path, on_conflict="current", override={"lr": 0.5})
-    assert_same_state(state_of(model, joined), before)
-    assert joined.param_groups[0]["lr"] == 0.5
-    assert groups == 0.05
-
-
-def test_a_state_that_was_lost_is_an_error(tmp_path: Path, trained: Any) -> None:
-    model, optimizer = trained
-    state = sharded_optimizer(model, optimizer)
-    del state["state"]["0.weight"]["exp_avg_sq"]
-    save({"optimizer": state}, tmp_path / "x")
-    with pytest.raises(CheckpointKeyError, match=r"0.weight was saved with .* but \['exp_avg_sq'\] are not stored"):
-        load_optimizer(model, optimizer, tmp_path / "x")
-
-
-def test_a_checkpoint_without_an_optimizer_is_an_error(tmp_path: Path, trained: Any) -> None:
-    save({"model": 1}, tmp_path / "x")
-    with pytest.raises(CheckpointKeyError, match="holds no optimizer at optimizer"):
-        load_optimizer(*trained, tmp_path / "x")
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_parameter_of_another_shape_is_refused(ranks: RankPool, tmp_path: Path, trained: Any, sharded: bool) -> None:
-    model, optimizer = trained
-    path = save_optimizer(model, optimizer, tmp_path / "x")
-    found = ranks.run(2, load_into_another_shape, str(path)) if sharded else [load_into_another_shape(0, 1, str(path))]
-    for message, states in found:
-        assert "0.weight has shape [4, 5]; its state was saved for one of shape [7, 5]" in message
-        assert states == 0
-
-
-def load_into_another_shape(rank: int, size: int, path: str) -> tuple[str, int]:
-    model = wrap("fsdp2" if size > 1 else "alone", nn.Sequential(nn.Linear(5, 4)), size)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(CheckpointMismatchError) as caught:
-        load_optimizer(model, optimizer, path, on_conflict="saved")
-    return str(caught.value), len(optimizer.state)
-
-
-def test_state_of_another_class_of_optimizer_is_reported(
-    tmp_path: Path, trained: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = trained
-    path = save_optimizer(model, optimizer, tmp_path / "x")
-    load_optimizer(model, optimizer, path)
-    assert "another optimizer" not in caplog.text
-    load_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), path, on_conflict="saved")
-    assert "was saved by another optimizer than SGD: it has amsgrad, betas" in caplog.text
-    assert "the states exp_avg, exp_avg_sq, step" in caplog.text
-
-
-def test_what_one_rank_cannot_load_no_rank_loads(ranks: RankPool, tmp_path: Path, trained: Any) -> None:
-    path = save_optimizer(*trained, tmp_path / "x")
-    message, again = ranks.run(2, load_with_a_strange_model_on_rank_1, str(path))
-    assert message == again
-    assert "rank 1: CheckpointingException: a parameter of shape (7, 5) of the optimizer is not in the model" in message
-
-
-def load_with_a_strange_model_on_rank_1(rank: int, size: int, path: str) -> str:
-    model = network()
-    optimizer = grouped(model)
-    with pytest.raises(CheckpointingException) as caught:
-        load_optimizer(model if rank == 0 else network(), optimizer, path)
-    assert not optimizer.state
-    return str(caught.value)
-
-
-def test_a_parameter_of_another_model_is_an_error(trained: Any) -> None:
-    with pytest.raises(CheckpointingException, match=r"shape \(7, 5\) of the optimizer is not in the model"):
-        sharded_optimizer(network(), trained[1])
-
-
-class Holder(nn.Module):
-    """A module under the name `name`, and a parameter `weight` next to it if asked for."""
-
-    def __init__(self, name: str, child: nn.Module, *, weight: bool = False) -> None:
-        super().__init__()
-        self.add_module(name, child)
-        if weight:
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-
 def test_names_are_those_without_wrappers() -> None:
     wrapped = Holder(
         "module", Holder("_orig_mod", Holder("layers", Holder("_checkpoint_wrapped_module", nn.Linear(2, 2))))
@@ -480,10 +309,3 @@ def test_a_module_named_module_keeps_its_name_next_to_others(tmp_path: Path) -> 
         assert torch.equal(
             other.state[dict(again.named_parameters())[name]]["exp_avg"], optimizer.state[param]["exp_avg"]
         )
-
-
-def test_names_that_would_become_one_are_refused() -> None:
-    model = Holder("_orig_mod", nn.Linear(2, 2, bias=False), weight=True)
-    for describe in (sharded_model, lambda m: sharded_optimizer(m, torch.optim.SGD(m.parameters(), momentum=0.9))):
-        with pytest.raises(CheckpointingException, match=r"weight.* would both be stored as weight; rename one"):
-            describe(model)

@@ -1,50 +1,21 @@
 """The wrapped model: for any world, layout and overlap, gradients are the means over the joined batch."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, batch, over
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import IsWhole, default_bucket_size, matrices_whole, nothing_whole
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_paramgroups import ParamId
-
-Config = DistributedDataParallelConfig
-
-
-class Net(nn.Module):
-    """A model with odd sizes, a tied weight, a norm, and a layer that some inputs skip. In float64 sums agree to
-    1e-12."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, 10)
-        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
-        self.sometimes = nn.Linear(10, 10, bias=False)
-        self.norm = nn.LayerNorm(10)
-        self.double()
-        numbers = torch.Generator().manual_seed(3)
-        for param in self.parameters():
-            param.data.copy_(torch.randn(param.shape, generator=numbers, dtype=torch.float64) / 3)
-
-    def forward(self, tokens: Tensor, skip: bool = False) -> Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        if not skip:
-            x = x + self.sometimes(x)
-        return nn.functional.linear(self.norm(x), self.embed.weight)
 
 
 def loss_of(model: nn.Module, tokens: Tensor, *, skip: bool = False) -> Tensor:
@@ -57,20 +28,11 @@ def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def batch(iteration: int, size: int) -> Tensor:
-    return torch.randint(13, (size, 6), generator=torch.Generator().manual_seed(100 + iteration))
-
-
 def expected_grads(loss: Callable[[Net], Tensor]) -> dict[str, Tensor]:
     """What one process alone finds on the joined batch; zeros where nothing flows."""
     net = Net()
     backward(loss(net))
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
-
-
-def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
 
 
 def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor]) -> int:
@@ -87,27 +49,6 @@ def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor]) -> in
     return seen
 
 
-class Case(NamedTuple):
-    """A way to wrap the model."""
-
-    config: Config
-    is_whole: IsWhole = nothing_whole
-
-
-SHARDED = Config(use_distributed_optimizer=True)
-OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=150)
-CASES = {
-    "replicated": Case(Config()),
-    "replicated, overlap": Case(Config(overlap_grad_reduce=True, bucket_size=150)),
-    "replicated, average after": Case(Config(average_in_collective=True)),
-    "flat": Case(SHARDED),
-    "flat, overlap": Case(OVERLAP),
-    "flat, overlap, average after": Case(replace(OVERLAP, average_in_collective=True)),
-    "flat, high busbw": Case(replace(SHARDED, pad_buckets_for_high_nccl_busbw=True)),
-    "flat, fp32 accumulation": Case(replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)),
-    "whole": Case(SHARDED, matrices_whole),
-    "whole, overlap": Case(OVERLAP, matrices_whole),
-}
 EXACT = {name: case for name, case in CASES.items() if "fp32" not in name}
 
 
@@ -310,141 +251,3 @@ def test_gradients_accumulate_and_travel_in_the_chosen_dtype(numbers: Dtypes) ->
         return [call.num_bytes for call in recording.calls if call.kind in ("reduce_scatter", "all_to_all")]
 
     assert run_threads(2, rank_main) == [[128 * numbers.kept.itemsize]] * 2
-
-
-def test_a_model_of_several_dtypes_has_a_buffer_for_each() -> None:
-    model = nn.Sequential(nn.Linear(4, 4).to(torch.bfloat16), nn.LayerNorm(4))
-    ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), model, groups=over(Alone()))
-    assert [str(buffer.plan.key) for buffer in ddp.synced_buffers] == [
-        "dense bfloat16, bfloat16 gradients",
-        "dense float32, float32 gradients",
-    ]
-
-
-# --- parameters ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["flat", "flat, overlap", "whole, overlap"])
-def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
-    case = CASES[name]
-    tokens = batch(0, 2)
-    changed = Net()
-    for param in changed.parameters():
-        param.data.mul_(1.5)
-    expected = changed(tokens)
-
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), is_whole=case.is_whole)
-        for buffer in ddp.synced_buffers:
-            for index in range(len(buffer.plan.layout.buckets)):
-                buffer.memory.param_shard(index, comm.rank).mul_(1.5)
-            buffer.publish_()
-        assert torch.equal(ddp(tokens), expected)
-        torch.testing.assert_close(ddp.state_dict(), changed.state_dict(), rtol=0, atol=0)
-
-    run_threads(3, rank_main)
-
-
-@pytest.mark.parametrize("instances", [1, 2])
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
-def test_broadcasting_parameters_gives_every_rank_the_first_ranks(instances: int, sharded: bool) -> None:
-    rows, columns = [World(2), World(2)], [World(2), World(2)]
-    config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=instances)
-    if not sharded:
-        config = Config()
-
-    def rank_main(comm: ThreadComm) -> None:
-        instance, shard = divmod(comm.rank, 2)
-        across = ThreadComm(columns[shard], instance) if instances == 2 else None
-        groups = over(ThreadComm(rows[instance], shard), across) if sharded else over(comm)
-        model = nn.Linear(5, 3)
-        for param in model.parameters():
-            param.data.fill_(float(comm.rank))
-        DistributedDataParallel(config, model, groups=groups).broadcast_params()
-        assert all(bool((param == 0).all()) for param in model.parameters())
-
-    run_threads(2 * instances, rank_main)
-
-
-def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
-    net = Net()
-    saved = {name: value + 1 for name, value in deepcopy(net.state_dict()).items()}
-    ddp = DistributedDataParallel(SHARDED, net, groups=over(Alone()))
-    before = net.embed.weight.data_ptr()
-    ddp.load_state_dict(saved)
-    assert ddp.state_dict().keys() == saved.keys()
-    assert net.embed.weight.data_ptr() == before
-    assert torch.equal(net.embed.weight, saved["embed.weight"])
-    with pytest.raises(ValueError, match="assign=True would take parameters out of their buffers"):
-        ddp.load_state_dict(saved, assign=True)
-
-
-def test_frozen_parameters_and_empty_chunks_are_left_alone() -> None:
-    net = Net()
-    net.requires_grad_(False)
-    ddp = DistributedDataParallel(OVERLAP, net, groups=over(Alone()))
-    assert ddp.synced_buffers == ()
-    ddp(batch(0, 2))
-    ddp.finish_grad_sync()
-    ddp.zero_grad_buffer()
-
-
-def test_chunks_number_their_parameters() -> None:
-    ddp = DistributedDataParallel(SHARDED, nn.Linear(2, 2), groups=over(Alone()), chunk=3)
-    assert set(ddp.metas) == {ParamId(3, "weight"), ParamId(3, "bias")}
-
-
-# --- the configuration is the caller's ------------------------------------------------------------------
-
-
-def test_the_callers_configuration_is_not_written() -> None:
-    config = Config(overlap_grad_reduce=True, use_distributed_optimizer=True)
-    before = deepcopy(config)
-    DistributedDataParallel(config, Net(), groups=over(Alone()))
-    assert config == before
-    assert config.bucket_size is None
-
-
-@pytest.mark.parametrize(("ranks", "elements"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
-def test_default_buckets_keep_a_million_elements_for_each_rank(ranks: int, elements: int) -> None:
-    assert default_bucket_size(ranks) == elements
-
-
-def test_without_overlap_a_buffer_is_one_bucket() -> None:
-    ddp = DistributedDataParallel(replace(SHARDED, bucket_size=50), Net(), groups=over(Alone()))
-    assert [len(buffer.plan.layout.buckets) for buffer in ddp.synced_buffers] == [1]
-    ddp = DistributedDataParallel(OVERLAP, Net(), groups=over(Alone()))
-    assert len(ddp.synced_buffers[0].plan.layout.buckets) >= 4
-
-
-def test_a_number_of_buckets_is_a_size_of_buckets() -> None:
-    config = replace(OVERLAP, bucket_size=None)
-    config.num_buckets = 2
-    ddp = DistributedDataParallel(
-        config, nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6)), groups=over(Alone())
-    )
-    assert [bucket.params_numel for bucket in ddp.synced_buffers[0].plan.layout.buckets] == [384, 384]
-
-
-@pytest.mark.parametrize("experts", [1, 4])
-def test_experts_do_not_change_how_dense_buckets_are_cut(experts: int) -> None:
-    """Replicas of dense parameters may hold different experts, but must cut shared buffers equally."""
-    net = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(6 + experts))
-    for module in net[6:]:
-        module.weight.allreduce = False
-    config = replace(OVERLAP, bucket_size=None)
-    config.num_buckets = 2
-    ddp = DistributedDataParallel(config, net, groups=over(Alone()))
-    dense = ddp.synced_buffers[0].plan.layout.buckets
-    assert [bucket.params_numel for bucket in dense] == [384, 384]
-
-
-def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
-    def rank_main(comm: ThreadComm) -> list[int]:
-        model = nn.ModuleList(nn.Linear(100, 7) for _ in range(4))
-        ddp = DistributedDataParallel(SHARDED, model, groups=over(comm), shard_multiple=256)
-        return [piece.of_param.start for piece in ddp.synced_buffers[0].owned()]
-
-    starts = run_threads(3, rank_main)
-    assert {start % 256 for of_rank in starts for start in of_rank} == {0}
-    assert any(start > 0 for of_rank in starts for start in of_rank)

@@ -1,35 +1,25 @@
 """Sweeps compiled in C++: found again on disk, the same bits on any number of threads and however a run is cut."""
 
-import ctypes
 import logging
 import os
 import shutil
-import signal
 import subprocess
-import sys
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, work_of
 
 from opt_kernels.backends.cpp import cache as on_disk
-from opt_kernels.backends.cpp import compiler, threads
+from opt_kernels.backends.cpp import compiler
 from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
 from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
 from opt_kernels.backends.dispatch import _available
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.lion import Lion
-from opt_kernels.works import Batch, Hyper, Work, Works
-
-HYPER = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), step=3)
-NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
-
-needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+from opt_kernels.works import Batch, Hyper, Work
 
 
 @pytest.fixture
@@ -46,41 +36,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for cached in found:
         cached.cache_clear()
-
-
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def tensors(*numels: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
-
-
-def work_of(numel: int) -> Work:
-    """A bf16 parameter with its float32 main, in the middle of a run."""
-    main, grad, exp_avg, exp_avg_sq = tensors(*[numel] * 4)
-    state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.square()}
-    return Work(grad=grad.bfloat16(), main=main, out=torch.empty(numel, dtype=torch.bfloat16), state=state)
-
-
-def part(work: Work, cut: slice) -> Work:
-    assert work.main is not None
-    assert work.out is not None
-    state = {name: tensor[cut] for name, tensor in work.state.items()}
-    return Work(grad=work.grad[cut], main=work.main[cut], out=work.out[cut], state=state)
-
-
-def written(work: Work) -> list[Tensor]:
-    return [tensor for tensor in (work.main, work.out, *work.state.values()) if tensor is not None]
-
-
-def assert_same(one: Work, other: Work) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
 
 
 @needs_compiler
@@ -107,13 +62,6 @@ from opt_kernels.backends.cpp import compiler
 assert compiler.usable()
 print(compiler.library(compiler.PROBE)._name)
 """
-
-
-def in_another_process(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """`script` in a fresh interpreter; a variable that is None is not set there."""
-    changed = {key: value for key, value in (os.environ | environment).items() if value is not None}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120, check=False)
 
 
 @needs_compiler
@@ -364,155 +312,3 @@ def test_a_folder_that_cannot_be_written_is_replaced_for_this_process(
     assert folder.exists()
     remove(folder, process)
     assert not folder.exists()
-
-
-@needs_compiler
-def test_float32_adamw_has_the_operations_of_torchs_fused_adamw() -> None:
-    mine, theirs = (tensors(4096, 4096, 4096, 4096) for _ in range(2))
-    mine[3].square_()
-    theirs[3].square_()
-    state = {"exp_avg": mine[2], "exp_avg_sq": mine[3]}
-    Adam(backend="cpp").update_([Batch(HYPER, [Work(grad=mine[1], main=mine[0], state=state)])])
-    p, g, m, v = ([tensor] for tensor in theirs)
-    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": HYPER.eps}
-    torch._fused_adamw_(p, g, m, v, [], [torch.tensor(3.0)], **numbers, amsgrad=False, maximize=False)
-    # Equal bits where torch's own vectors have fused products; elsewhere one rounding of 2^-24 may differ.
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=2.5e-7, atol=1e-9)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
-def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule) -> None:
-    together, alone, cut = (work_of(NUMEL) for _ in range(3))
-    rule.update_([Batch(HYPER, [together])], grad_scale=0.3)
-    torch.set_num_threads(1)
-    rule.update_([Batch(HYPER, [alone])], grad_scale=0.3)
-    cuts = [0, 1, 17, 63, 64, 65, 100_001, NUMEL]  # at any element
-    rule.update_([Batch(HYPER, [part(cut, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
-    assert_same(together, alone)
-    assert_same(together, cut)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("three_threads")
-def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = work_of(NUMEL), work_of(NUMEL)
-    Adam(backend="cpp").update_([Batch(HYPER, [theirs])])
-    calls: list[int] = []
-
-    def team(work: object, task: int, threads_asked: int) -> None:
-        calls.append(threads_asked)
-        threads._python_team(work, task, threads_asked)
-
-    monkeypatch.setattr(threads, "_team", lambda: team)
-    Adam(backend="cpp").update_([Batch(HYPER, [ours])])
-    assert calls == [3]
-    assert_same(ours, theirs)
-
-
-@needs_compiler
-@pytest.mark.usefixtures("three_threads")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
-    # Each too small for torch to wake threads for; all together are not.
-    batch = Batch(HYPER, [work_of(1 << 13) for _ in range(16)])
-    Adam(backend="cpp").update_([batch])
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # ends it where it waits for ever
-        Adam(backend="cpp").update_([batch])
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-
-
-FORKED = """
-import os, signal
-import torch
-import opt_kernels.optim  # the parent makes no step
-torch.set_num_threads(3)
-torch.randn(1 << 20).exp_()  # starts torch's threads
-# Each too small for torch to wake threads for; all together are not.
-params = [torch.nn.Parameter(torch.ones(1 << 13)) for _ in range(16)]
-for param in params:
-    param.grad = torch.ones(1 << 13)
-optimizer = opt_kernels.optim.AdamW(params)
-child = os.fork()
-if child == 0:
-    signal.alarm(20)  # ends it where it waits for ever
-    optimizer.step()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-"""
-
-
-@needs_compiler
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_may_make_the_first_step() -> None:
-    done = in_another_process(FORKED)
-    assert done.returncode == 0, done.stderr
-
-
-@needs_compiler
-@pytest.mark.usefixtures("three_threads")
-def test_statistics_have_the_same_bits_on_any_number_of_threads() -> None:
-    grads = tensors(NUMEL, 5, 4097)
-    three = grad_stats(grads, backend="cpp").sum_of_squares
-    torch.set_num_threads(1)
-    assert torch.equal(grad_stats(grads, backend="cpp").sum_of_squares, three)
-
-
-@needs_compiler
-def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [Batch(HYPER, [work_of(100), work_of(7)]), Batch(Hyper(lr=0.5, step=9), [work_of(33)])]
-    expected = [Batch(hyper, [work_of(work.grad.numel()) for work in works]) for hyper, works in batches]
-    for batch in expected:
-        Adam(backend="cpp").update_([batch])
-    calls: list[ctypes.CDLL] = []
-    run = threads.run
-    monkeypatch.setattr("opt_kernels.backends.cpp.sweep.run", lambda lib, **call: (calls.append(lib), run(lib, **call)))
-    Adam(backend="cpp").update_(batches)
-    assert len(calls) == 1
-    for (_, ours), (_, theirs) in zip(batches, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
-
-
-@needs_compiler
-def test_works_in_columns_are_swept_as_works_are() -> None:
-    listed, columns = ([work_of(100), work_of(7)] for _ in range(2))
-    works = Works(
-        [work.grad for work in columns],
-        mains=[work.main for work in columns if work.main is not None],
-        outs=[work.out for work in columns if work.out is not None],
-        states=[work.state for work in columns],
-    )
-    Adam(backend="cpp").update_([Batch(HYPER, works)])
-    Adam(backend="cpp").update_([Batch(HYPER, listed)])
-    for one, other in zip(listed, columns, strict=True):
-        assert_same(one, other)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_lost_number_stays_lost(bad: float) -> None:
-    for rule in (Adam(backend="cpp"), Lion(backend="cpp")):
-        work = work_of(70)
-        work.grad[65] = bad
-        rule.update_([Batch(HYPER, [work])])
-        assert work.main is not None
-        assert work.out is not None
-        assert bool(work.main[65].isnan()) is bool(work.out[65].isnan())
-        assert work.main[:65].isfinite().all()
-        assert rule.name == "lion" or work.main[65].isnan()
-
-
-@needs_compiler
-def test_a_nan_of_any_payload_is_a_nan_in_bfloat16() -> None:
-    work = work_of(70)
-    assert work.main is not None
-    work.main.view(torch.int32)[65] = 0x7FFFFFFF  # rounded as a number it would be minus zero
-    Adam(backend="cpp").update_([Batch(HYPER, [work])])
-    assert work.out is not None
-    assert work.out[65].isnan()

@@ -1,18 +1,18 @@
 """Hooks on rules: what they compute, in which numbers, and what is refused."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
-from hook_oracle import BETAS, DIRECTIONS, EPS, LR, MAX_LR, MOMENTUM, WD, Oracle
+from hook_oracle import DIRECTIONS, LR, MAX_LR, WD, Oracle
+from hooked_works import HYPER, SHAPE, Kept, run, start_of, value
 from torch import Tensor
 
 from opt_kernels import hooks
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import (
     CautiousDecay,
@@ -20,30 +20,23 @@ from opt_kernels.hooks import (
     ClipUpdateRms,
     CoupledDecay,
     Hook,
-    HookError,
     Hyperball,
     LrDecoupledDecay,
     RelativeUpdate,
-    RowFloor,
     hooked,
-    shape_problem,
 )
 from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import sums_of
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuon
-from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.muon import Muon
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.rules.soap import SOAP
-from opt_kernels.works import Batch, Hyper, StateSpec, Work
+from opt_kernels.works import Batch, Work
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-
-HYPER = Hyper(lr=LR, weight_decay=WD, betas=BETAS, eps=EPS, momentum=MOMENTUM)
 RULES: Mapping[str, Any] = {
     "adamw": Adam,
     "adam-l2": lambda **options: Adam(decoupled=False, **options),
@@ -78,34 +71,11 @@ HOOKS: Mapping[str, dict[str, dict[str, Any]]] = {  # as the oracle takes them
     },
 }
 MEASURED = [name for name in HOOKS if name not in ("l2", "cautious-decay", "lr-decoupled")]
-SHAPE = (24, 40)
 COMPILED = [
     pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here")),
     pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
 ]
 needs_compiler = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """In which dtypes a parameter is kept."""
-
-    main: torch.dtype | None = torch.float32
-    out: torch.dtype | None = None
-    grad: torch.dtype = torch.float32
-
-    def work(self, rule: Rule, start: Tensor) -> Work:
-        main = None if self.main is None else start.to(self.main, copy=True)
-        out = None if self.out is None else start.to(self.out, copy=True)
-        remainder = None
-        if main is None:
-            out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=torch.int16)
-            split_(out, remainder, start.float())
-        like = start.float() if main is None else main
-        grad = torch.zeros_like(start, dtype=self.grad)
-        return Work(grad=grad, main=main, out=out, remainder=remainder, state=rule.init_state(like))
-
-
 KEPT: Mapping[str, Kept] = {
     "fp64": Kept(main=torch.float64, grad=torch.float64),
     "fp32": Kept(),
@@ -119,29 +89,9 @@ def made(specs: Mapping[str, dict[str, Any]]) -> tuple[Hook, ...]:
     return tuple(getattr(hooks, name)(**options) for name, options in specs.items())
 
 
-def value(work: Work) -> Tensor:
-    if work.main is not None:
-        return work.main.double()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out, work.remainder).double()
-
-
-def start_of(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
-    """Weights that bfloat16 has exactly."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
-
-
 def gradients(shape: tuple[int, ...] = SHAPE, steps: int = 4, seed: int = 1) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator).bfloat16().double() for _ in range(steps)]
-
-
-def run(rule: Rule, work: Work, grads: list[Tensor], *, scale: Any = 1.0, **options: Any) -> Work:
-    for step, grad in enumerate(grads, start=1):
-        work = replace(work, grad=grad.to(work.grad.dtype))
-        rule.update_([Batch(replace(HYPER, step=step, **options), [work])], grad_scale=scale)
-    return work
 
 
 @pytest.mark.parametrize("kept", KEPT)
@@ -334,79 +284,6 @@ def test_zero_weights_and_zero_updates_stay_finite() -> None:
             assert grads is not nothing or torch.allclose(value(work), start)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strange:
-    """A rule whose step depends on the weights."""
-
-    name: str = "strange"
-    needs: Needs = Needs.ELEMENTS
-    state_specs: tuple[StateSpec, ...] = ()
-
-    @property
-    def codecs(self) -> dict[str, Any]:
-        return {}
-
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        return {}
-
-    def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
-        for hyper, works in batches:
-            for work in works:
-                work.main.sub_(hyper.lr * work.grad * work.main.abs())
-
-
-@pytest.mark.parametrize(
-    ("rule", "given", "words"),
-    [
-        (Adam(), [CautiousDecay], "is not a hook of opt_kernels.hooks; give CautiousDecay()"),
-        (Adam(), ["cautious"], "'cautious', which is not a hook"),
-        (Adam(), [ClipUpdateRms(), ClipUpdateRms(2.0)], "ClipUpdateRms 2 times"),
-        (Adam(), [CautiousDecay(), CoupledDecay()], "each replaces the weight decay"),
-        (Adam(), [CautiousDecay(), Hyperball()], "each replaces the weight decay"),
-        (Adam(), [RowFloor(0.5), ClipUpdateRms()], "which changes the update's norm"),
-        (Adam(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
-        (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
-        (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
-        (SOAP(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
-        (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
-        (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "already has (CautiousDecay(),)"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(rule: Rule, given: list[Any], words: str) -> None:
-    with pytest.raises(HookError, match=words.replace("(", r"\(").replace(")", r"\)")):
-        hooked(rule, given)
-
-
-@pytest.mark.parametrize("wrong", [0.0, -1.0, torch.inf, torch.nan, "1"])
-def test_numbers_of_hooks_are_checked(wrong: Any) -> None:
-    for make in (LrDecoupledDecay, ClipUpdateRms, Hyperball):
-        with pytest.raises(HookError, match="give a number above 0"):
-            make(wrong)
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1.5, -1.0, torch.nan, "1"])
-def test_the_fraction_of_a_floor_is_checked(wrong: Any) -> None:
-    with pytest.raises(HookError, match="give a number above 0, at most 1"):
-        RowFloor(wrong)
-
-
-def test_rows_of_zeros_stay_under_a_floor_and_stacks_are_refused() -> None:
-    subject = hooked(SGD(backend="torch"), [RowFloor(1.0)])
-    grad = torch.zeros(SHAPE, dtype=torch.float64)
-    grad[0], grad[1] = 1.0, 1e-3
-    moved = value(run(subject, Kept().work(subject, start_of()), [grad], weight_decay=0.0)) - start_of()
-    root = LR * grad.square().mean().sqrt()
-    assert moved[:2].square().mean(1).sqrt().tolist() == pytest.approx([LR, float(root)], rel=1e-4)
-    assert not moved[2:].any()
-    assert "stacks of matrices" in shape_problem(RowFloor(1.0), Needs.MATRICES, (2, 4, 4))
-    assert not shape_problem(CentralizeGradient(), Needs.MATRICES, (2, 4, 4))
-
-
-def test_no_hooks_leave_the_rule_as_it_is() -> None:
-    rule = Adam()
-    assert hooked(rule, ()) is rule
-
-
 FORMULAS_TRIED = [name for name in FORMULAS if name != "schedule_free"]
 
 
@@ -424,12 +301,6 @@ def test_every_formula_takes_every_hook(name: str) -> None:
                 r.update_([Batch(replace(hyper, step=step, weight_decay=0.0), [replace(work, grad=grad.float())])])
         assert torch.allclose(value(one), value(other), rtol=1e-5, atol=1e-6), given
         assert not torch.allclose(value(one), start_of(), atol=1e-3)
-
-
-@pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), ClipUpdateRms(), Hyperball()], ids=str)
-def test_a_formula_whose_step_depends_on_the_weights_takes_no_hook_that_sees_it(hook: Hook) -> None:
-    with pytest.raises(HookError, match="needs an update of the form p - lr u"):
-        hooked(elementwise(FORMULAS["schedule_free"], backend="torch"), [hook])
 
 
 @pytest.mark.parametrize("name", ["l2", "cautious-decay", "cautious-update", "centralized-l2-mask-clip"])

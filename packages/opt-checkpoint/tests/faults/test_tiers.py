@@ -2,85 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import signal
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, fork_server, new_meeting
+from checkpoint_ranks import RankPool
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
-    CheckpointCorruptError,
-    CheckpointFailedError,
     CheckpointManager,
     CheckpointMismatchError,
-    CheckpointNotFoundError,
     Resume,
-    TieredCheckpointManager,
     sharded_like,
     sharded_model,
     sharded_optimizer,
     verify_checkpoint,
 )
-from opt_checkpoint.run.local_tier import UnsyncedFiles
 from opt_checkpoint.run.manager import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import save_tiers_and_die
-
-
-def tiers(folder: str, rank: int, *, per_node: int = 1, **options: Any) -> TieredCheckpointManager:
-    """A manager on a simulated node with a directory of its own."""
-    node = f"node-{rank // per_node}"
-    options = {"durable_every": 100, **options}
-    return TieredCheckpointManager(f"{folder}/{node}", f"{folder}/durable", node=node, **options)
-
-
-def save_steps(rank: int, size: int, folder: str, steps: list[int], options: dict[str, Any]) -> list[bool]:
-    """Save steps in one go."""
-    with tiers(folder, rank, **options) as manager:
-        saved = [manager.save(step, state_at(step, rank, size)) for step in steps]
-    return saved
-
-
-def resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> Resume | None:
-    """Resume, and check that what is loaded is the step that was found."""
-    with tiers(folder, rank, **options) as manager:
-        found = manager.find()
-        if found is not None:
-            report = manager.load(state_at(0, rank, size, filled=False))
-            assert_is_step(report.state, found.step, rank, size)
-            assert report.missing == report.unexpected == ()
-        return found
-
-
-def resumed(ranks: RankPool, size: int, folder: Path, **options: Any) -> Resume | None:
-    """What all ranks of a new world resume from, which is the same on each."""
-    found = ranks.run(size, resume, str(folder), options)
-    assert all(one == found[0] for one in found)
-    return found[0]
-
-
-def parts_of(folder: Path, node: int, step: int) -> list[Path]:
-    """The parts of a step on a node, by rank."""
-    return sorted((folder / f"node-{node}").glob(f"*/{step_name(step)}/rank-*"))
-
-
-def damage(part: Path) -> None:
-    """Change a bit in the middle of a part's data."""
-    file = part / "__0_0.distcp"
-    raw = bytearray(file.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    file.write_bytes(raw)
+from local_tiers import damage, parts_of, resumed, save_steps, tiers
 
 
 def test_every_rank_resumes_from_its_own_part_and_its_copy_is_on_another_node(tmp_path: Path, ranks: RankPool) -> None:
@@ -131,16 +76,6 @@ def test_a_damaged_part_is_replaced_by_its_copy(tmp_path: Path, ranks: RankPool)
     assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (1, 1), ())
 
 
-def test_where_a_part_and_its_copy_are_damaged_an_older_step_is_taken(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
-    for node in (0, 1):
-        damage(parts_of(tmp_path, node, 2)[0])
-    found = resumed(ranks, 2, tmp_path)
-    assert found is not None
-    assert (found.step, found.holders) == (1, (0, 1))
-    assert any("the parts of ranks [0] are on no node" in reason for reason in found.passed_over)
-
-
 def test_the_newer_of_two_tiers_is_taken(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(2, save_steps, str(tmp_path), [10], {"durable_every": 10})
     assert resumed(ranks, 2, tmp_path) == Resume(10, "local", (0, 1), ())  # of equal steps the local one
@@ -153,23 +88,6 @@ def test_the_newer_of_two_tiers_is_taken(tmp_path: Path, ranks: RankPool) -> Non
 def save_durably(rank: int, size: int, folder: str, step: int) -> None:
     with CheckpointManager(f"{folder}/durable") as manager:
         manager.save(step, state_at(step, rank, size))
-
-
-def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, save_steps, str(tmp_path), [1], {"durable_every": 1})
-    (tmp_path / "durable" / step_name(1) / "__0_0.distcp").unlink()
-    found = resumed(ranks, 2, tmp_path)
-    assert found is not None
-    assert found.tier == "local"
-    assert "is damaged" in found.passed_over[0]
-    for node in (0, 1):
-        shutil.rmtree(tmp_path / f"node-{node}")
-    ranks.run(2, find_nothing_whole, str(tmp_path))
-
-
-def find_nothing_whole(rank: int, size: int, folder: str) -> None:
-    with pytest.raises(CheckpointCorruptError, match="every checkpoint"):
-        tiers(folder, rank).find()
 
 
 def test_parts_of_another_run_are_never_taken(tmp_path: Path, ranks: RankPool) -> None:
@@ -270,66 +188,6 @@ def test_on_one_node_there_are_no_copies_and_a_warning_says_so(tmp_path: Path, r
     assert [part.name for part in parts_of(tmp_path, 0, 1)] == ["rank-00000", "rank-00001"]
 
 
-class FullDisk(UnsyncedFiles):
-    """A local tier without room for another rank's copy."""
-
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        if "tmp-" in os.readlink(f"/proc/self/fd/{fd}") and self.full:
-            raise OSError(28, "No space left on device")
-        return super().write(fd, data)
-
-    full = False
-
-
-def fill_a_disk(rank: int, size: int, folder: str) -> None:
-    files = FullDisk()
-    manager = tiers(folder, rank, local_files=files)
-    manager.save(1, state_at(1, rank, size))
-    manager.wait()
-    FullDisk.full = rank == 1
-    manager.save(2, state_at(2, rank, size))
-    with pytest.raises(CheckpointFailedError, match="No space left") as caught:
-        manager.wait()
-    assert caught.value.causes[1].errno == 28  # type: ignore[attr-defined]
-    FullDisk.full = False
-    found = manager.find()
-    assert found is not None
-    assert found.step == 1
-    manager.save(3, state_at(3, rank, size))  # the next one goes on
-    manager.close()
-
-
-def test_a_full_disk_is_an_error_on_every_rank_and_the_step_before_stays(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(2, fill_a_disk, str(tmp_path))
-    assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
-    tmp_path: Path, ranks: RankPool, victim: int
-) -> None:
-    """One rank dies while it writes the other's copy of step 2; the other one's copy may have arrived."""
-    jobs = []
-    meeting = new_meeting(tmp_path)
-    for rank in (0, 1):
-        job = fork_server().Process(target=save_tiers_and_die, args=(rank, 2, meeting, str(tmp_path), victim))
-        job.start()
-        jobs.append(job)
-    for job in jobs:
-        job.join(90)
-    assert jobs[victim].exitcode == -signal.SIGKILL
-    assert jobs[1 - victim].exitcode == 3  # an error that names the other rank's silence
-    found = resumed(ranks, 2, tmp_path)
-    assert found is not None
-    assert found.step == 2  # both had written their own parts
-    shutil.rmtree(tmp_path / f"node-{victim}")
-    found = resumed(ranks, 2, tmp_path)
-    assert found is not None
-    assert (found.step, found.tier) in {(2, "local"), (1, "local")}
-    ranks.run(2, save_steps, str(tmp_path), [3], {})
-    assert resumed(ranks, 2, tmp_path) == Resume(3, "local", (0, 1), ())
-
-
 def train(rank: int, size: int, folder: str) -> None:
     torch.manual_seed(0)
     model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
@@ -357,50 +215,3 @@ def train(rank: int, size: int, folder: str) -> None:
 
 def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(2, train, str(tmp_path))
-
-
-def test_a_process_alone_resumes_from_the_local_tier(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="survives the loss of processes, not of the node"):
-        manager = tiers(str(tmp_path), 0, durable_every=2)
-    assert manager.find() is None
-    with pytest.raises(CheckpointNotFoundError):
-        manager.load({})
-    assert [manager.save(step, state_at(step, 0, 1)) for step in (1, 2, 3)] == [False, True, False]
-    manager.close()
-    with pytest.warns(UserWarning, match="one node"):
-        assert resume(0, 1, str(tmp_path), {}) == Resume(3, "local", (0,), ())
-
-
-def test_a_reader_of_a_new_place_writes_nothing(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="one node"):
-        assert tiers(str(tmp_path / "x"), 0).find() is None
-    assert not (tmp_path / "x").exists()
-
-
-BAD_RUNS: dict[str, bytes] = {
-    "empty": b"",
-    "another file": b"[]",
-    "a way out": json.dumps({"run": "../other"}).encode(),
-    "no text": json.dumps({"run": 3}).encode(),
-}
-
-
-@pytest.mark.parametrize("case", BAD_RUNS)
-def test_a_damaged_name_of_the_run_is_an_error(tmp_path: Path, case: str) -> None:
-    (tmp_path / "durable").mkdir()
-    (tmp_path / "durable" / "run.json").write_bytes(BAD_RUNS[case])
-    with pytest.warns(UserWarning, match="one node"):
-        manager = tiers(str(tmp_path), 0)
-    for call in (manager.find, lambda: manager.save(1, {"step": 1})):
-        _raises_damage(call)
-
-
-def _raises_damage(call: Callable[[], object]) -> None:
-    with pytest.raises(CheckpointCorruptError, match=r"run\.json is damaged"):
-        call()
-
-
-@pytest.mark.parametrize("name", ["durable_every", "keep_local"])
-def test_numbers_below_one_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0"):
-        tiers(str(tmp_path), 0, **{name: 0})

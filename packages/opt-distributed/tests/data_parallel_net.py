@@ -1,0 +1,70 @@
+"""A small model, its batches, and the configurations of the wrapper that tests go through."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig
+from opt_distributed.buffers.grouping import IsWhole, matrices_whole, nothing_whole
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+
+Config = DistributedDataParallelConfig
+
+
+class Net(nn.Module):
+    """A model with odd sizes, a tied weight, a norm, and a layer that some inputs skip. In float64 sums agree to
+    1e-12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 10)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+        self.sometimes = nn.Linear(10, 10, bias=False)
+        self.norm = nn.LayerNorm(10)
+        self.double()
+        numbers = torch.Generator().manual_seed(3)
+        for param in self.parameters():
+            param.data.copy_(torch.randn(param.shape, generator=numbers, dtype=torch.float64) / 3)
+
+    def forward(self, tokens: Tensor, skip: bool = False) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        if not skip:
+            x = x + self.sometimes(x)
+        return nn.functional.linear(self.norm(x), self.embed.weight)
+
+
+def batch(iteration: int, size: int) -> Tensor:
+    return torch.randint(13, (size, 6), generator=torch.Generator().manual_seed(100 + iteration))
+
+
+def over(comm: Comm, across: Comm | None = None) -> Roles:
+    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
+    return Roles(dense=axes, expert=axes, everyone=comm)
+
+
+class Case(NamedTuple):
+    """A way to wrap the model."""
+
+    config: Config
+    is_whole: IsWhole = nothing_whole
+
+
+SHARDED = Config(use_distributed_optimizer=True)
+OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=150)
+CASES = {
+    "replicated": Case(Config()),
+    "replicated, overlap": Case(Config(overlap_grad_reduce=True, bucket_size=150)),
+    "replicated, average after": Case(Config(average_in_collective=True)),
+    "flat": Case(SHARDED),
+    "flat, overlap": Case(OVERLAP),
+    "flat, overlap, average after": Case(replace(OVERLAP, average_in_collective=True)),
+    "flat, high busbw": Case(replace(SHARDED, pad_buckets_for_high_nccl_busbw=True)),
+    "flat, fp32 accumulation": Case(replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)),
+    "whole": Case(SHARDED, matrices_whole),
+    "whole, overlap": Case(OVERLAP, matrices_whole),
+}

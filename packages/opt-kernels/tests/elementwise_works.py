@@ -1,0 +1,109 @@
+"""Elementwise rules, the formats of their values, and works with float64 references."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.codecs.remainder import split_
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.base import Rule
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import Batch, Hyper, Work
+
+Make = Callable[..., Rule]
+HYPER = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
+RULES: Mapping[str, Make] = {
+    "adamw": lambda **options: Adam(**options),
+    "adam-l2": lambda **options: Adam(decoupled=False, **options),
+    "adamw-te": lambda **options: Adam(order="te", **options),
+    "sgd": lambda **options: SGD(**options),
+    "sgd-nesterov": lambda **options: SGD(nesterov=True, **options),
+    "sgd-dampening": lambda **options: SGD(dampening=0.3, **options),
+    "sgd-plain": lambda **options: SGD(momentum_buffer=False, **options),
+    "lion": lambda **options: Lion(**options),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """In which numbers a parameter is kept."""
+
+    main: torch.dtype | None
+    out: torch.dtype | None = None
+    grad: torch.dtype = torch.float32
+
+    def work(self, rule: Rule, start: Tensor) -> Work:
+        """A work that begins at `start`, float64, with no gradient yet."""
+        main = None if self.main is None else start.to(self.main, copy=True)
+        out = None if self.out is None else torch.empty_like(start, dtype=self.out)
+        remainder = torch.empty_like(start, dtype=torch.int16) if self.main is None else None
+        if remainder is not None:
+            assert out is not None
+            split_(out, remainder, start.float())
+        elif out is not None:
+            out.copy_(start)
+        anchor = out if main is None else main
+        assert anchor is not None
+        state = rule.init_state(anchor)
+        return Work(grad=torch.zeros_like(start, dtype=self.grad), main=main, out=out, remainder=remainder, state=state)
+
+
+KEPT: Mapping[str, Kept] = {
+    "fp64": Kept(main=torch.float64, grad=torch.float64),
+    "fp32": Kept(main=torch.float32),
+    "fp32-g16": Kept(main=torch.float32, grad=torch.bfloat16),
+    "fp32-gfp16": Kept(main=torch.float32, grad=torch.float16, out=torch.float16),
+    "fp32-out16": Kept(main=torch.float32, out=torch.bfloat16),
+    "fp32-out16-g16": Kept(main=torch.float32, out=torch.bfloat16, grad=torch.bfloat16),
+    "remainder": Kept(main=None, out=torch.bfloat16),
+    "remainder-g16": Kept(main=None, out=torch.bfloat16, grad=torch.bfloat16),
+    "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
+}
+ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
+ON_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
+NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
+ON_FAST = pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+
+
+def gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> list[Tensor]:
+    """Gradients of very different sizes, in numbers that every dtype has; a tenth of them zero."""
+    generator = torch.Generator().manual_seed(1)
+    noise = [torch.randn((2, *shape), generator=generator) for _ in range(steps)]
+    kept = [torch.rand(shape, generator=generator) > 0.1 for _ in range(steps)]
+    return [(n[0] * torch.exp(n[1]) * k).bfloat16().to(dtype) for n, k in zip(noise, kept)]
+
+
+def run(rule: Rule, work: Work, *, scale: float | Tensor = 1.0, steps: int = 3) -> Work:
+    """`work` after so many steps."""
+    for step, grad in enumerate(gradients(tuple(work.grad.shape), work.grad.dtype, steps), start=1):
+        work = replace(work, grad=grad)
+        rule.update_([Batch(replace(HYPER, step=step), [work])], grad_scale=scale)
+    return work
+
+
+def start_of(shape: tuple[int, ...]) -> Tensor:
+    """Weights that bfloat16 represents exactly, so that all storage formats start equal."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+
+
+def written(work: Work) -> list[Tensor]:
+    """All that a rule may write."""
+    return [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
+
+
+def _cut(work: Work, part: slice, block: int = 1) -> Work:
+    scales = slice(part.start // block, -(-part.stop // block))
+    return Work(
+        grad=work.grad[part],
+        main=None if work.main is None else work.main[part],
+        out=None if work.out is None else work.out[part],
+        remainder=None if work.remainder is None else work.remainder[part],
+        state={name: t[scales] if name.endswith("_scale") else t[part] for name, t in work.state.items()},
+        first=work.first + part.start,
+    )

@@ -1,0 +1,90 @@
+"""Keys of groups read attributes of the meta or of the tensor; names and buffers of groups."""
+
+import pytest
+import torch
+from grouped import BIAS, CONFIG, groups_of, names_in
+from models import Experts, Model, mark
+from torch import nn
+
+from opt_config import OptimizerConfig, ParamKey
+from opt_paramgroups import (
+    describe,
+    get_param_groups,
+    get_param_groups_and_buffers,
+    matches,
+)
+
+
+def test_lr_mult_multiplies_both_rates():
+    group = groups_of(Model(), {BIAS: {"lr_mult": 0.5}})["*.bias"]
+    assert (group["lr"], group["max_lr"], group["min_lr"]) == (5e-3, 5e-3, 5e-5)
+
+
+# --- what is known of the parameters ------------------------------------------------------
+
+
+def test_known_attributes_are_read_from_the_meta():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3, bias=False))
+    metas = describe([model], overrides={"0.weight": {"is_embedding_or_output": True}})
+    config = OptimizerConfig(lr=1.0, decoupled_lr=0.5)
+    groups = {group["name"]: group for group in get_param_groups([model], config, None, metas=metas)}
+    assert names_in(groups["@is_embedding_or_output_parameter"]) == ["0.weight"]
+
+
+def test_a_false_role_wins_over_the_tensors_attribute():
+    model = Model()
+    metas = describe([model], overrides={"output.weight": {"is_embedding_or_output": False}})
+    groups = get_param_groups([model], OptimizerConfig(lr=1.0, decoupled_lr=0.5), None, metas=metas)
+    assert [names_in(group) for group in groups if group["is_decoupled_lr"]] == [["embedding.weight"]]
+
+
+def test_other_attributes_are_read_from_the_tensor():
+    model = Model()
+    mark(model.output.weight, mine=True)
+    assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["@mine"]) == ["output.weight"]
+
+
+@pytest.mark.parametrize("attr", ["use_muon", "allreduce", "partition_stride"])
+def test_an_attribute_that_defaults_to_true_matches_only_where_it_is_set(attr):
+    model = Model()
+    mark(model.output.weight, **{attr: 1})
+    assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[f"@{attr}"]) == ["output.weight"]
+
+
+def test_matches_is_the_keys_own_answer():
+    param = mark(nn.Parameter(torch.zeros(3)), special=True)
+    assert matches(param, "a.weight", ParamKey(attr="special"))
+    assert not matches(param, "a.weight", BIAS)
+
+
+# --- groups and buffers -------------------------------------------------------------------
+
+
+def test_plain_modules_have_no_buffers_of_ours():
+    found = get_param_groups_and_buffers([Model()], 0, CONFIG, {}, lambda group: True, "buffers")
+    assert found.buffers == {}
+    assert len(found.param_groups) == 1
+
+
+def test_groups_are_filtered_and_buffers_numbered_from_the_offset():
+    class Wrapped(nn.Module):
+        def __init__(self, module: nn.Module, expert_buffers: list[str]) -> None:
+            super().__init__()
+            self.module = module
+            self.expert_parallel_buffers = expert_buffers
+
+    chunks = [Wrapped(Experts(), ["a"]), Experts(), Wrapped(Experts(), ["b", "c"])]
+    groups, buffers = get_param_groups_and_buffers(
+        chunks, 3, CONFIG, {}, lambda group: group["is_expert_parallel"], "expert_parallel_buffers"
+    )
+    assert buffers == {3: ["a"], 5: ["b", "c"]}
+    (group,) = groups
+    assert {id.chunk for id in group["param_ids"]} == {3, 4, 5}
+    assert all(id.name.startswith("experts.") for id in group["param_ids"])
+
+
+def test_torch_optimizers_take_the_groups():
+    groups = get_param_groups([Model()], CONFIG, None)
+    optimizer = torch.optim.AdamW(groups)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [group["name"] for group in optimizer.param_groups] == [group["name"] for group in groups]

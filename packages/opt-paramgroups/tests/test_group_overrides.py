@@ -1,0 +1,241 @@
+"""Overrides of groups: what may be set, what is refused and what is warned of."""
+
+import dataclasses
+
+import pytest
+import torch
+from grouped import BIAS, CONFIG, VECTOR, groups_of, names_in
+from models import Experts, Model
+from torch import nn
+
+from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
+from opt_paramgroups import (
+    describe,
+    get_param_groups,
+    get_standard_config_overrides,
+)
+
+
+def test_none_means_the_standard_overrides_and_an_empty_dict_none():
+    model = Model()
+    standard = get_param_groups([model], CONFIG, None)
+    spelt_out = get_param_groups([model], CONFIG, get_standard_config_overrides(CONFIG))
+    assert [group["param_ids"] for group in standard] == [group["param_ids"] for group in spelt_out]
+    assert {group["wd_mult"] for group in standard} == {0.0, 1.0}
+    assert len(get_param_groups([model], CONFIG, {})) == 1
+
+
+def test_overrides_of_all_matching_keys_are_merged():
+    overrides = {BIAS: {"wd_mult": 0.0}, VECTOR: {"max_lr": 1.0, "eps": 1e-6}}
+    groups = groups_of(Model(num_layers=1), overrides)
+    assert list(groups) == ["default", "*.bias & <1-D>", "<1-D>"]
+    both = groups["*.bias & <1-D>"]
+    expected = {"wd_mult": 0.0, "max_lr": 1.0, "lr": 1.0, "eps": 1e-6, "weight_decay": 0.0}
+    assert {entry: both[entry] for entry in expected} == expected
+    assert all(name.endswith("norm.weight") for name in names_in(groups["<1-D>"]))
+    assert "eps" not in groups["default"]
+
+
+def test_keys_that_lead_to_one_override_share_a_group():
+    overrides = {BIAS: {"wd_mult": 0.0}, ParamKey(name="output.weight"): {"wd_mult": 0.0}}
+    groups = groups_of(Model(num_layers=1), overrides)
+    assert list(groups) == ["default", "*.bias, output.weight"]
+
+
+# --- overrides that are configurations ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"lr": 0.5, "min_lr": 0.1}, {"max_lr": 0.5, "min_lr": 0.1, "lr": 0.5}, id="rates"),
+        pytest.param({"weight_decay": 0.3}, {"start_wd": 0.3, "end_wd": 0.3, "weight_decay": 0.3}, id="weight decay"),
+        pytest.param({"adam_beta2": 0.95}, {"betas": (0.9, 0.95)}, id="Adam's betas"),
+        pytest.param({"adam_eps": 1e-6}, {"eps": 1e-6}, id="eps"),
+        pytest.param(
+            {"optimizer": "sgd", "sgd_momentum": 0.5}, {"optimizer": "sgd", "momentum": 0.5}, id="SGD's momentum"
+        ),
+        pytest.param(
+            {"optimizer": "lion", "lion_beta1": 0.5}, {"optimizer": "lion", "betas": (0.5, 0.98)}, id="Lion's betas"
+        ),
+        pytest.param(
+            {"optimizer": "muon", "muon_momentum": 0.5}, {"optimizer": "muon", "momentum": 0.5}, id="Muon's momentum"
+        ),
+    ],
+)
+def test_of_a_configuration_what_differs_is_the_override(changes, expected):
+    group = groups_of(Model(), {BIAS: dataclasses.replace(CONFIG, **changes)})["*.bias"]
+    assert {entry: group[entry] for entry in expected} == expected
+
+
+def test_a_configuration_that_differs_in_nothing_makes_no_group():
+    assert list(groups_of(Model(), {BIAS: dataclasses.replace(CONFIG)})) == ["default"]
+
+
+def test_unset_rates_of_a_configuration_change_nothing():
+    override = OptimizerConfig(weight_decay=0.1, adam_eps=1e-6)
+    assert groups_of(Model(), {BIAS: override})["*.bias"]["max_lr"] == CONFIG.lr
+
+
+def test_an_override_may_name_another_optimizer():
+    groups = groups_of(Model(), {BIAS: {"optimizer": "sgd"}}, OptimizerConfig(optimizer="lion"))
+    assert {name: group["optimizer"] for name, group in groups.items()} == {"default": "lion", "*.bias": "sgd"}
+
+
+# --- refusals -----------------------------------------------------------------------------
+
+REFUSED = {
+    "a pattern in place of a key": (
+        {"*.bias": {"wd_mult": 0.0}},
+        "config_overrides: '*.bias': must be a ParamKey; for a pattern of names, ParamKey(name=...)",
+    ),
+    "a number in place of an override": (
+        {BIAS: 0.0},
+        "config_overrides[*.bias]: 0.0: must be a ParamGroupOverride (a dict) or an OptimizerConfig",
+    ),
+    "lr": (
+        {BIAS: {"lr": 1e-3}},
+        "config_overrides[*.bias]: lr=0.001: may not be set: the schedule writes it; set max_lr, min_lr or lr_mult",
+    ),
+    "weight_decay": (
+        {BIAS: {"weight_decay": 0}},
+        "config_overrides[*.bias]: weight_decay=0: may not be set: the schedule writes it; set wd_mult, or start_wd "
+        "and end_wd",
+    ),
+    "a negative rate": ({BIAS: {"max_lr": -1}}, "config_overrides[*.bias]: max_lr=-1: must be at least 0 and finite"),
+    "a string for a number": (
+        {BIAS: {"wd_mult": "0"}},
+        "config_overrides[*.bias]: wd_mult='0': must be at least 0 and finite",
+    ),
+    "betas above one": (
+        {BIAS: {"betas": (0.9, 1.5)}},
+        "config_overrides[*.bias]: betas=(0.9, 1.5): must be a tuple of numbers in [0, 1)",
+    ),
+    "a dict as an entry": (
+        {BIAS: {"options": {"a": 1}}},
+        "config_overrides[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: parameters share "
+        "a group when all their entries are equal",
+    ),
+    "a misspelt entry": (
+        {BIAS: {"wd_mul": 0}},  # was put into the group, and every bias decayed
+        "config_overrides[*.bias]: wd_mul=0: unknown entry; nothing reads it. Allowed are betas, clip_grad, end_wd, "
+        "eps, is_decoupled_lr, lr_mult, max_lr, min_lr, momentum, optimizer, start_wd, wd_mult. Did you mean wd_mult "
+        "or lr_mult? For an entry that your own code reads, pass extra_group_keys=('wd_mul',)",
+    ),
+    "an optimizer that is no name": (
+        {BIAS: {"optimizer": torch.optim.SGD}},
+        f"config_overrides[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule",
+    ),
+    "a field that is one for all": (
+        {BIAS: dataclasses.replace(CONFIG, clip_grad=2.0)},
+        "config_overrides[*.bias]: clip_grad=2.0 differs from 1.0 in the main configuration; an override with adam "
+        "may change only lr, min_lr, weight_decay, optimizer, adam_beta1, adam_beta2, adam_eps; derive it from the "
+        "main configuration by dataclasses.replace(config, ...)",
+    ),
+    "a number that the rule does not read": (
+        {BIAS: dataclasses.replace(CONFIG, optimizer="sgd", adam_eps=1.0)},
+        "config_overrides[*.bias]: adam_eps=1.0 differs from 1e-08 in the main configuration; an override with sgd "
+        "may change only lr, min_lr, weight_decay, optimizer, sgd_momentum; derive it from the main configuration by "
+        "dataclasses.replace(config, ...)",
+    ),
+    "patterns that match nothing": (
+        {ParamKey(name="*.biass"): {"wd_mult": 0.0}, ParamKey(attr="is_embeding_parameter"): {"max_lr": 1.0}},
+        "config_overrides[*.biass]: matches no parameter. Did you mean *.bias?\n"
+        "config_overrides[@is_embeding_parameter]: matches no parameter. Did you mean is_embedding_parameter "
+        "or is_embedding_or_output_parameter?\n"
+        "Correct or drop the key, or pass allow_unmatched=True.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_bad_override_is_refused_with_its_message(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        get_param_groups([Model()], CONFIG, overrides)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [float("nan"), torch.ones(2), torch.tensor(1.0)], ids=["NaN", "tensor", "0-d"])
+def test_values_that_are_not_equal_to_themselves_are_refused(value):
+    """A NaN of two keys was reported as a conflict of a key with itself; a tensor of two keys as an ambiguous bool."""
+    overrides = {BIAS: {"mine": value}, ParamKey(name="output.*"): {"mine": value}}
+    with pytest.raises(
+        ConfigError, match=r"config_overrides\[\*\.bias\]: mine=.*: must be a number, a string or a tuple"
+    ):
+        get_param_groups([Model()], CONFIG, overrides, extra_group_keys=("mine",))
+
+
+def test_a_lazy_parameter_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match=r"^parameter '0\.weight' is uninitialized: .*run one forward pass"):
+        get_param_groups([nn.Sequential(nn.LazyLinear(3))], CONFIG, None)
+
+
+def test_a_misspelt_entry_is_refused_even_if_its_value_is_none():
+    with pytest.raises(ConfigError, match=r"config_overrides\[\*\.bias\]: wd_mul=None: unknown entry"):
+        get_param_groups([Model()], CONFIG, {BIAS: {"wd_mul": None}})
+
+
+@pytest.mark.parametrize(
+    ("entry", "extra"),
+    [("role", ("role",)), ("role", None), ("amsgrad", ())],
+    ids=["declared", "any", "read by torch's Adam"],
+)
+def test_entries_that_something_else_reads_may_be_set(entry, extra):
+    groups = groups_of(Model(), {BIAS: {entry: True}}, extra_group_keys=extra)
+    assert [group.get(entry) for group in groups.values()] == [None, True]
+
+
+def test_a_key_of_frozen_parameters_says_that_they_are_frozen(caplog):
+    # The answer was "matches no parameter. Did you mean ...", with the very name among the parameters.
+    model = Model()
+    model.embedding.requires_grad_(False)
+    groups = groups_of(model, {ParamKey(name="embedding.weight"): {"max_lr": 1.0}})
+    assert list(groups) == ["default"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage() == (
+        "config_overrides[embedding.weight]: matches frozen parameters only, such as 'embedding.weight' "
+        "(requires_grad=False), so it has no effect; unfreeze them before the optimizer is built, or drop the key"
+    )
+
+
+def test_a_key_that_matches_trainable_parameters_too_is_not_warned_of(caplog):
+    model = Model()
+    model.embedding.requires_grad_(False)
+    groups_of(model, {ParamKey(name="*.weight"): {"max_lr": 1.0}})
+    assert not caplog.records
+
+
+def test_an_unmatched_pattern_is_accepted_if_requested():
+    overrides = {ParamKey(name="*.adapter"): {"wd_mult": 0.0}}
+    assert list(groups_of(Model(), overrides, allow_unmatched=True)) == ["default"]
+
+
+def test_a_predicate_may_find_nothing():
+    overrides = {ParamKey(predicate=ParamPredicate("5-D", lambda param: param.dim() == 5)): {"wd_mult": 0.0}}
+    assert list(groups_of(Model(), overrides)) == ["default"]
+
+
+def test_a_multiplier_of_no_rate_is_refused():
+    with pytest.raises(ConfigError, match=r"group '\*\.bias' has lr_mult=0\.5 but no learning rate; set lr"):
+        get_param_groups([Model()], OptimizerConfig(), {BIAS: {"lr_mult": 0.5}})
+
+
+def test_predicates_of_one_name_with_different_answers_are_refused():
+    overrides = {
+        ParamKey(predicate=ParamPredicate("p", lambda param: True)): {"wd_mult": 0.0},
+        ParamKey(with_name_predicate=ParamWithNamePredicate("p", lambda param, name: "bias" in name)): {"max_lr": 1.0},
+    }
+    with pytest.raises(ConfigError, match="the same keys make different groups"):
+        get_param_groups([Model()], CONFIG, overrides)
+
+
+def test_a_module_in_place_of_chunks_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        get_param_groups(nn.Sequential(nn.Linear(2, 2)), CONFIG, {})
+    assert str(caught.value) == "model_chunks: Sequential is a module: pass a list, [model]"
+
+
+def test_metas_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match=r"^metas: no entry for parameter 'embedding\.weight'; pass describe"):
+        get_param_groups([Model()], CONFIG, {}, metas=describe([Experts()]))

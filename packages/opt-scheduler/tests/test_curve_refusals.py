@@ -1,0 +1,136 @@
+"""Curves that cannot be are refused with a reason."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from opt_scheduler import (
+    Schedule,
+    ScheduleError,
+    clip,
+    constant,
+    cooldown,
+    cosine,
+    cyclic,
+    exponential,
+    join,
+    linear,
+    one_cycle,
+    piecewise_constant,
+    piecewise_linear,
+    ramp,
+    repeat,
+    restarts,
+    step_decay,
+    wsd,
+)
+from opt_scheduler.restarts import Restarts
+
+
+def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
+    for t_mult in (3.0, 1.1, 1.5, 7.0, 1.01, 2.3):
+        schedule = Restarts(schedule=linear(1.0, 0.0, steps=5), t_mult=t_mult)
+        for period in range(18):
+            start = schedule.start_of(period)
+            assert schedule(start) == 1.0
+            assert schedule(math.nextafter(start, math.inf)) == pytest.approx(1.0)
+            assert period == 0 or 0 <= schedule(math.nextafter(start, 0.0)) < 1e-9
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "no-steps": (lambda: linear(1.0, 0.0, steps=0), "ramp: steps=0 must be more than 0"),
+    "nan": (lambda: cosine(math.nan, 0.0, steps=1), "ramp: start=nan must be a finite number"),
+    "a-string": (
+        lambda: constant("1e-3"),
+        "constant: value='1e-3' must be a finite number, not text; YAML reads 1e-4 as text",
+    ),  # type: ignore[arg-type]
+    "unknown-shape": (
+        lambda: ramp(1.0, 0.0, steps=1, shape="cosin"),
+        "ramp: shape='cosin' is not known: use one of 'cosine', 'exponential', 'linear', 'minus_sqrt', 'minus_square'; "
+        "did you mean 'cosine'?",
+    ),
+    "exponential-to-zero": (lambda: exponential(1.0, 0.0, steps=1), "exponential: end=0.0 must be more than 0"),
+    "knots-descend": (
+        lambda: piecewise_linear((0, 1.0), (3, 0.0), (2, 1.0)),
+        "piecewise_linear: the steps of points=((0, 1.0), (3, 0.0), (2, 1.0)) must ascend from 0",
+    ),
+    "endless-then-more": (
+        lambda: join(constant(1.0), constant(2.0)),
+        "join: part 0, Constant(value=1.0, steps=None), has no end, so part 1 never begins; give it steps=",
+    ),
+    "join-nothing": (join, "join: needs at least one schedule"),
+    "repeat-endless": (
+        lambda: repeat(constant(1.0)),
+        "repeat: Constant(value=1.0, steps=None) has no end at which to begin again; give it steps=",
+    ),
+    "repeat-never": (lambda: repeat(linear(1.0, 0.0, steps=1), times=0), "repeat: times=0 must be at least 1"),
+    "restarts-endless": (
+        lambda: restarts(constant(1.0)),
+        "restarts: Constant(value=1.0, steps=None) has no end at which to restart; give it steps=",
+    ),
+    "restarts-never-ending": (
+        lambda: restarts(linear(1.0, 0.0, steps=4), t_mult=0.5),
+        "restarts: t_mult=0.5 makes ever shorter periods; give times=",
+    ),
+    "restarts-partly": (
+        lambda: restarts(linear(1.0, 0.0, steps=4), times=1.5),  # type: ignore[arg-type]
+        "restarts: times=1.5 must be a whole number",
+    ),
+    "clip-crossed": (lambda: clip(constant(1.0), low=2.0, high=1.0), "clip: low=2.0 must be at most high=1.0"),
+    "clip-open": (lambda: clip(constant(1.0)), "clip: needs low=, high= or both"),
+    "values-and-edges": (
+        lambda: piecewise_constant([1.0, 2.0], at=[1, 2]),
+        "piecewise_constant: 2 values need 1 steps, not 2",
+    ),
+    "unknown-kind": (
+        lambda: Schedule.from_dict({"kind": "rampp"}),
+        "kind='rampp' is not known: use one of '",
+    ),
+    "unknown-field": (
+        lambda: Schedule.from_dict({"kind": "constant", "valu": 1.0}),
+        "schedule 'constant': field='valu' is not known: use one of 'steps', 'value'; did you mean 'value'?",
+    ),
+    "missing-field": (
+        lambda: Schedule.from_dict({"kind": "constant"}),
+        "schedule 'constant' cannot be built from {'kind': 'constant'}: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), [pytest.param(*case, id=name) for name, case in REFUSED.items()])
+def test_what_cannot_be_is_refused_with_a_reason(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        build()
+    assert str(caught.value).startswith(message)
+
+
+RECIPES_REFUSED: dict[str, tuple[Callable[[], Schedule], str]] = {
+    "wsd warmup": (lambda: wsd(1.0, warmup_steps=-1, stable_steps=1, decay_steps=1), "wsd: warmup_steps=-1 must"),
+    "wsd stable": (lambda: wsd(1.0, warmup_steps=0, stable_steps=-1, decay_steps=1), "wsd: stable_steps=-1 must"),
+    "wsd decay": (lambda: wsd(1.0, warmup_steps=0, stable_steps=1, decay_steps=0), "wsd: decay_steps=0 must"),
+    "one_cycle": (lambda: one_cycle(1.0, up_steps=0, down_steps=1), "one_cycle: up_steps=0 must"),
+    "cyclic": (lambda: cyclic(0.0, 1.0, up_steps=1, down_steps=0), "cyclic: down_steps=0 must"),
+    "step_decay": (lambda: step_decay(1.0, factor=0.5, every=0, times=2), "step_decay: every=0 must"),
+    "cooldown": (lambda: cooldown(constant(1.0), at=5, steps=0), "cooldown: steps=0 must"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), RECIPES_REFUSED.values(), ids=RECIPES_REFUSED)
+def test_a_recipe_s_refusal_names_the_argument_that_was_given(build: Callable[[], Schedule], message: str) -> None:
+    # wsd(decay_steps=0) complained of "ramp: steps=0", an argument that was not passed.
+    with pytest.raises(ScheduleError, match=f"^{message}"):
+        build()
+
+
+def test_wsd_may_have_no_stable_phase() -> None:
+    assert wsd(1.0, warmup_steps=2, stable_steps=0, decay_steps=4, shape="linear").values([0, 2, 4, 6]) == [
+        0.0, 1.0, 0.5, 0.0,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step", ["a", None, [1, 2], math.nan])
+def test_a_step_that_is_no_number_is_refused(step: object) -> None:
+    # NaN gave the end value; the others a TypeError about '>'.
+    with pytest.raises(ScheduleError, match=r"^ramp: step="):
+        linear(1.0, 0.0, steps=10)(step)  # type: ignore[arg-type]

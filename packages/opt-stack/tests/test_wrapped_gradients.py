@@ -1,0 +1,177 @@
+"""Gradients of wrapped chunks: when they are zeroed, and which ones no step may use."""
+
+import pytest
+import torch
+from torch import Tensor
+from wrapped_net import LR, WIDTH, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
+
+ZEROS = ("the optimizer", "the wrapper", "both", "the buffers")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
+@pytest.mark.parametrize("zeroed_by", ZEROS)
+@pytest.mark.parametrize("at_the_start", [True, False], ids=["before backward", "after the step"])
+def test_zero_grad_begins_an_iteration_of_a_wrapped_model(zeroed_by: str, overlap: bool, at_the_start: bool) -> None:
+    """A trainer's `optimizer.zero_grad()` left the gradients of the last iteration: the second backward was refused."""
+
+    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
+        net = Net()
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=1
+        )
+        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        optimizer = get_optimizer(sgd(overlap_param_gather=overlap), [ddp], {}, pg_collection=over(comm))
+
+        def zero() -> None:
+            if zeroed_by in ("the optimizer", "both"):
+                optimizer.zero_grad()
+            if zeroed_by in ("the wrapper", "both"):
+                ddp.zero_grad(set_to_none=False)
+            if zeroed_by in ("the buffers", "both"):
+                ddp.zero_grad_buffer()
+
+        for step in range(3):
+            if at_the_start:
+                zero()
+            backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
+            assert optimizer.step().success
+            if not at_the_start:
+                zero()
+                assert all(not bool(param.main_grad.any()) for param in net.parameters())
+        return {name: param.detach().clone() for name, param in net.named_parameters()}
+
+    expected = trained_alone(tuple(dict(Net().named_parameters())), 3)
+    for found in run_threads(2, rank_main):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+def test_one_optimizers_zero_grad_leaves_the_others_gradients() -> None:
+    net = Net()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
+    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
+    first, second = (
+        get_optimizer_based_on_param_groups(config, [ddp], groups_of(params), pg_collection=over(Alone()))
+        for params in ([net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias])
+    )
+    for step in range(2):
+        backward(loss_of(ddp, inputs(step)))
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(
+        dict(net.named_parameters()), trained_alone(tuple(dict(net.named_parameters())), 2), rtol=0, atol=1e-7
+    )
+
+
+def test_an_optimizer_in_place_of_another_zeroes_alone() -> None:
+    """As when more of a model is frozen from some step on; the former optimizer may still exist."""
+    net = Net()
+    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
+    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
+    former = get_optimizer(config, [ddp], {}, pg_collection=over(Alone()))
+    groups = groups_of([net.first.weight])
+    optimizer = get_optimizer_based_on_param_groups(config, [ddp], groups, pg_collection=over(Alone()))
+    for step in range(2):
+        backward(loss_of(ddp, inputs(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert former.param_groups
+    torch.testing.assert_close(dict(net.named_parameters()), trained_alone(("first.weight",), 2), rtol=0, atol=1e-7)
+
+
+# --- gradients that must not be used -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["nan", "shape"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_peers(damage: str, overlap: bool) -> None:
+    """Peers reduce over other groups, so they do not learn of it from the reduction."""
+
+    def rank_main(comm: ThreadComm) -> list[str]:
+        axes = Axes(dp=Alone(), tp=comm)
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        settings = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=overlap)
+        net = DistributedDataParallel(settings, Net(), groups=roles)
+        optimizer = get_optimizer(OptimizerConfig(optimizer="sgd", lr=LR), [net], pg_collection=roles)
+        messages = []
+        for step in range(3):
+            spoilt = damage if (comm.rank, step) == (1, 1) else ""
+            optimizer.zero_grad()
+            backward(loss_of(net, inputs(step)) * (float("nan") if spoilt == "nan" else 1.0))
+            if spoilt == "shape":
+                net.module.first.weight.main_grad = torch.zeros(1)
+            before = [param.detach().clone() for param in net.parameters()]
+            try:
+                optimizer.step()
+                messages.append("")
+            except RuntimeError as error:
+                messages.append(f"{type(error).__name__}: {error}")
+                assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+        return messages
+
+    (fine, peer, afterwards), (_, spoilt, _) = run_threads(2, rank_main)
+    assert (fine, afterwards) == ("", "")
+    assert peer.startswith("UnusableGradientError: 1 other rank(s) refused their gradients")
+    assert "on this rank" in spoilt or "main_grad of first.weight was replaced" in spoilt
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_assigned_to_a_wrapped_parameter_stops_every_rank(overlap: bool) -> None:
+    """Gradients of `torch.autograd.grad`, assigned to `param.grad`, were lost; the step reported a norm of 0."""
+    of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=overlap)
+
+    def rank_main(comm: ThreadComm) -> None:
+        net = DistributedDataParallel(of_wrapper, Net(), groups=over(comm))
+        optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(loss_of(net, inputs(step)))
+            optimizer.step()
+        before = [param.detach().clone() for param in net.parameters()]
+        optimizer.zero_grad()
+        if comm.rank == 0:
+            params = list(net.parameters())
+            for param, grad in zip(params, torch.autograd.grad(loss_of(net, inputs(2)), params), strict=True):
+                param.grad = grad
+        else:
+            backward(loss_of(net, inputs(2)))
+        message = r"grad of \w+.\w+ was assigned" if comm.rank == 0 else "1 other rank"
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+        assert all(map(torch.equal, before, net.parameters()))
+        optimizer.zero_grad()
+        backward(loss_of(net, inputs(2)))
+        assert optimizer.step().success
+
+    run_threads(2, rank_main)
+
+
+def test_a_gradient_may_be_shown_as_grad_before_the_reduction() -> None:
+    net = DistributedDataParallel(DistributedDataParallelConfig(), Net(), groups=over(Alone()))
+    optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+    backward(net.module.first.weight.sum())
+    for param in net.parameters():
+        param.grad = param.main_grad
+    assert optimizer.step().grad_norm == WIDTH
+
+
+def test_a_wrapped_parameter_that_is_frozen_later_is_refused() -> None:
+    """Its gradient was zero, so momentum and weight decay still changed it."""
+    net = DistributedDataParallel(DistributedDataParallelConfig(), Net(), groups=over(Alone()))
+    optimizer = get_optimizer(OptimizerConfig(lr=LR), [net], {})
+    backward(loss_of(net, inputs(0)))
+    optimizer.step()
+    optimizer.zero_grad()
+    before = net.module.first.weight.requires_grad_(False).clone()
+    backward(loss_of(net, inputs(1)))
+    with pytest.raises(RuntimeError, match=r"'first.weight' \(and 0 more\) was frozen after the model was wrapped"):
+        optimizer.step()
+    assert torch.equal(before, net.module.first.weight)
+    net.module.first.weight.requires_grad_(True)
+    assert optimizer.step().success
