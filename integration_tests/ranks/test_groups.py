@@ -80,7 +80,7 @@ OUTCOMES: dict[str, Any] = {
     "both": "both pg_collection and mesh were given; pass one of them",
     "a mesh of its own": "is a DTensor on 2 of the world's 4 ranks",
     "tp without its group": "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
-    "megatron's collection of something else": "is a str; give a torch.distributed.ProcessGroup or None",
+    "megatron's collection of something else": "is a str; pass a torch.distributed.ProcessGroup or None",
     "megatron's collection": "built",
     "tensor parallel, mesh": "built",
     "wrapped with a mesh, optimizer without": "built",

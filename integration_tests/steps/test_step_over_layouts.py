@@ -139,7 +139,7 @@ def test_what_only_ready_gradients_can_tell_is_refused_without_them() -> None:
     for ask in (lambda: optimizer.clip_grad_norm(1.0), optimizer.count_zeros):
         with pytest.raises(RuntimeError, match="call it between prepare_grads and the update"):
             ask()
-    with pytest.raises(ValueError, match=r"clip_grad=-1\.0; give a norm above 0, or 0 for no clipping"):
+    with pytest.raises(ValueError, match=r"clip_grad=-1\.0; pass a norm above 0, or 0 for no clipping"):
         optimizer.clip_grad_norm(-1.0)
     with pytest.raises(ValueError, match="grad_norm_group 'other': allowed are '', 'mtp'"):
         optimizer.has_grad_norm_group("other")

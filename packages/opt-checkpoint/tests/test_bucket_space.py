@@ -86,9 +86,12 @@ REFUSED = {
         moved(2, bucket=5),
         r"b: no bucket has \(group, buffer, bucket\) \(0, 0, 5\); there are \(0, 0, 0\)",
     ),
-    "over another slot": (moved(0, start=40), r"w: elements \[40, 52\) .* do not follow element 50"),
-    "beyond the end": (moved(0, start=72), r"w: elements \[72, 84\) .* leave its 76 elements"),
-    "a gap that is no padding": (SLOTS[:2] + SLOTS[3:], r"w: elements \[64, 76\) .* do not follow element 0"),
+    "over another slot": (moved(0, start=40), r"w: elements \[40, 52\) .* must begin less than .* after element 50"),
+    "beyond the end": (moved(0, start=72), r"w: elements \[72, 84\) .* end within its 76 elements"),
+    "a gap that is no padding": (
+        SLOTS[:2] + SLOTS[3:],
+        r"w: elements \[64, 76\) .* must begin .* after element 0",
+    ),
     "a bucket that is not described": (SLOTS[:-1], r"elements \[0, 10\) of .*bucket_idx_1.* belong to no slot"),
     "a hole in a parameter": (moved(1, global_offset=(0, 0)), r"has other values in group 1 than in an earlier one"),
 }

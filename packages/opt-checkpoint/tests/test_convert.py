@@ -275,7 +275,7 @@ class Hostile:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a"], "1 names are given, but there is a parameter 1"),
+        (["a"], "1 names are given, but the file has parameter 1"),
         (["a", "a", "b", "c", "d", "e"], "a names several parameters"),
         (["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
         ({"a": 1}, "holds a dict, not a JSON list of names"),

@@ -80,7 +80,7 @@ def test_rank_offsets_describe_whole_blocks_only() -> None:
 
 def test_an_empty_axis_has_no_chunk_offset() -> None:
     made = ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3), (0, 1, 2))
-    with pytest.raises(CheckpointingException, match="on no regular grid"):
+    with pytest.raises(CheckpointingException, match="not on a regular grid"):
         made.local_chunk_offset_in_global()
 
 

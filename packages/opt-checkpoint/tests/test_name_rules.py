@@ -144,9 +144,9 @@ REFUSED: dict[str, tuple[list[NameRule], dict[str, Any], str]] = {
         {"a": (2,)},
         "a is named by several rules",
     ),
-    "one target": ([NameRule(ours=n, theirs="b") for n in "ac"], {"a": (2,), "c": (2,)}, "b would be made twice"),
+    "one target": ([NameRule(ours=n, theirs="b") for n in "ac"], {"a": (2,), "c": (2,)}, "b would be created twice"),
     "ambiguous numbers": (
-        [NameRule(ours="a", theirs="{x}1{y}")], {"a": (12, 12)}, "would be made twice"
+        [NameRule(ours="a", theirs="{x}1{y}")], {"a": (12, 12)}, "would be created twice"
     ),
     "a part is missing": (
         [NameRule(ours=("{i}.q", "{i}.k"), theirs="{i}.qk")], {"3.q": (2,)}, "3.k is missing; 3.q cannot be converted"

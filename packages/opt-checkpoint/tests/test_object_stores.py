@@ -181,7 +181,7 @@ def test_an_optimizer_and_its_model_go_on_from_a_store(bucket: ObjectPath) -> No
 
 def test_a_checkpoint_is_never_written_over(bucket: ObjectPath) -> None:
     save(state_at(1, 0, 1), bucket)
-    with pytest.raises(CheckpointExistsError, match="never written over"):
+    with pytest.raises(CheckpointExistsError, match="never overwritten"):
         save(state_at(2, 0, 1), bucket)
     assert_is_step(load(state_at(0, 0, 1, filled=False), bucket).state, 1, 0, 1)
 

@@ -185,7 +185,7 @@ def test_local_objects_are_not_stored_and_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "text"),
     [
-        ({"t": (tensor("a"),)}, "'t' is a tuple with something sharded"),
+        ({"t": (tensor("a"),)}, "'t' is a tuple that contains sharded"),
         ({1.5: tensor("a")}, "must be a str or an int"),
         ({"f": ShardedTensorFactory("f", torch.zeros(1), lambda *a: [3], lambda x: x)}, "built a list where only"),
     ],

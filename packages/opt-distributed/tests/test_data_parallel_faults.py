@@ -134,7 +134,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "instances without groups": (
         lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),
-        "num_distributed_optimizer_instances=2, but the groups make 1; give the inter_dist_opt group",
+        "num_distributed_optimizer_instances=2, but the groups make up 1; pass an inter_dist_opt group",
     ),
     "means of sums": (
         lambda: wrap(Config(average_in_collective=True), per_token=True),
@@ -180,7 +180,7 @@ def test_a_backward_onto_reduced_gradients_is_an_error(config: Config) -> None:
     backward(ddp(torch.ones(1, 4)).sum())
     ddp.finish_grad_sync()
     ddp.finish_grad_sync()
-    with pytest.raises(GradientError, match="came after the reduction; call zero_grad_buffer"):
+    with pytest.raises(GradientError, match="arrived after the reduction; call zero_grad_buffer"):
         backward(ddp(torch.ones(1, 4)).sum())
 
 
@@ -278,7 +278,9 @@ def test_a_check_for_nan_stops_the_other_instances_too() -> None:
 @pytest.mark.parametrize("config", [SHARDED, Config()], ids=["flat", "replicated"])
 def test_a_model_that_is_converted_after_wrapping_is_refused(config: Config) -> None:
     ddp = wrap(config)
-    with pytest.raises(StorageError, match=r"has left its buffer, torch.float32 on cpu, for torch.bfloat16 on cpu"):
+    with pytest.raises(
+        StorageError, match=r"left its buffer \(torch.float32 on cpu\) and is now torch.bfloat16 on cpu"
+    ):
         ddp.to(torch.bfloat16)
 
 

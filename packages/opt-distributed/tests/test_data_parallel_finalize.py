@@ -284,7 +284,7 @@ REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "biases that flee the balance": (
         lambda: finalize_model_grads([], router_bias_update_rate=-0.1),
-        "router_bias_update_rate=-0.1; give a rate above 0",
+        "router_bias_update_rate=-0.1; pass a rate above 0",
     ),
 }
 

@@ -247,5 +247,5 @@ def test_chunks_with_one_number_have_no_order() -> None:
     axes = Axes(dp=Alone(), tp=Alone())
     roles = Roles(dense=axes, expert=axes, everyone=Alone())
     chunks = [DistributedDataParallel(REPLICATED, Sums({"dense0": 1}), groups=roles) for _ in range(2)]
-    with pytest.raises(ValueError, match=r"have the numbers \[0, 0\]; give each DistributedDataParallel a chunk="):
+    with pytest.raises(ValueError, match=r"have the numbers \[0, 0\]; pass a different chunk= to each"):
         share_launch_order(chunks)

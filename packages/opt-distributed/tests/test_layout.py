@@ -318,7 +318,7 @@ def test_cost_grows_linearly(plan: Callable[..., Layout], grows: str) -> None:
 # --- refusals ---------------------------------------------------------------------------------
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "no ranks": (lambda: flat_layout(vectors(1), num_shards=0), "num_shards is 0; give the size"),
+    "no ranks": (lambda: flat_layout(vectors(1), num_shards=0), "num_shards is 0; pass the size"),
     "bucket of nothing": (lambda: whole_layout(vectors(1), num_shards=1, bucket_size=0), "bucket_size is 0; give"),
     "multiple of nothing": (lambda: flat_layout(vectors(1), num_shards=1, shard_multiple=0), "shard_multiple is 0"),
     "twice": (lambda: replicated_layout(vectors(1) * 2), "one parameter was given twice"),

@@ -143,7 +143,7 @@ def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: Stat
 
 
 def test_an_unknown_second_moment_is_refused() -> None:
-    with pytest.raises(ValueError, match="'namo' is not a SecondMoment; give one of 'adamuon', 'normuon'"):
+    with pytest.raises(ValueError, match="'namo' is not a SecondMoment; pass one of 'adamuon', 'normuon'"):
         SecondMoment("namo")
 
 

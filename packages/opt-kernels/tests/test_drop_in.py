@@ -162,7 +162,7 @@ def test_capturable_steps_are_refused_where_nothing_can_be_captured() -> None:
     ("options", "message"),
     [
         ({"hooks": (RelativeUpdate(),)}, "hooks .* which allocate memory in every step"),
-        ({"backend": "torch"}, "a backend that reads numbers on the host; give backend=None or 'triton'"),
+        ({"backend": "torch"}, "a backend that reads numbers on the host; pass backend=None or 'triton'"),
     ],
 )
 def test_capturable_steps_are_refused_where_they_cannot_be_repeated(
@@ -210,7 +210,7 @@ def test_float64_parameters_of_rules_that_torch_lacks_have_float64_states(build:
 
 @pytest.mark.parametrize("build", [optim.SOAP, optim.AdaptiveMuon], ids=["SOAP", "AdaptiveMuon"])
 def test_float64_parameters_of_rules_with_float32_factors_are_refused_when_built(build: Build) -> None:
-    with pytest.raises(ValueError, match=r"torch\.float64, but .* keeps float32 states; give float32 parameters"):
+    with pytest.raises(ValueError, match=r"torch\.float64, but .* keeps float32 states; pass float32 parameters"):
         build([matrix(dtype=torch.float64)])
 
 
@@ -242,7 +242,7 @@ REFUSED_PARAMETERS: Mapping[str, tuple[Build, Callable[[], Tensor], str]] = {
     "3-d to Muon": (optim.Muon, lambda: matrix(2, 3, 4), r"shape \(2, 3, 4\) is not a matrix for Muon"),
     "1-d to SOAP": (optim.SOAP, lambda: matrix(3), r"shape \(3,\) is not a matrix for SOAP"),
     "fp16 remainder": (
-        lambda p: optim.AdamW(p, mains="remainder"), lambda: matrix(dtype=torch.float16), "give mains='float32'",
+        lambda p: optim.AdamW(p, mains="remainder"), lambda: matrix(dtype=torch.float16), "pass mains='float32'",
     ),
     "fp16 stochastic": (
         lambda p: optim.AdamW(p, stochastic_rounding=True), lambda: matrix(dtype=torch.float16), "stochastic_rounding",
@@ -313,7 +313,7 @@ def test_a_dampened_momentum_that_is_set_after_the_first_step_is_refused() -> No
 BACKENDS: Mapping[str, tuple[Callable[[], object], str]] = {
     "Muon": (lambda: optim.Muon([matrix()], backend="cpp"), "'reference', 'torch', 'triton', or None"),
     "AdaptiveMuon": (lambda: optim.AdaptiveMuon([matrix()], backend="cpp"), "'reference', 'torch', 'triton', or None"),
-    "SOAP": (lambda: optim.SOAP([matrix()], backend="triton"), "give one of 'reference', 'torch', or None"),
+    "SOAP": (lambda: optim.SOAP([matrix()], backend="triton"), "pass one of 'reference', 'torch', or None"),
     "rule of Muon": (lambda: MuonRule(backend="cpp"), "'cpp' is not available for 'muon'"),
     "rule of SOAP": (lambda: SOAPRule(backend="cpp"), "'cpp' is not available for 'orthogonal_basis'"),
     "unknown": (lambda: optim.AdamW([matrix()], backend="cuda"), "backend='cuda' is unknown"),

@@ -99,7 +99,7 @@ def test_other_norms(backend: str, norm_type: float) -> None:
 
 @pytest.mark.parametrize("norm_type", [0.0, -2.0, math.nan])
 def test_what_is_no_norm_is_refused(norm_type: float) -> None:
-    with pytest.raises(ValueError, match=r"give a number above 0, or math\.inf"):
+    with pytest.raises(ValueError, match=r"pass a number above 0, or math\.inf"):
         grad_stats([torch.ones(2)], norm_type=norm_type)
 
 

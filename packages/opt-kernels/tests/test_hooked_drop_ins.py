@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "zeros": (
         lambda: AdamW(zeros(4, 4), weight_decay=0.0, hooks=BALL),
-        "these are all zeros; give Hyperball(radius=...)",
+        "these are all zeros; pass Hyperball(radius=...)",
     ),
     "unknown rule": (
         lambda: AdamW(model().parameters(), hooks={"muon": (CautiousDecay(),)}),
@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "not a hook": (lambda: AdamW(model().parameters(), hooks=["cautious"]), "'cautious', which is not a hook"),
     "not a hook, of a group": (
         lambda: AdamW([{"params": [model()[0].weight], "hooks": [CautiousDecay]}]),
-        "which is not a hook of opt_kernels.hooks; give CautiousDecay()",
+        "which is not a hook of opt_kernels.hooks; pass CautiousDecay()",
     ),
     "stack": (
         lambda: Muon([{"params": zeros(2, 4, 4), "use_matrix_rule": True}], hooks=(RelativeUpdate(),)),

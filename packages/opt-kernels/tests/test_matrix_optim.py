@@ -179,7 +179,7 @@ def test_a_group_may_have_heads_and_matrices_of_any_sizes() -> None:
     [
         ({"num_heads": 5}, r"num_heads=5 does not divide the 12 rows of a parameter of shape \(12, 8\)"),
         ({"split_sizes": (5, 6)}, r"split_sizes=\(5, 6\) are not positive numbers that make up the 12 rows"),
-        ({"num_heads": 3, "split_rows": (4, 1, 1)}, r"split_rows=\(4, 1, 1\) and num_heads=3: give one of them"),
+        ({"num_heads": 3, "split_rows": (4, 1, 1)}, r"split_rows=\(4, 1, 1\) and num_heads=3: set only one of them"),
     ],
     ids=["heads", "sizes", "both"],
 )

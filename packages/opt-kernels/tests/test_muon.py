@@ -353,7 +353,7 @@ def test_options_are_checked_when_the_rule_is_made() -> None:
         Muon(num_ns_steps=0)
     with pytest.raises(ValueError, match="backend='cuda' is unknown"):
         Muon(backend="cuda")
-    with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; give one of 'medium', 'high', 'highest'"):
+    with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'"):
         MatmulPrecision("bf16")
 
 

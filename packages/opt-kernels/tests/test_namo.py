@@ -105,7 +105,7 @@ def test_an_unequal_part_of_a_matrix_is_refused() -> None:
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: NAMO(muon=Muon(weight_decay_method=Decay.L2)), "NAMO with L2 weight decay"),
-    (lambda: adaptive_rule(Muon(), "adam"), "moment2_method='adam' is unknown; give 'adamuon', 'normuon' or 'namo'"),
+    (lambda: adaptive_rule(Muon(), "adam"), "moment2_method='adam' is unknown; pass 'adamuon', 'normuon' or 'namo'"),
     (lambda: adaptive_rule(Muon(), "namo", lines=Lines.COLS), "lines='cols' with 'namo'"),
 ]
 

@@ -259,5 +259,5 @@ def test_aol_rescales_rows_and_orthogonalises_what_it_made(name: str) -> None:
 
 
 def test_an_unknown_set_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match="'quintik' is not a CoefficientType; give one of 'simple', 'quintic'"):
+    with pytest.raises(ValueError, match="'quintik' is not a CoefficientType; pass one of 'simple', 'quintic'"):
         CoefficientType("quintik")

@@ -31,13 +31,13 @@ def stepped(optimizer: torch.optim.Optimizer, count: int = 2) -> torch.optim.Opt
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": "1e-3"}, r"lr='1e-3' is not allowed; give a number of at least 0"),
-        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is not allowed; give a number of at least 0"),
-        ({"lr": math.inf}, r"lr=inf is not allowed; give a finite number of at least 0"),
-        ({"weight_decay": math.inf}, r"weight_decay=inf is not allowed; give a finite number of at least 0"),
-        ({"weight_decay": None}, r"weight_decay=None is not allowed; give a number of at least 0"),
-        ({"betas": 0.9}, r"betas=0.9 is not allowed; give 2 numbers of at least 0 and below 1"),
-        ({"betas": (0.9,)}, r"betas=\(0.9,\) are not allowed; give 2 numbers of at least 0 and below 1"),
+        ({"lr": "1e-3"}, r"lr='1e-3' is not allowed; pass a number of at least 0"),
+        ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is not allowed; pass a number of at least 0"),
+        ({"lr": math.inf}, r"lr=inf is not allowed; pass a finite number of at least 0"),
+        ({"weight_decay": math.inf}, r"weight_decay=inf is not allowed; pass a finite number of at least 0"),
+        ({"weight_decay": None}, r"weight_decay=None is not allowed; pass a number of at least 0"),
+        ({"betas": 0.9}, r"betas=0.9 is not allowed; pass 2 numbers of at least 0 and below 1"),
+        ({"betas": (0.9,)}, r"betas=\(0.9,\) are not allowed; pass 2 numbers of at least 0 and below 1"),
     ],
     ids=lambda case: str(case)[:24],
 )

@@ -314,7 +314,7 @@ def test_an_illegal_option_is_refused(build: Callable[[Tensor], object], advice:
 def test_a_remainder_needs_bfloat16() -> None:
     param = nn.Parameter(torch.ones(2, dtype=torch.float16))
     param.grad = torch.ones(2, dtype=torch.float16)
-    with pytest.raises(ValueError, match="give mains='float32'"):
+    with pytest.raises(ValueError, match="pass mains='float32'"):
         optim.AdamW([param], mains="remainder").step()
 
 
@@ -375,7 +375,7 @@ def test_a_state_dict_for_mains_that_cannot_be_is_refused_before_anything_is_loa
     for param in saved:
         param.grad = torch.ones_like(param)
     optimizer.step()
-    with pytest.raises(ValueError, match="give mains='float32'"):
+    with pytest.raises(ValueError, match="pass mains='float32'"):
         optim.AdamW(loading, mains="remainder").load_state_dict(optimizer.state_dict())
     assert torch.equal(loading[0], torch.ones_like(loading[0]))
 

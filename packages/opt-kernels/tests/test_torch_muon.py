@@ -95,8 +95,8 @@ def test_megatrons_scales_are_chosen_by_name(options: dict[str, Any], scale: flo
     ("options", "message"),
     [
         ({"adjust_lr_fn": "spectral"}, "'original', 'match_rms_adamw' or None"),
-        ({"adjust_lr_fn": "original", "scale_mode": "spectral"}, "give one of them"),
-        ({"ns_coefficients": (1.0, 2.0, 3.0), "coefficient_type": "quintic"}, "give one of them"),
+        ({"adjust_lr_fn": "original", "scale_mode": "spectral"}, "set only one of them"),
+        ({"ns_coefficients": (1.0, 2.0, 3.0), "coefficient_type": "quintic"}, "pass one of them"),
         ({"ns_steps": 0}, "at least 1 step"),
     ],
 )

@@ -38,10 +38,10 @@ def weight() -> nn.Parameter:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_decay": 0.1}, "weight_decay=0.1 has no effect: formula 'undecayed' never reads it; give 0.0, or"),
+        ({"weight_decay": 0.1}, "weight_decay=0.1 has no effect: formula 'undecayed' never reads it; pass 0.0, or"),
         ({"betas": (0.9, 0.5)}, "betas=(0.9, 0.5): formula 'undecayed' never reads beta2; leave it at 0.99"),
         ({"betas": [0.5, 0.98]}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
-        ({"betas": 0.9}, "betas=0.9 is not allowed; give 2 numbers of at least 0 and below 1"),
+        ({"betas": 0.9}, "betas=0.9 is not allowed; pass 2 numbers of at least 0 and below 1"),
     ],
     ids=str,
 )

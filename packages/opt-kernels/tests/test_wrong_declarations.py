@@ -158,9 +158,9 @@ def test_scalars_that_cannot_be_right_are_refused(wrong: Any, message: str) -> N
     [
         ({"name": "my rule"}, "formula 'my rule' has the name 'my rule'"),
         ({"title": "My Rule"}, "has the name 'My Rule'"),
-        ({"states": [State("m")]}, "give a tuple of State(...)"),
-        ({"states": ("m",)}, "give a tuple of State(...)"),
-        ({"numbers": {"alpha": 0.5}}, "give a tuple of Number(...)"),
+        ({"states": [State("m")]}, "pass a tuple of State(...)"),
+        ({"states": ("m",)}, "pass a tuple of State(...)"),
+        ({"numbers": {"alpha": 0.5}}, "pass a tuple of Number(...)"),
         ({"states": (State("m", when="amsgrad"),)}, "depends on a choice that is not declared"),
         ({"numbers": (Number("alpha", 0.5),)}, "declares the number 'alpha', which `scalars` does not read"),
         ({"choices": (Choice("mode", True),)}, "declares the choice 'mode', which `scalars` or `update` does not read"),
@@ -173,7 +173,7 @@ def test_declarations_without_a_meaning_are_refused(changes: dict[str, Any], mes
 
 
 def test_the_default_of_a_choice_is_allowed() -> None:
-    with pytest.raises(NumberError, match="mode='c' is not allowed; give 'a' or 'b'"):
+    with pytest.raises(NumberError, match="mode='c' is not allowed; pass 'a' or 'b'"):
         Choice("mode", "c", ("a", "b"))
 
 

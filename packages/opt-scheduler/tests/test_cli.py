@@ -68,7 +68,7 @@ def test_a_file_may_hold_any_schedules(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["table"], "nothing to show: give a name, --max-lr and --lr-decay-steps, or --file"),
+        (["table"], "nothing to show: pass a name, --max-lr and --lr-decay-steps, or --file"),
         (["table", "--max-lr", "1"], "lr_decay_steps is missing"),
         (["table", *FLAGS, "--min-lr", "1"], "max_lr=0.001 must be at least min_lr=1.0"),
         (["table", *FLAGS, "--at", "0;5"], "--at='0;5' must be numbers separated by commas"),

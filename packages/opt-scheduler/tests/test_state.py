@@ -321,7 +321,7 @@ class TestFieldScheduler:
         assert scheduler.num_steps == 0
 
     def test_no_schedules_are_refused(self) -> None:
-        with pytest.raises(ScheduleError, match="schedules is empty; give at least"):
+        with pytest.raises(ScheduleError, match="schedules is empty; pass at least"):
             FieldScheduler(SimpleNamespace(param_groups=[{}]), {})
 
 

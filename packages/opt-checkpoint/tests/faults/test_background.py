@@ -146,7 +146,7 @@ def bad_state_on_one(rank: int, size: int, folder: str) -> str:
     state = state_at(1, rank, size)
     if rank == 1:
         state["bad"] = (state["w"],)
-    with pytest.raises(ValueError, match="'bad' is a tuple with something sharded in it") as caught:
+    with pytest.raises(ValueError, match="'bad' is a tuple that contains sharded values") as caught:
         saver.save(state, Path(folder) / "x")
     saver.close()
     return str(caught.value)

@@ -125,7 +125,7 @@ def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_pat
     assert first.stat().st_size == second.stat().st_size
     shutil.copy(first, second)
     assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(tmp_path / "2"))
-    with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to another save"):
+    with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to a different save"):
         load(state_at(0, 0, 1, filled=False), tmp_path / "2")
 
 

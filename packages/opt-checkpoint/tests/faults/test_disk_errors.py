@@ -34,7 +34,7 @@ def fail_at_every_call(folder: Path, errors: list[int]) -> None:
             assert isinstance(caught.value.causes[0], OSError)
             left = {p.name for p in folder.iterdir()} - {"counted", "good"}
             if call == len(counting.calls):  # all that failed is the sync of a name that everybody can see already
-                assert "target is there and whole" in str(caught.value)
+                assert "target is complete" in str(caught.value)
                 assert verify_checkpoint(folder / "target") == []
                 shutil.rmtree(folder / "target")
             else:

@@ -266,7 +266,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
 
 def meet_what_is_there(rank: int, size: int, folder: str) -> str:
     """A directory where the checkpoint should go is an error on all ranks, and no hang."""
-    with pytest.raises(CheckpointExistsError, match="exists; a checkpoint is never written over") as caught:
+    with pytest.raises(CheckpointExistsError, match="exists, and a checkpoint is never overwritten") as caught:
         save(state_at(1, rank, size), folder)
     return str(caught.value)
 

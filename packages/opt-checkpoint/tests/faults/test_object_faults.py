@@ -213,7 +213,7 @@ def test_an_overwritten_file_is_never_loaded(bucket: ObjectPath) -> None:
     save(state_at(2, 0, 1), bucket / step_name(2))
     ours, theirs = (read_index(bucket / step_name(step)).path / "__0_0.distcp" for step in (1, 2))
     ours.client.put(ours.key, theirs.read_bytes())
-    with pytest.raises(CheckpointCorruptError, match="belongs to another save"):
+    with pytest.raises(CheckpointCorruptError, match="belongs to a different save"):
         load(state_at(0, 0, 1), bucket / step_name(1))
     raw = bytearray(theirs.read_bytes())
     raw[len(raw) // 2] ^= 1

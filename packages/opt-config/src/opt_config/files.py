@@ -181,7 +181,7 @@ def _table(document: object, section: str = "") -> Mapping[str, object]:
 
 
 def _read(hint: Any, value: object) -> object:
-    """`value` converted to the type `hint` where files have no such type; any other value unchanged."""
+    """Convert `value` to the type `hint` if files cannot represent that type; return other values unchanged."""
     kinds = options(hint)
     if isinstance(value, str) and torch.dtype in kinds:
         return DTYPES.get(value.removeprefix("torch."), value)

@@ -26,7 +26,7 @@ def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: S
         ValueError: `rate` is below 0.
     """
     if rate < 0:
-        raise ValueError(f"router_bias_update_rate={rate}; give a rate above 0, or 0 to leave biases unchanged")
+        raise ValueError(f"router_bias_update_rate={rate}; pass a rate above 0, or 0 to leave biases unchanged")
     routers = list(_routers(modules))
     for comm in comms:
         sum_together_([tokens for _, tokens in routers], comm)

@@ -9,4 +9,4 @@ class NamedChoice(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> "NamedChoice":
         allowed = ", ".join(repr(member.value) for member in cls)
-        raise ValueError(f"{value!r} is not a {cls.__name__}; give one of {allowed}")
+        raise ValueError(f"{value!r} is not a {cls.__name__}; pass one of {allowed}")

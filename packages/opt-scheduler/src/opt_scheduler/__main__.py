@@ -102,10 +102,10 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
         shown["lr"] = _from_words(args.schedule)
     if given:
         if both := sorted({"lr", "weight_decay"} & set(shown)):
-            raise ScheduleError(f"{', '.join(both)} is given twice, on its own and by the Megatron-Core settings")
+            raise ScheduleError(f"{', '.join(both)} is set twice, directly and by the Megatron-Core settings")
         shown |= _from_settings(given)
     if not shown:
-        raise ScheduleError("nothing to show: give a name, --max-lr and --lr-decay-steps, or --file")
+        raise ScheduleError("nothing to show: pass a name, --max-lr and --lr-decay-steps, or --file")
     return shown
 
 

@@ -140,7 +140,7 @@ def get_schedule(
     check_number(name, peak=peak, start=start)
     if warmup_steps >= steps:
         raise ScheduleError(
-            f"{name}: warmup_steps={warmup_steps!r} must be less than steps={steps!r}, which contain it"
+            f"{name}: warmup_steps={warmup_steps!r} must be less than steps={steps!r}, which include it"
         )
     return build(peak, steps=steps, warmup_steps=warmup_steps, start=start, **options)
 

@@ -28,7 +28,7 @@ class Join(Schedule):
                 raise ScheduleError(f"join: part {i} must be a Schedule, not {part!r}")
             if i + 1 < len(self.parts) and math.isinf(part.length):
                 raise ScheduleError(
-                    f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; give it steps=, or cut() it"
+                    f"join: part {i}, {part!r}, has no end, so part {i + 1} never begins; pass steps=, or cut() it"
                 )
 
     @cached_property
@@ -77,7 +77,7 @@ class Repeat(Schedule):
 
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
-            raise ScheduleError(f"repeat: {self.schedule!r} has no end at which to begin again; give it steps=")
+            raise ScheduleError(f"repeat: {self.schedule!r} has no end at which to begin again; pass steps=")
         check_number("repeat", low=1, times=self.times)
         if self.times is not None and not isinstance(self.times, int):
             raise ScheduleError(f"repeat: times={self.times!r} must be a whole number")

@@ -129,7 +129,7 @@ def _by_field(schedules: Schedules) -> list[FieldSchedule]:
             "FieldSchedule"
         )
     if not schedules:
-        raise ScheduleError("FieldScheduler: schedules is empty; give at least {'lr': ...}")
+        raise ScheduleError("FieldScheduler: schedules is empty; pass at least {'lr': ...}")
     return list(schedules)
 
 

@@ -72,9 +72,7 @@ class Plateau(GroupScheduler):
             raise ScheduleError(f"Plateau: {unknown_name('mode', mode, _MODES)}")
         super().__init__(scheduler.optimizer)
         if not any(map(scheduler.writes_lr, self.param_groups)):
-            raise ScheduleError(
-                "Plateau: the scheduler sets the learning rate of no group; give it a schedule for 'lr'"
-            )
+            raise ScheduleError("Plateau: the scheduler sets the learning rate of no group; add a schedule for 'lr'")
         self.scheduler = scheduler
         self.num_steps = scheduler.num_steps
         self.factor, self.patience, self.threshold = factor, patience, threshold

@@ -21,13 +21,13 @@ class Restarts(Schedule):
 
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
-            raise ScheduleError(f"restarts: {self.schedule!r} has no end at which to restart; give it steps=")
+            raise ScheduleError(f"restarts: {self.schedule!r} has no end at which to restart; pass steps=")
         check_number("restarts", low=1, times=self.times)
         check_number("restarts", above=0, t_mult=self.t_mult, decay=self.decay)
         if self.times is not None and not isinstance(self.times, int):
             raise ScheduleError(f"restarts: times={self.times!r} must be a whole number")
         if self.t_mult < 1 and self.times is None:
-            raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; give times=")
+            raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; pass times=")
 
     def start_of(self, period: int) -> float:
         """Return the step at which a period begins; the first period has the number 0."""

@@ -191,7 +191,7 @@ def as_schedule(given: object) -> Schedule:
     0.1
 
     Raises:
-        ScheduleError: `given` is none of these.
+        ScheduleError: `given` is of another type.
     """
     if isinstance(given, Schedule):
         return given

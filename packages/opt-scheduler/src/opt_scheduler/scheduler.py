@@ -55,7 +55,7 @@ class OptimizerParamScheduler(GroupScheduler):
     next step.
 
     Differences from Megatron-Core: `min_lr=None` means 0. `warmup_first="one"` advances the warmup by one step, so that
-    the first update does not use `init_lr`; if steps are samples, give the batch size instead of "one". `schedules`
+    the first update does not use `init_lr`; if steps are samples, pass the batch size instead of "one". `schedules`
     sets any field of any groups from pure schedules, which take precedence over the settings.
 
     On load, `use_checkpoint_opt_param_scheduler` takes the saved settings, `override_opt_param_scheduler` keeps those

@@ -82,10 +82,10 @@ class Batch:
             return self.samples
         if unit is Unit.EPOCHS:
             if self.samples_per_epoch is None:
-                raise ScheduleError("Batch: samples_per_epoch is not given, so epochs cannot be converted; give it")
+                raise ScheduleError("Batch: epochs can only be converted with samples_per_epoch; pass it")
             return self.samples_per_epoch
         if self.tokens_per_sample is None:
-            raise ScheduleError("Batch: tokens_per_sample is not given, so tokens cannot be converted; give it")
+            raise ScheduleError("Batch: tokens can only be converted with tokens_per_sample; pass it")
         return 1.0 / self.tokens_per_sample
 
 

@@ -60,7 +60,7 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
 
 
 def meaning(config: OptimizerConfig, rules: Registry) -> str:
-    """Return `kind_rows` as a table, then sharding, gradients and clipping. Raise ConfigError as `kind_rows`."""
+    """Return `kind_rows` as a table, then sharding, gradients and clipping. Raises ConfigError like `kind_rows`."""
     cells = [[name.replace("_", " ") for name in KindRow._fields], *map(_cells, kind_rows(config, rules))]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -34,7 +34,7 @@ class DistributedDataParallel(Wrapper):
         options: keyword arguments of `opt_stack.DistributedDataParallel`.
 
     Raises:
-        ConfigError: neither order fits, `full_param_layout` is given, or as `opt_stack.DistributedDataParallel`.
+        ConfigError: neither order fits, or `full_param_layout` is given; see also `opt_stack.DistributedDataParallel`.
     """
 
     def __init__(

@@ -250,8 +250,8 @@ class Optimizer(GradientStatistics, StateDicts):
         if unfrozen:
             self._frozen = ()
             warnings.warn(
-                f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built and is not "
-                "trained by it; unfreeze parameters before wrapping the model and building the optimizer",
+                f"{unfrozen[0]!r} (and {len(unfrozen) - 1} more) was frozen when the optimizer was built, so it "
+                "is not trained; unfreeze parameters before wrapping the model and building the optimizer",
                 stacklevel=4,
             )
 

@@ -37,7 +37,7 @@ _BUCKET_STATE = re.compile(r".*\.gbuf_idx_\d+\..*bucket_idx_\d+\.\w+")
 
 
 def sharding_type(index: CheckpointIndex, common: Any) -> str | None:
-    """The recorded format of the distributed optimizer's state; None if there is no such state.
+    """The recorded format of the distributed optimizer's state; None if the optimizer has none.
 
     Args:
         index: a Megatron-Core directory.

@@ -148,7 +148,7 @@ def _buckets(index: CheckpointIndex) -> dict[BucketId, dict[str, str]]:
     """The key of each state, by bucket.
 
     Raises:
-        CheckpointingException: there are none, of two pairs of dtypes in one buffer, or without main weights.
+        CheckpointingException: no bucket is stored, a buffer has two pairs of dtypes, or main weights are missing.
     """
     found: dict[BucketId, dict[str, str]] = defaultdict(dict)
     for key in sorted(index.tensors):
@@ -196,8 +196,9 @@ def _check_bucket(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
     for slot in sorted(slots, key=lambda slot: slot.start):
         if not end <= slot.start < end + START_MULTIPLE or slot.stop > numel:
             raise CheckpointingException(
-                f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} do not follow element {end} after less "
-                f"than {START_MULTIPLE} of padding, or leave its {numel} elements: it has another layout"
+                f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
+                f"{START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the run "
+                f"that saved it"
             )
         end = slot.stop
     if end != numel:

@@ -86,7 +86,7 @@ def _check_tied(mapped: Mapped, name: str, pieces: list[Piece]) -> None:
     for piece in pieces:
         other = mapped.theirs.get(piece.theirs)
         if other is None:
-            raise CheckpointKeyError(f"{name} is tied to {piece.theirs}, which no tensor becomes")
+            raise CheckpointKeyError(f"{name} is tied to {piece.theirs}, but no tensor is converted to that name")
         if other != Described(piece.within.shape, mapped.ours[name].dtype):
             raise CheckpointMismatchError(
                 f"{name} is {mapped.ours[name].dtype} and tied to {piece.theirs} of shape {list(piece.within.shape)}, "
@@ -138,7 +138,7 @@ class _Instance(NamedTuple):
         ]
         if twice:
             raise CheckpointKeyError(
-                f"{twice[0]} would be made twice, of {claimed.get(twice[0], source)} and of {source}"
+                f"{twice[0]} would be created twice, from {claimed.get(twice[0], source)} and from {source}"
             )
 
 

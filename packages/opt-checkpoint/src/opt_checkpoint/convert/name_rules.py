@@ -105,7 +105,7 @@ class NameRule:
         lengths = {len(names) for names in (self.ours, self.theirs) if isinstance(names, tuple) and names}
         lengths |= {len(self.shares)} - {0}
         if len(lengths) > 1 or not (self.ours or self.theirs):
-            raise CheckpointingException(f"{self} has several numbers of parts; ours, theirs and shares must agree")
+            raise CheckpointingException(f"{self}: ours, theirs and shares must have the same number of parts")
         self._check_numbers()
         self._check_placeholders()
 

@@ -137,7 +137,7 @@ def _check_tied(index: CheckpointIndex, mapped: Mapped, arrays: Mapping[str, Ten
             written = piece.within.of_array(array, piece.box.sizes)
             if bytes_view(contiguous(own.to(array.dtype))) != bytes_view(contiguous(written)):
                 raise CheckpointMismatchError(
-                    f"{prefix + key} is tied to {piece.theirs} and has other values; give it a rule of its own"
+                    f"{prefix + key} is tied to {piece.theirs} but its values differ; add a separate rule for it"
                 )
 
 

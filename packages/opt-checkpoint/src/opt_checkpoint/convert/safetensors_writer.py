@@ -117,7 +117,7 @@ class SafetensorsWriter(StorageWriter):
 
         Raises:
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         planned: list[RankPlan] = [plan.storage_data for plan in plans]
         mapped = to_theirs(self._export.names, planned[0].described)
@@ -139,7 +139,7 @@ class SafetensorsWriter(StorageWriter):
         """Write this rank's boxes of all arrays and sync them.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         to: _WriteTo = plan.storage_data
         self._write_to = to
@@ -167,7 +167,7 @@ class SafetensorsWriter(StorageWriter):
 
         Raises:
             CheckpointingException: some bytes were not written.
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         assert self._layout is not None
         written = sum(result.storage_data for own in results for result in own)
@@ -251,5 +251,5 @@ def _compare(part: _Part, place: PlacedArray, files: DataFiles, key: str) -> Non
     read_region(written, region, own.dtype, FilePosition(files[place.file], start))
     if bytes_view(own) != bytes_view(written):
         raise CheckpointMismatchError(
-            f"{key} is tied to {part.piece.theirs} and has other values; give it a rule of its own"
+            f"{key} is tied to {part.piece.theirs} but its values differ; add a separate rule for it"
         )

@@ -46,7 +46,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
 
     Raises:
         CheckpointExistsError: something is at `folder`.
-        CheckpointKeyError: there is no optimizer.
+        CheckpointKeyError: the checkpoint has no optimizer.
         CheckpointingException: `path` was not written by opt-checkpoint, or is in an object store.
     """
     source = local_path(path, "a checkpoint whose files are to be linked")

@@ -69,7 +69,7 @@ def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:
 def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
     if names is None and "param_names" not in group:
         raise CheckpointingException(
-            "the state dict names no parameters; give their names in the optimizer's order (names=...), or build the "
+            "the state dict names no parameters; pass their names in the optimizer's order (names=...), or build the "
             "optimizer from model.named_parameters()"
         )
     if names is None:
@@ -77,7 +77,7 @@ def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[
     beyond = [index for index in group["params"] if not 0 <= index < len(names)]
     if beyond:
         raise CheckpointingException(
-            f"{len(names)} names are given, but there is a parameter {beyond[0]}; give a name for each parameter"
+            f"{len(names)} names are given, but the file has parameter {beyond[0]}; pass a name for each parameter"
         )
     return [names[index] for index in group["params"]]
 
@@ -86,7 +86,7 @@ def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], name
     """Raise unless names and parameters correspond one to one."""
     twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
     if twice:
-        raise CheckpointingException(f"{twice[0]} names several parameters; each needs a name of its own")
+        raise CheckpointingException(f"{twice[0]} names several parameters; each needs its own name")
     if names is not None and len(names) != len(name_of):
         raise CheckpointingException(f"{len(names)} names are given for {len(name_of)} parameters")
     unknown = [index for index in state_dict["state"] if index not in name_of]
@@ -108,7 +108,7 @@ def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[s
     content = load_torch_file(file)
     state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointingException(f"{file} holds no optimizer state dict: no state and param_groups in it")
+        raise CheckpointingException(f"{file} holds no optimizer state dict: it lacks 'state' and 'param_groups'")
     save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
 
 
@@ -123,8 +123,8 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         at: the keys under which the optimizer is stored.
 
     Raises:
-        CheckpointKeyError: there is no optimizer, of `sharded_optimizer` or of opt-stack's `Optimizer`; or it has
-            parameters that are stacked under one key.
+        CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
+            of its parameters are stacked under one key.
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
     prefix = f"{'.'.join(at)}.state."

@@ -74,7 +74,7 @@ def judge_missing(mode: StrictHandling, missing: Sequence[str], stored: Sequence
         return
     text = f"{len(missing)} requested key(s) are not in {where}: {_some(missing)}{_hint(missing, stored)}"
     if mode.raises_missing:
-        raise CheckpointKeyError(f"{text}; load with strict='return_missing' to go on without them")
+        raise CheckpointKeyError(f"{text}; load with strict='return_missing' to continue without them")
     if mode in (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL):
         logger.warning(text)
 
@@ -89,7 +89,7 @@ def judge_unexpected(mode: StrictHandling, unexpected: Sequence[str], where: str
         return
     text = f"{len(unexpected)} key(s) of {where} are requested by no rank: {_some(unexpected)}"
     if mode is StrictHandling.RAISE_ALL:
-        raise CheckpointKeyError(f"{text}; load with strict='return_all' to go on without them")
+        raise CheckpointKeyError(f"{text}; load with strict='return_all' to continue without them")
     if mode is StrictHandling.LOG_ALL:
         logger.warning(text)
 

@@ -134,7 +134,7 @@ class CheckpointWriter(StorageWriter):
             One result, a `WrittenFile`.
 
         Raises:
-            OSError: the file system refuses.
+            OSError: the file system reports an error.
         """
         own: WriteTo = plan.storage_data
         target = target_of(self.path, own.save_id, self._files)
@@ -150,11 +150,11 @@ class CheckpointWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, then commit; on the coordinator.
+        """On the coordinator, write the manifest and commit.
 
         Raises:
-            CheckpointingException: a planned item was not written; or as `SaveTarget.commit`.
-            OSError: the file system refuses.
+            CheckpointingException: a planned item was not written; see also `SaveTarget.commit`.
+            OSError: the file system reports an error.
         """
         planned: Planned = metadata.planner_data
         written: list[WrittenFile] = [result.storage_data for own in results for result in own]

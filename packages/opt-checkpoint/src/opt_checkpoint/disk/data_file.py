@@ -119,7 +119,7 @@ class LocalDataFile:
             ) from None
         try:
             if self._header is not None and os.pread(fd, len(self._header), 0) != self._header:
-                raise CheckpointCorruptError(f"data file {self.path} belongs to another save than the manifest")
+                raise CheckpointCorruptError(f"data file {self.path} belongs to a different save than the manifest")
         except BaseException:
             os.close(fd)
             raise
@@ -131,7 +131,7 @@ class LocalDataFile:
             while len(view):
                 count = os.preadv(fd, [view[: 1 << 30]], start)
                 if count == 0:
-                    raise CheckpointCorruptError(f"data file {self.path} ends at {start}, where more was stored")
+                    raise CheckpointCorruptError(f"data file {self.path} is truncated: it ends at byte {start}")
                 start, view = start + count, view[count:]
 
     def check_header(self) -> None:
@@ -141,7 +141,7 @@ class LocalDataFile:
         with self._files.reading(self) as fd:
             if start + nbytes > os.fstat(fd).st_size:
                 raise CheckpointCorruptError(
-                    f"data file {self.path} ends before {start + nbytes}, where more was stored"
+                    f"data file {self.path} is truncated: it ends before byte {start + nbytes}"
                 )
         buffer = bytearray(nbytes)
         self.read_into(start, memoryview(buffer))

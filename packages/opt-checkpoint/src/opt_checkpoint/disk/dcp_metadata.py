@@ -150,7 +150,7 @@ def _integers(value: Any, what: str) -> Shape:
 def _attributes(value: Any, name: str) -> Mapping[str, Any]:
     """The attributes of an object of the class `name`, in any module."""
     if type(value) is not Made or type(value.of) is not Name or value.of.name != name:
-        raise _damaged(f"another object is in place of a {name}")
+        raise _damaged(f"expected a {name}, found another object")
     return value.attributes
 
 
@@ -182,7 +182,7 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
 def _only_place(key: str, places: Mapping[_Key, ByteRange]) -> ByteRange:
     place = places.get((key, None))
     if place is None:
-        raise CheckpointCorruptError(f"{METADATA} lists the object {key} and no place for it")
+        raise CheckpointCorruptError(f"{METADATA} lists the object {key} without a location")
     return place
 
 
@@ -197,7 +197,7 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
         box = Box(offsets, sizes)
         place = places.get((key, offsets))
         if place is None and box.numel:
-            raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} and no place for it")
+            raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} without a location")
         if place is not None and box.numel:
             chunks.append(StoredChunk(box=box, place=place))
     if first_overlap([chunk.box for chunk in chunks]) is not None:

@@ -35,7 +35,7 @@ class Opened:
 def read_index(path: AnyPath) -> CheckpointIndex:
     """The index of the checkpoint at a path.
 
-    If there is no manifest, `.metadata` is read as that of a stock or Megatron-Core directory.
+    Without a manifest, `.metadata` is read, as stock torch and Megatron-Core write it.
 
     Args:
         path: the checkpoint's directory, or its place in an object store, where only our own checkpoints are read.

@@ -1,4 +1,4 @@
-"""Reads manifests of format 1, which is no longer written: JSON with a checksum on the last line."""
+"""Reads manifests of format 1, which only earlier versions wrote: JSON with a checksum on the last line."""
 
 from __future__ import annotations
 

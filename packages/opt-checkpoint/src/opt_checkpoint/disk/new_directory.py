@@ -37,7 +37,7 @@ class NewDirectory:
         """
         if os.path.lexists(self.path):
             raise CheckpointExistsError(
-                f"{self.path} exists; a checkpoint is never written over. Choose another path, or remove it first"
+                f"{self.path} exists, and a checkpoint is never overwritten. Choose another path, or remove it first"
             )
         make_parents(self._files, self.path)
         self._files.make_dir(self.temporary)
@@ -61,8 +61,8 @@ class NewDirectory:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{error.strerror} (when syncing {self.path.parent}: {self.path.name} is there and whole, but a loss "
-                f"of power may still undo its name)",
+                f"{error.strerror} (when syncing {self.path.parent}: {self.path.name} is complete, but a power "
+                f"failure may still remove its name)",
             ) from error
 
     def release(self) -> None:

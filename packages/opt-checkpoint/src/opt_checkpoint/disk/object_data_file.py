@@ -60,7 +60,7 @@ class ObjectDataFile:
                 return
             found = self._spans([ByteSpan(0, len(self._header))])[0]
             if bytes(found) != self._header:
-                raise CheckpointCorruptError(f"data file {self.path} belongs to another save than the manifest")
+                raise CheckpointCorruptError(f"data file {self.path} belongs to a different save than the manifest")
             self._header = None  # the header was compared
 
     def _fetch(self, start: int, view: memoryview) -> None:

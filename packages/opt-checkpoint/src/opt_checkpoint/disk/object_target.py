@@ -113,8 +113,8 @@ class ObjectTarget:
         except OSError as error:
             raise OSError(
                 error.errno,
-                f"{error.strerror} (when creating {self.path / COMMIT}: it is not known whether the checkpoint was "
-                f"committed; its files stay)",
+                f"{error.strerror} (when creating {self.path / COMMIT}: whether the checkpoint was committed is "
+                f"unknown; its files stay)",
             ) from error
 
     def _check_stored(self, index: CheckpointIndex) -> None:
@@ -129,7 +129,7 @@ class ObjectTarget:
 
     def _exists(self) -> CheckpointExistsError:
         return CheckpointExistsError(
-            f"{self.path} exists; a checkpoint is never written over. Choose another place, or remove it first"
+            f"{self.path} exists, and a checkpoint is never overwritten. Choose another place, or remove it first"
         )
 
     def release(self) -> None:
@@ -298,7 +298,7 @@ class _Upload:
         """Do nothing: parts are sent as soon as they are complete."""
 
     def rewrite(self, data: bytes, position: int) -> None:
-        raise RuntimeError("an object cannot be written over in part")
+        raise RuntimeError("part of an object cannot be overwritten")
 
     def close(self) -> None:
         """Wait until the object is stored.

@@ -103,7 +103,7 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
     raw += b" " * (-len(raw) % 8)
     if len(raw) > _MAX_HEADER_BYTES:
         raise CheckpointingException(
-            f"the header would have {len(raw)} bytes, readers take 100 MB; use a smaller shard_bytes"
+            f"the header would have {len(raw)} bytes, but readers accept at most 100 MB; use a smaller shard_bytes"
         )
     starts = {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in entries.items() if name in tensors}  # type: ignore[index]
     arrays = {name: Array(dtype, tuple(shape), starts[name]) for name, (dtype, shape) in tensors.items()}
@@ -122,7 +122,7 @@ def read_header(path: Path) -> dict[str, Array]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
             raise CheckpointCorruptError(
-                f"{path} is not a safetensors file: its header would have {length} bytes, the file has {size}"
+                f"{path} is not a safetensors file: its header would have {length} bytes, but the file has {size}"
             )
         raw = file.read(length)
     try:
@@ -178,7 +178,7 @@ def _check_gaps(arrays: Mapping[str, Array], first: int, size: int) -> None:
     end = first
     for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if array.start != end:
-            raise CheckpointCorruptError(f"{name} begins at byte {array.start}, where {end} was expected")
+            raise CheckpointCorruptError(f"{name} begins at byte {array.start}, not at {end}")
         end += array.nbytes
     if end != size:
-        raise CheckpointCorruptError(f"its arrays end at byte {end}, the file has {size}")
+        raise CheckpointCorruptError(f"its arrays end at byte {end}, but the file has {size} bytes")

@@ -27,7 +27,7 @@ def write_region(files: Files, fd: int, values: Tensor, region: Region, start: i
         Bytes written.
 
     Raises:
-        OSError: the file system refuses.
+        OSError: the file system reports an error.
     """
     if not values.numel():
         return 0

@@ -158,7 +158,7 @@ class _Outgoing(_End):
         while len(view):
             count = os.preadv(self._fd, [view], start)
             if not count:
-                raise CheckpointCorruptError(f"{self.parcel.source / name} ends at {start}, where more was listed")
+                raise CheckpointCorruptError(f"{self.parcel.source / name} is truncated: it ends at byte {start}")
             start, view = start + count, view[count:]
 
     def chunk_done(self) -> None:

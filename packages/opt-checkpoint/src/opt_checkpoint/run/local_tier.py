@@ -199,7 +199,7 @@ class LocalTier:
         findings = verify_checkpoint(path)
         if not findings:
             return None
-        logger.warning("%s is damaged and removed: %s", path, findings[0])
+        logger.warning("%s is damaged and was removed: %s", path, findings[0])
         self._remove(path)
         return f"step {step} of the local tier: rank {owner}'s part at {path} is damaged: {findings[0]}"
 

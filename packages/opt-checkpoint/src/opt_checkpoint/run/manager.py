@@ -127,9 +127,7 @@ class CheckpointManager(Closing):
         own = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
         self.directory = same_location(self._ranks, "opening", directory, **own)
         if keep < 1 or (keep_every is not None and keep_every < 1):
-            raise ValueError(
-                f"keep={keep}, keep_every={keep_every}: both must be at least 1; one checkpoint always stays"
-            )
+            raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
         self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
         self._files: Files = files or LocalFiles()
         self._in_background = in_background

@@ -250,4 +250,4 @@ def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
             by_value.setdefault(of_rank[name], []).append(rank)
         if len(by_value) > 1:
             named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())
-            raise CheckpointingException(f"{what}: ranks differ in {name}: {named}; give all of them the same")
+            raise CheckpointingException(f"{what}: ranks differ in {name}: {named}; pass the same value on all ranks")

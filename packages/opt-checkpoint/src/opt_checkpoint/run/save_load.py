@@ -275,7 +275,9 @@ def carry_out_load(
 def check_reads(verify: Verify, *, share_reads: bool) -> None:
     """Raise ValueError if `verify` and `share_reads` contradict each other."""
     if share_reads and verify == "chunks":
-        raise ValueError("verify='chunks' reads every value on every rank, which share_reads avoids; give one of them")
+        raise ValueError(
+            "verify='chunks' reads every value on every rank, which share_reads avoids; use only one of them"
+        )
 
 
 def with_client(opened: Opened, source: Location) -> Opened:

@@ -56,7 +56,7 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
         at: the keys, such as `("optimizer",)`.
 
     Raises:
-        CheckpointKeyError: there is no optimizer, or one of its states is incomplete.
+        CheckpointKeyError: nothing at `at` is an optimizer, or a state of it is incomplete.
     """
     saved = lookup(opened.common, tuple(at))
     if isinstance(saved, dict) and "state_names" in saved:

@@ -380,8 +380,8 @@ class TieredCheckpointManager(Closing):
             report = load_part(self._ranks, self._planner(state, opened, rules), reader)
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
-                f"{error}\nThe local tier is loaded by the same layout that saved it; call find(state) to go on to the "
-                f"durable tier where the layout has changed"
+                f"{error}\nThe local tier loads only with the layout that saved it; if the layout has changed, call "
+                f"find(state), which continues with the durable tier"
             ) from error
         self._has_loaded = True
         return report

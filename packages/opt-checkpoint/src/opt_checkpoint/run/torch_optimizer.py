@@ -330,7 +330,7 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
     if unknown:
         states = sorted({name for own in saved.state_names.values() for name in own})
         logger.warning(
-            "%s was saved by another optimizer than %s: it has %s in its groups, and the states %s",
+            "%s was saved by a different optimizer than %s: it has %s in its groups, and the states %s",
             path,
             type(optimizer).__name__,
             ", ".join(unknown),
@@ -343,7 +343,7 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
     then = saved.param_shapes.get(own.name)
     if then is not None and saved.state_names.get(own.name) and tuple(then) != tuple(own.param.shape):
         raise CheckpointMismatchError(
-            f"{own.name} has shape {list(own.param.shape)}; its state was saved for one of shape {list(then)}"
+            f"{own.name} has shape {list(own.param.shape)}, but its state was saved for shape {list(then)}"
         )
     fresh = {}
     for state_name, key in saved.keys.get(own.name, {}).items():

@@ -82,7 +82,7 @@ class ShardedTensorFactory(ShardedBase):
         declared = bool(self.segments)
         if declared == (self.build_fn is not None) or (self.build_fn is None) != (self.merge_fn is None):
             raise CheckpointingException(
-                f"factory {self.key} needs either build_fn and merge_fn, or segments; give exactly one of the two forms"
+                f"factory {self.key} needs either build_fn and merge_fn, or segments; pass exactly one of the two forms"
             )
         if not declared and self.flattened_range is not None:
             raise CheckpointingException(
@@ -102,7 +102,7 @@ class ShardedTensorFactory(ShardedBase):
             row = segment.row_stop
         if not self.local_shape or row != self.local_shape[0]:
             raise CheckpointingException(
-                f"segments of {self.key} cover {row} rows, the local block {self.local_shape} has another number"
+                f"segments of {self.key} cover {row} rows, but the local block has shape {self.local_shape}"
             )
 
     def without_data(self) -> ShardedTensorFactory:

@@ -79,7 +79,9 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
         GroupMismatchError: a name is in two groups, or the numbers of groups differ.
     """
     if len(param_groups) != len(names):
-        raise GroupMismatchError(f"{len(param_groups)} groups, but names for {len(names)}; give one list per group")
+        raise GroupMismatchError(
+            f"{len(param_groups)} groups, but {len(names)} lists of names; pass one list per group"
+        )
     first: dict[str, int] = {}
     for number, own in enumerate(names):
         for name in own:
@@ -150,7 +152,9 @@ def _check_override(override: Mapping[str, Any], groups: Iterable[Group]) -> Non
     fields = sorted({field for group in groups for field in group} - NOT_STORED)
     unknown = sorted(set(override) - set(fields))
     if unknown and fields:
-        raise GroupMismatchError(f"override of {', '.join(unknown)}: no group has it; there are {', '.join(fields)}")
+        raise GroupMismatchError(
+            f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
+        )
 
 
 def _sources(groups: Sequence[Group], where: Mapping[str, int], names: Iterable[str]) -> list[_SavedGroup]:

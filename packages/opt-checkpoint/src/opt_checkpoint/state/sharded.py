@@ -145,7 +145,7 @@ class ShardedTensor(ShardedBase):
                 if size != 0 and offset % size != 0:
                     raise CheckpointingException(
                         f"Global offset ({offset}) must be divisible by local shape ({size}) ({self.key}); "
-                        f"for uneven sharding give axis_fragmentations=None"
+                        f"for uneven sharding pass axis_fragmentations=None"
                     )
         if any(o < 0 or o + n > g for o, n, g in zip(self.global_offset, block, self.global_shape)):
             raise CheckpointingException(
@@ -192,7 +192,7 @@ class ShardedTensor(ShardedBase):
         """
         if any(n == 0 or o % n for o, n in zip(self.global_offset, self.global_block_shape)):
             raise CheckpointingException(
-                f"Block {self.global_block_shape} at {self.global_offset} is on no regular grid ({self.key})"
+                f"Block {self.global_block_shape} at {self.global_offset} is not on a regular grid ({self.key})"
             )
         return tuple(o // n for o, n in zip(self.global_offset, self.global_block_shape))
 

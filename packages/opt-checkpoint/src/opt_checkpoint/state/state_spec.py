@@ -172,8 +172,8 @@ def _held_of_built(factory: ShardedTensorFactory) -> _Held:
     built = factory.built_tensors()
     if not built or any(piece.prepend_axis_num for piece in built):
         raise CheckpointingException(
-            f"state of {factory.key} that is not shaped like it needs to know the rows that the factory's function "
-            f"cuts; declare the factory by segments"
+            f"state of {factory.key} has a different shape from its parameter, and the rows that the factory's "
+            f"function cuts are unknown; declare the factory by segments"
         )
     first = next((piece for piece in built if not any(piece.global_offset)), built[0])
     return _Held(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
@@ -205,8 +205,8 @@ def _per_matrix(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
     axes = len(held.local_shape) - 2  # of the stack
     if axes < 0 or tuple(tensor.shape[:axes]) != held.local_shape[:axes]:
         raise CheckpointingException(
-            f"{key} has shape {tuple(tensor.shape)}; a value for each matrix of {held.local_shape} begins with "
-            f"{held.local_shape[: max(axes, 0)]}"
+            f"{key} has shape {tuple(tensor.shape)}; a state with one value per matrix of a parameter "
+            f"{held.local_shape} must have a shape that begins with {held.local_shape[: max(axes, 0)]}"
         )
     if held.flat is not None and axes:
         raise CheckpointingException(f"{key} has a value for each matrix: its parameter may not be a flat range")

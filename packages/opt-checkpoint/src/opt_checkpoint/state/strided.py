@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Cut(NamedTuple):
-    """What one axis of a mesh does to an axis of a tensor: this rank's part `number` of `size`.
+    """The cut of a tensor's axis by one axis of a mesh: this rank has part `number` of `size`.
 
     Args:
         number: of the part.
@@ -24,8 +24,8 @@ def one_run(length: int, cuts: Sequence[Cut]) -> range | None:
     """The rows of an axis that are here, if they are one run however the placements are read; else None.
 
     Read from left to right, a strided cut takes a part of each of several runs, of which the cuts to its right leave
-    one. What made it (FSDP2 on tensor-parallel parameters) cut in the other order. Where parts are uneven these can
-    differ, and then the layout in memory is ambiguous.
+    one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the two orders can give
+    different rows, and the layout in memory is ambiguous.
     """
     as_placed = _rows(length, cuts)
     plain = [cut for cut in cuts if cut.split_factor == 1]

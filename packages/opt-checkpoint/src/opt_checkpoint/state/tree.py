@@ -89,7 +89,7 @@ def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
         for index, value in enumerate(state):
             yield from leaves(value, (*path, index))
     elif isinstance(state, tuple) and holds_ours(state):
-        raise CheckpointingException(f"{path_text(path)!r} is a tuple with something sharded in it; make it a list")
+        raise CheckpointingException(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
     else:
         yield Leaf(path, state)
 

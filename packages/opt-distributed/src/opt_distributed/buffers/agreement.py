@@ -24,8 +24,8 @@ def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_tok
     instances = roles.dense.inter.size
     if config.num_distributed_optimizer_instances != instances:
         raise ValueError(
-            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make "
-            f"{instances}; give the inter_dist_opt group of that size"
+            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
+            f"{instances}; pass an inter_dist_opt group of that size"
         )
     if config.reduce_scatter_with_fp32_accumulation and not config.use_distributed_optimizer:
         raise ValueError("reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True")

@@ -105,13 +105,13 @@ class GradBucket:
         self.check_here()
         if self.state is BucketState.REDUCED:
             raise GradientError(
-                f"a gradient of {id} came after the reduction; call zero_grad_buffer() or the optimizer's zero_grad() "
-                "between iterations"
+                f"a gradient of {id} arrived after the reduction; call zero_grad_buffer() or the optimizer's "
+                "zero_grad() between iterations"
             )
         if self.state is BucketState.IN_FLIGHT:
             raise GradientError(
-                f"gradient {self.arrivals.get(id, 0) + 1} of {id} came while its bucket was being reduced; the first "
-                f"iteration had {self.expected[id]}; run all but the last backward pass inside no_sync()"
+                f"gradient {self.arrivals.get(id, 0) + 1} of {id} arrived while its bucket was being reduced; the "
+                f"first iteration had {self.expected[id]}; run all but the last backward pass inside no_sync()"
             )
 
     def adopt(self) -> None:

@@ -82,7 +82,7 @@ class DistributedDataParallel(nn.Module):
         is_whole: which parameters must not be cut by sharding, for example `matrices_whole` for Muon.
         calculate_per_token_loss: whether losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
-        shard_multiple: every cut of a parameter is a multiple of this number of elements; give the block size if
+        shard_multiple: every cut of a parameter is a multiple of this number of elements; pass the block size if
             optimizer state is stored in scaled blocks.
 
     Raises:

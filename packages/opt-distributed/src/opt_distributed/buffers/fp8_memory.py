@@ -86,6 +86,6 @@ def _check_runs(layout: Layout, run: int) -> None:
         cuts = bool(run) and any(slot.start % run for slot in layout.slots())
     if cuts:
         raise StorageError(
-            f"the layout cuts runs of {run} elements that share a scale; give DistributedDataParallel a "
+            f"the layout cuts runs of {run} elements that share a scale; pass DistributedDataParallel a "
             f"shard_multiple that is a multiple of {run}"
         )

@@ -58,7 +58,7 @@ class LaunchOrder:
         numbers = sorted(chunk.number for chunk in chunks)
         if len(set(numbers)) < len(numbers):
             raise ValueError(
-                f"model chunks have the numbers {numbers}; give each DistributedDataParallel a chunk= of its own"
+                f"model chunks have the numbers {numbers}; pass a different chunk= to each DistributedDataParallel"
             )
         self.chunks = tuple(chunks)
         self._previous: GradBucket | None = None
@@ -122,8 +122,8 @@ class LaunchOrder:
             if others:
                 warnings.warn(
                     f"overlap_grad_reduce=True: {len(others)} more wrapped model chunks reduce over the same process "
-                    "groups, so that reductions start in finish_grad_sync() rather than in backward; give chunks of "
-                    "one model to one get_optimizer, or to opt_distributed.share_launch_order",
+                    "groups, so that reductions start in finish_grad_sync() rather than in backward; pass the chunks "
+                    "of one model to one get_optimizer call, or to opt_distributed.share_launch_order",
                     stacklevel=2,
                 )
         return not others

@@ -191,7 +191,7 @@ def _missing(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
         if without:
             return ReplicaError(
                 f"{name!r} is not trained on ranks {without} of {numbers}, which hold copies of each other's "
-                "parameters; give it to all of these ranks with the same requires_grad, or set "
+                "parameters; pass it on all of these ranks with the same requires_grad, or set "
                 "tensor_model_parallel=True on it where each rank holds another part"
             )
     return None

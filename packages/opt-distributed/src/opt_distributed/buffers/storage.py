@@ -175,8 +175,8 @@ class ParamAndGradBuffer:
             moved = data is not None and address(param) != self._param_view(data, id).data_ptr()
             if moved or param.device != self.device or stored_dtype(param) != self.param_dtype:
                 raise StorageError(
-                    f"{id} has left its buffer, {self.param_dtype} on {self.device}, for {param.dtype} on "
-                    f"{param.device}; convert and move the model before wrapping it"
+                    f"{id} has left its buffer ({self.param_dtype} on {self.device}) and is now {param.dtype} "
+                    f"on {param.device}; convert and move the model before wrapping it"
                 )
 
     def _check_shards(self, comm: Comm) -> None:

@@ -198,7 +198,7 @@ def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None
     if ranks in (1, everyone.size):
         return Alone() if ranks == 1 else None
     raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; give intra_dist_opt, the group of these "
+        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of these "
         "ranks, over which norms are summed"
     )
 

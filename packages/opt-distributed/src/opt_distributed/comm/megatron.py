@@ -73,7 +73,7 @@ def groups_of_collection(collection: Any) -> ProcessGroups:
             continue
         if group is not None and not isinstance(group, dist.ProcessGroup):
             raise ProcessGroupError(
-                f"pg_collection.{role} is a {type(group).__name__}; give a torch.distributed.ProcessGroup or None"
+                f"pg_collection.{role} is a {type(group).__name__}; pass a torch.distributed.ProcessGroup or None"
             )
         setattr(groups, role, group)
     if not groups.roles:

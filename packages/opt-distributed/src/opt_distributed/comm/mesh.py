@@ -70,7 +70,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     known = ", ".join(AXES)
     root = root_of(mesh)
     if not root.mesh_dim_names:
-        raise ProcessGroupError(f"the axes of {root} have no names; give mesh_dim_names out of {known}")
+        raise ProcessGroupError(f"the axes of {root} have no names; pass mesh_dim_names chosen from {known}")
     for axis in root.mesh_dim_names:
         if axis not in AXES:
             hint = did_you_mean(axis, AXES)
@@ -80,7 +80,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
             )
     if root.size() != dist.get_world_size():
         raise ProcessGroupError(
-            f"the mesh {root} has {root.size()} of the world's {dist.get_world_size()} ranks; give one that has all of "
+            f"the mesh {root} has {root.size()} of the world's {dist.get_world_size()} ranks; pass one that has all of "
             "them, or pass the groups by role as pg_collection=opt_stack.ProcessGroups(...)"
         )
 
@@ -151,7 +151,7 @@ def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
         raise ProcessGroupError(
             f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}), "
             "and it is unknown whether the others hold replicas of it; slice its mesh from one over the whole world, "
-            f"with axes out of {', '.join(AXES)}, and pass that as mesh=..."
+            f"with axes named from {', '.join(AXES)}, and pass that as mesh=..."
         )
     return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
 

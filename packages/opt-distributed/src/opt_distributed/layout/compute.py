@@ -67,7 +67,7 @@ class SplitMatrix:
         for dim in self.dims:
             if not 0 <= dim < len(self.shape):
                 raise LayoutError(
-                    f"{self.id} is split along dim {dim}, but its shape is {self.shape}; give 0 to ndim - 1"
+                    f"{self.id} is split along dim {dim}, but its shape is {self.shape}; pass 0 to ndim - 1"
                 )
 
     def block(self, sizes: tuple[int, ...], at: Coordinate) -> Block:

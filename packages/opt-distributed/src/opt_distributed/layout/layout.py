@@ -37,7 +37,7 @@ class ParamShape:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
-            raise LayoutError(f"shape of {self.id} is {self.shape}; sizes are 0 or more")
+            raise LayoutError(f"shape of {self.id} is {self.shape}; sizes must be at least 0")
 
     @property
     def numel(self) -> int:
@@ -212,16 +212,16 @@ def check_plannable(
     """
     if num_shards < 1:
         raise LayoutError(
-            f"num_shards is {num_shards}; give the size of the group that shares the buffer, 1 for one process"
+            f"num_shards is {num_shards}; pass the size of the group that shares the buffer, 1 for one process"
         )
     if bucket_size is not None and bucket_size < 1:
-        raise LayoutError(f"bucket_size is {bucket_size}; give elements, 1 or more, or None for a single bucket")
+        raise LayoutError(f"bucket_size is {bucket_size}; pass elements, 1 or more, or None for a single bucket")
     if shard_multiple < 1:
         raise LayoutError(
-            f"shard_multiple is {shard_multiple}; give elements, 1 or more; {SHARD_MULTIPLE} keeps bits equal"
+            f"shard_multiple is {shard_multiple}; pass elements, 1 or more; {SHARD_MULTIPLE} keeps bits equal"
         )
     if len({param.id for param in params}) != len(params):
-        raise LayoutError("one parameter was given twice; give a tied parameter once, under its first name")
+        raise LayoutError("one parameter was passed twice; pass a tied parameter once, under its first name")
 
 
 def _stop_of(slot: Slot) -> int:

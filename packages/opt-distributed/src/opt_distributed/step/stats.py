@@ -241,7 +241,7 @@ class _Resolved(NamedTuple):
 
 
 def _resolve_with_(sources: Sequence[Source], comms: Sequence[Comm], numbers: Tensor, upload: Upload) -> _Resolved:
-    """Sum `numbers` (n,) and the sources' flags over `comms` in one all-reduce each; give the sources their sums."""
+    """Sum `numbers` (n,) and the sources' flags over `comms` in one all-reduce each; pass the sources their sums."""
     sizes = [len(source.unresolved) for source in sources]
     joined = numbers
     if sum(sizes):

@@ -189,7 +189,7 @@ class Stepper:
             ValueError: `max_norm` is below 0, which means no clipping, or NaN.
         """
         if not max_norm >= 0:
-            raise ValueError(f"clip_grad={max_norm}; give a norm above 0, or 0 for no clipping")
+            raise ValueError(f"clip_grad={max_norm}; pass a norm above 0, or 0 for no clipping")
         self._ready = self._prepared("to clip")._replace(max_norm=max_norm)
 
     def count_zeros(self) -> int:

@@ -59,7 +59,7 @@ def parse_backend(name: str | None) -> Backend | None:
         return Backend(name)
     except ValueError:
         allowed = ", ".join(repr(backend.value) for backend in Backend)
-        raise BackendError(f"backend={name!r} is unknown; give one of {allowed}, or None to choose by device") from None
+        raise BackendError(f"backend={name!r} is unknown; pass one of {allowed}, or None to choose by device") from None
 
 
 def check_backend(name: str | None, *ops: str) -> None:
@@ -69,7 +69,7 @@ def check_backend(name: str | None, *ops: str) -> None:
         return
     allowed = ", ".join(repr(backend.value) for backend in Backend if any(_is_written(op, backend) for op in ops))
     raise BackendError(
-        f"backend={name!r} is not available for {' or '.join(map(repr, ops))}; give one of {allowed}, or None to "
+        f"backend={name!r} is not available for {' or '.join(map(repr, ops))}; pass one of {allowed}, or None to "
         "choose by device"
     )
 
@@ -79,7 +79,7 @@ def check_installed(name: str | None) -> None:
     chosen = parse_backend(name)
     if chosen is not None and not _REQUIRED.get(chosen, lambda: True)():
         raise BackendError(
-            f"backend={name!r} is not available: {_HOW_TO_INSTALL[chosen]}, or give backend=None to choose by device"
+            f"backend={name!r} is not available: {_HOW_TO_INSTALL[chosen]}, or pass backend=None to choose by device"
         )
 
 
@@ -92,11 +92,11 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
     if not _available(op, chosen):
         raise BackendError(
             f"backend={chosen.value!r} is not available for {op!r}: {_what_is_missing(op, chosen)}, "
-            "or give backend=None to choose by device"
+            "or pass backend=None to choose by device"
         )
     if chosen is Backend.CPP and tensors and tensors[0].device.type != "cpu":
         raise BackendError(
-            f"backend='cpp' with tensors on {tensors[0].device}: it sweeps CPU memory; give backend=None to choose by "
+            f"backend='cpp' with tensors on {tensors[0].device}: it sweeps CPU memory; pass backend=None to choose by "
             "device"
         )
     return _function(op, function, chosen)

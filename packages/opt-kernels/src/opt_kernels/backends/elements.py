@@ -34,7 +34,7 @@ def check_halves(work: Work) -> None:
         if dtypes != [torch.bfloat16, torch.int16]:
             raise LayoutError(
                 f"a work has neither a main nor its two halves: out is {dtypes[0]} and remainder {dtypes[1]}; "
-                "give main, or out (torch.bfloat16) and its remainder (torch.int16)"
+                "pass main, or out (torch.bfloat16) and its remainder (torch.int16)"
             )
 
 
@@ -127,7 +127,7 @@ def rounds_stochastically(run: Run) -> bool:
     if run.main is not None and run.main.dtype is torch.float16:
         raise ValueError(
             "stochastic_rounding=True with a float16 main: only bfloat16 is rounded "
-            "stochastically; keep a float32 main of float16 parameters, or give stochastic_rounding=False"
+            "stochastically; keep a float32 main of float16 parameters, or pass stochastic_rounding=False"
         )
     return run.main is not None and run.main.dtype is torch.bfloat16
 
@@ -144,8 +144,8 @@ def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:
     """
     if tensor.is_neg():
         raise LayoutError(
-            f"{name} of shape {tuple(tensor.shape)} is a view with its negative bit set, and what is written to its "
-            "memory would be read with the opposite sign; give tensor.resolve_neg()"
+            f"{name} of shape {tuple(tensor.shape)} is a view with its negative bit set, so values written to its "
+            "memory would be read with the opposite sign; pass tensor.resolve_neg()"
         )
     if tensor.is_contiguous() and anchor.is_contiguous() and tensor.shape == anchor.shape:
         return tensor if tensor.dim() == 1 else tensor.view(-1)
@@ -169,7 +169,7 @@ def _same_shape(tensor: Tensor, anchor: Tensor, name: str) -> None:
     """Raise LayoutError if `tensor` has another shape, because a sweep would access memory outside of it."""
     if tensor.shape != anchor.shape:
         raise LayoutError(
-            f"{name} has shape {tuple(tensor.shape)} where its parameter has {tuple(anchor.shape)}; give equal shapes; "
+            f"{name} has shape {tuple(tensor.shape)} where its parameter has {tuple(anchor.shape)}; pass equal shapes; "
             "if a parameter was replaced by one of another shape, delete its state"
         )
 

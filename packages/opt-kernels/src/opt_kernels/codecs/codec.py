@@ -160,7 +160,7 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
             return Root()
     eight = "int8" if signed else "uint8"
     raise CodecError(
-        f"{name}_dtype={dtype} has no codec; give torch.float32, float64, bfloat16, float16, float8_e4m3fn, "
+        f"{name}_dtype={dtype} has no codec; pass torch.float32, float64, bfloat16, float16, float8_e4m3fn, "
         f"float8_e5m2 or {eight}"
     )
 

@@ -111,10 +111,10 @@ class Formula:
         for name, kind in kinds.items():
             values = getattr(self, name)
             if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                raise FormulaError(f"{name}={values!r} of formula {self.name!r}; give a tuple of {kind.__name__}(...)")
+                raise FormulaError(f"{name}={values!r} of formula {self.name!r}; pass a tuple of {kind.__name__}(...)")
         for name in (self.name, self.title or self.name, *(state.name for state in self.states)):
             if not isinstance(name, str) or not name.isidentifier():
-                raise FormulaError(f"formula {self.name!r} has the name {name!r}; give letters, digits and underscores")
+                raise FormulaError(f"formula {self.name!r} has the name {name!r}; use letters, digits and underscores")
 
     def _set(self, **fields: object) -> None:
         for name, value in fields.items():
@@ -195,7 +195,8 @@ class Formula:
                     "remove it, or make it a keyword-only parameter"
                 )
         if unknown_switches := switches - {None} - {number.name for number in self.numbers}:
-            raise FormulaError(f"formula {self.name!r}: off_at_zero={min(map(str, unknown_switches))!r} is no number")
+            unknown = min(map(str, unknown_switches))
+            raise FormulaError(f"formula {self.name!r}: off_at_zero={unknown!r} must be the name of one of its numbers")
 
     @property
     def _read_numbers(self) -> set[str]:
@@ -254,7 +255,7 @@ class Formula:
         decay = values.get("weight_decay") or 0.0
         if not self.reads_weight_decay and decay not in (0, self.defaults["weight_decay"]):
             raise NumberError(
-                f"weight_decay={decay!r} has no effect: formula {self.name!r} never reads it; give 0.0, or a hook that "
+                f"weight_decay={decay!r} has no effect: formula {self.name!r} never reads it; pass 0.0, or a hook that "
                 "decays weights: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
             )
         defaults = self.defaults.get("betas", ())

@@ -48,7 +48,7 @@ class Number:
         if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
             verb = "are" if is_sequence else "is"
             finite = "finite " if any(isinstance(one, float) and math.isinf(one) for one in values) else ""
-            raise NumberError(f"{self.name}={value!r} {verb} not allowed; give {self._allowed(finite)}")
+            raise NumberError(f"{self.name}={value!r} {verb} not allowed; pass {self._allowed(finite)}")
 
     def _allows(self, value: object) -> bool:
         if not isinstance(value, int | float | Tensor) or isinstance(value, bool):
@@ -91,7 +91,7 @@ class Choice:
         """Raise NumberError for a value that is not allowed."""
         if not any(value is one or (not isinstance(one, bool) and value == one) for one in self.allowed):
             raise NumberError(
-                f"{self.name}={value!r} is not allowed; give {' or '.join(repr(one) for one in self.allowed)}"
+                f"{self.name}={value!r} is not allowed; pass {' or '.join(repr(one) for one in self.allowed)}"
             )
 
 

@@ -29,7 +29,7 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
         return rule
     if hooks_of(rule):
         raise HookError(
-            f"hooks {hooks!r} for rule {rule.name!r}, which already has {hooks_of(rule)!r}; give all of them at once"
+            f"hooks {hooks!r} for rule {rule.name!r}, which already has {hooks_of(rule)!r}; pass all of them at once"
         )
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
         return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
@@ -70,7 +70,7 @@ def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
     """Why `hook` does not support a parameter of this shape, to continue a message; empty if it does."""
     if hook.needs_matrices and len(shape) < 2:
         return (
-            "it is for matrices only; give it to separate groups, or to the matrix rule by its name as in "
+            "it is for matrices only; use separate groups, or pass it to the matrix rule by name as in "
             "hooks={'muon': ...}"
         )
     if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and (hook.sums or not hook.needs_rows):
@@ -98,11 +98,11 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
     if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25))[0], _trial_values(rule)[0]):
         raise HookError(
             f"{needs[0]} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
-            "the hook would decay them; give weight decay as a hook too, CautiousDecay(), LrDecoupledDecay(max_lr) or "
+            "the hook would decay them; pass weight decay as a hook, too: CautiousDecay(), LrDecoupledDecay(max_lr) or "
             "CoupledDecay(), which decays from the first step on"
         )
     raise HookError(
-        f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; give a hook that "
+        f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; pass a hook that "
         "replaces it: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
     )
 

@@ -125,7 +125,7 @@ class RowFloor(Hook):
 
     def __post_init__(self) -> None:
         if not (isinstance(self.fraction, int | float) and 0 < self.fraction <= 1):
-            raise HookError(f"RowFloor: fraction={self.fraction!r} is not allowed; give a number above 0, at most 1")
+            raise HookError(f"RowFloor: fraction={self.fraction!r} is not allowed; pass a number above 0, at most 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +170,27 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
     """`hooks` as a tuple. Raises HookError for objects that are not hooks, duplicates, and hooks that conflict."""
     wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
     if wrong:
-        hint = f"; give {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
+        hint = f"; pass {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
         raise HookError(f"hooks has {wrong[0]!r}, which is not a hook of opt_kernels.hooks{hint}")
     kinds = [type(hook) for hook in hooks]
     twice = [kind for kind in kinds if kinds.count(kind) > 1]
     if twice:
-        raise HookError(f"hooks has {twice[0].__name__} {kinds.count(twice[0])} times; give each kind once")
+        raise HookError(f"hooks has {twice[0].__name__} {kinds.count(twice[0])} times; pass each kind once")
     decays = [hook for hook in hooks if hook.decays]
     if len(decays) > 1:
         raise HookError(
-            f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; give one of them"
+            f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; set only one of them"
         )
     scaled = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate)]
     if scaled and any(isinstance(hook, Hyperball) for hook in hooks):
-        raise HookError(f"hooks has {scaled[0]!r} and Hyperball, which sets the update's norm itself; give one of them")
+        raise HookError(
+            f"hooks has {scaled[0]!r} and Hyperball, which sets the update's norm itself; set only one of them"
+        )
     after_floor = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate | Hyperball)]
     if after_floor and any(isinstance(hook, RowFloor) for hook in hooks):
-        raise HookError(f"hooks has {after_floor[0]!r} and RowFloor, which changes the update's norm; give one of them")
+        raise HookError(
+            f"hooks has {after_floor[0]!r} and RowFloor, which changes the update's norm; set only one of them"
+        )
     return tuple(hooks)
 
 
@@ -197,4 +201,4 @@ def described(hooks: Hooks) -> tuple[str, ...]:
 
 def _check_positive(hook: Hook, name: str, value: float) -> None:
     if not (isinstance(value, int | float) and 0 < value < math.inf):
-        raise HookError(f"{type(hook).__name__}: {name}={value!r} is not allowed; give a number above 0")
+        raise HookError(f"{type(hook).__name__}: {name}={value!r} is not allowed; pass a number above 0")

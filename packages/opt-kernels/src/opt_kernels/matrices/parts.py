@@ -116,6 +116,6 @@ def _check(work: Work, parts: Sequence[Part], shapes: Sequence[Shapes]) -> None:
         if state is None or state.shape != wanted:
             found = "is missing" if state is None else f"has shape {tuple(state.shape)}"
             raise MatrixError(
-                f"state {name!r} {found}, but of rows split as {work.matrix.split_name!r} it has shape {wanted}; make "
-                "it for the same split: rule.init_state(main, matrix)"
+                f"state {name!r} {found}, but for rows split as {work.matrix.split_name!r} its shape is {wanted}; "
+                "create it for the same split: rule.init_state(main, matrix)"
             )

@@ -60,12 +60,12 @@ def check(work: Work) -> None:
     check_shape(shape)
     if spec.split_rows and (min(spec.split_rows) < 1 or shape[-2] % sum(spec.split_rows)):
         raise MatrixError(
-            f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; give "
+            f"split_rows={spec.split_rows} does not divide the {shape[-2]} rows of a parameter of shape {shape}; pass "
             "positive rows of q, k and v in one query group, or of a head, whose sum divides this rank's rows"
         )
     if spec.partition_dim is not None and not 0 <= spec.partition_dim < len(shape):
         raise MatrixError(
-            f"partition_dim={spec.partition_dim} is out of range for a parameter of shape {shape}; give 0 to "
+            f"partition_dim={spec.partition_dim} is out of range for a parameter of shape {shape}; pass 0 to "
             f"{len(shape) - 1}, or None if this rank has the whole matrix"
         )
 

@@ -67,7 +67,7 @@ def check_param_hooks(param: Tensor, rule: Rule, group: ParamGroup) -> None:
         if isinstance(hook, Hyperball) and float(group.get("weight_decay", 0.0)) != 0:
             problem = f"weight_decay={group['weight_decay']}: it keeps the norm instead of decaying it; set 0.0"
         if isinstance(hook, Hyperball) and hook.radius is None and not shard.is_meta and not shard.any():
-            problem = "it keeps the norm of the weights, and these are all zeros; give Hyperball(radius=...)"
+            problem = "it keeps the norm of the weights, and these are all zeros; pass Hyperball(radius=...)"
         if problem:
             raise HookError(f"{hook!r} of rule {rule.name!r} on a parameter of shape {tuple(param.shape)}: {problem}")
 

@@ -25,7 +25,7 @@ def parse_mains(name: str) -> Mains:
         return Mains(name)
     except ValueError:
         allowed = ", ".join(repr(mains.value) for mains in Mains)
-        raise ValueError(f"mains={name!r} is unknown; give one of {allowed}") from None
+        raise ValueError(f"mains={name!r} is unknown; pass one of {allowed}") from None
 
 
 def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
     if param.dtype is not torch.bfloat16:
         raise ValueError(
             f"mains='remainder' with a {param.dtype} parameter: only bfloat16 is the upper half of a float32; "
-            "give mains='float32'"
+            "pass mains='float32'"
         )
     return {REMAINDER: torch.zeros_like(param, dtype=torch.int16, requires_grad=False)}
 

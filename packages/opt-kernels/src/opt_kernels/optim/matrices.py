@@ -115,7 +115,9 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         chosen = {name: tuple(group[name]) if isinstance(group[name], list) else group[name] for name in _UNSPLIT}
         given = {name: value for name, value in chosen.items() if value != _UNSPLIT[name]}
         if len(given) > 1:
-            raise MatrixError(f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: give one of them")
+            raise MatrixError(
+                f"a group with {' and '.join(f'{n}={v!r}' for n, v in given.items())}: set only one of them"
+            )
         try:
             return _split_of(given, rows=param.shape[-2])
         except MatrixError as error:
@@ -230,4 +232,4 @@ def _scalar_rule(name: str | None, options: Mapping[str, Any], backend: str | No
         case "adam" | "lion":
             return elementwise(FORMULAS[name], **{"backend": backend, **options})
         case _:
-            raise ValueError(f"scalar_optimizer={name!r} is unknown; give 'adam', 'lion', or None for matrices only")
+            raise ValueError(f"scalar_optimizer={name!r} is unknown; pass 'adam', 'lion', or None for matrices only")

@@ -107,7 +107,7 @@ def muon_rule(options: Mapping[str, Any]) -> MuonRule:
 def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> ScaleMode:
     """The scale of updates."""
     if scale_mode is not None and adjust_lr_fn is not None:
-        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: give one of them")
+        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: set only one of them")
     if scale_mode is not None:
         return ScaleMode(scale_mode)
     match adjust_lr_fn:
@@ -115,7 +115,7 @@ def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> ScaleMode:
             return ScaleMode.SHAPE_SCALING
         case "match_rms_adamw":
             return ScaleMode.MATCH_RMS_ADAMW
-    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; give 'original', 'match_rms_adamw' or None")
+    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; pass 'original', 'match_rms_adamw' or None")
 
 
 def _coefficients(
@@ -129,7 +129,7 @@ def _coefficients(
     if tuple(ns_coefficients) != KELLER_JORDAN:
         raise ValueError(
             f"ns_coefficients={ns_coefficients!r} with coefficient_type={coefficient_type!r} or custom_coefficients: "
-            "give one of them"
+            "pass one of them"
         )
     kind = CoefficientType.CUSTOM if coefficient_type is None else CoefficientType(coefficient_type)
     return kind, tuple(Coefficients(*step) for step in custom)

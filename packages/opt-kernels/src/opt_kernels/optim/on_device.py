@@ -129,7 +129,7 @@ def check_capturable(param: Tensor, rule: Rule) -> None:
         )
     if isinstance(rule, HookedUpdate):
         raise ValueError(
-            f"capturable=True with hooks {rule.hooks!r}, which allocate memory in every step; give hooks that are "
+            f"capturable=True with hooks {rule.hooks!r}, which allocate memory in every step; pass hooks that are "
             "part of a formula, or leave capturable=False"
         )
     if not getattr(rule, "capturable", False):
@@ -137,7 +137,7 @@ def check_capturable(param: Tensor, rule: Rule) -> None:
             f"capturable=True with rule {rule.name!r}, which reads numbers on the host; leave capturable=False"
         )
     if getattr(rule, "backend", None) not in (None, "triton"):
-        raise ValueError("capturable=True with a backend that reads numbers on the host; give backend=None or 'triton'")
+        raise ValueError("capturable=True with a backend that reads numbers on the host; pass backend=None or 'triton'")
 
 
 def scaling_of(

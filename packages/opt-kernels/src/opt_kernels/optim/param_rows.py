@@ -127,7 +127,7 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 def _refuse(grad: Tensor) -> None:
     if grad.is_sparse:
-        raise ValueError("a sparse gradient: only dense gradients are supported; give dense ones, as with sparse=False")
+        raise ValueError("a sparse gradient: only dense gradients are supported; pass dense ones, as with sparse=False")
     if not grad.is_floating_point():
         raise ValueError(
             f"a gradient of {grad.dtype}: only real floating-point gradients are supported; pass "

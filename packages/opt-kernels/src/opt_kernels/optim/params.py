@@ -60,7 +60,7 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
     if is_quantized(shard) or hasattr(type(shard), "__tensor_flatten__"):
         raise ValueError(
             f"a parameter of type {type(shard).__name__}, whose elements are not in memory of its own dtype, where the "
-            "sweeps update them; give a dense parameter, or train parameters in fp8 with opt_stack.get_optimizer and "
+            "sweeps update them; pass a dense parameter, or train parameters in fp8 with opt_stack.get_optimizer and "
             "OptimizerConfig(fp8_recipe=...)"
         )
     if shard.is_neg() or not is_dense(shard):
@@ -70,13 +70,13 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
             "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
     if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | NAMO | SOAP):
-        raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; give float32 parameters")
+        raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; pass float32 parameters")
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):
         _check_spans(param, rule)
     if getattr(rule, "stochastic_rounding", False) and mains is Mains.PARAM and param.dtype is torch.float16:
         raise ValueError(
-            "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; give "
+            "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; pass "
             "mains='float32', or stochastic_rounding=False"
         )
 
@@ -94,5 +94,5 @@ def _check_spans(param: Tensor, rule: Rule) -> None:
     raise ValueError(
         f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, so it "
         "would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
-        "or bfloat16, or give mains='remainder'"
+        "or bfloat16, or pass mains='remainder'"
     )

@@ -105,7 +105,7 @@ def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """Raise QuantizationError if `func` writes a view, or is a collective, which does not declare what it writes."""
     if func.namespace == "c10d":
         raise QuantizationError(
-            f"{func} of an fp8 tensor would work on a dequantised copy; give it the tensor's codes and scales, or its "
+            f"{func} of an fp8 tensor would work on a dequantised copy; pass the tensor's codes and scales, or its "
             "dequantize()"
         )
     for written in written_arguments(func, args, kwargs):

@@ -174,7 +174,7 @@ def _check_lines(work: Work, name: str) -> None:
     if second is None or tuple(second.shape[-1:]) != _lines(name, rows, cols):
         raise MatrixError(
             f"lines='longer': this rank has a part {(rows, cols)} of a matrix {whole_size(work)}, whose longer dim is "
-            "the other one; give lines='rows' or 'cols', or gather whole matrices"
+            "the other one; pass lines='rows' or 'cols', or gather whole matrices"
         )
 
 

@@ -44,7 +44,7 @@ class NAMO:
     def __post_init__(self) -> None:
         if self.muon.weight_decay_method is Decay.L2:
             raise ValueError(
-                "NAMO with L2 weight decay: its scale must depend on the gradient alone; give decoupled decay"
+                "NAMO with L2 weight decay: its scale must depend on the gradient alone; use decoupled decay"
             )
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
@@ -122,7 +122,7 @@ def _squares(work: Work, grad_scale: float | Tensor) -> Tensor:
     if work.matrix.part is not None:
         raise MatrixError(
             f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖² of the whole; "
-            "give moment2_method='normuon', or parts of equal size"
+            "pass moment2_method='normuon', or parts of equal size"
         )
     return squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
 
@@ -148,7 +148,7 @@ def adaptive_rule(muon: Muon, method: str, *, lines: Lines = Lines.ROWS) -> Adap
     if method == "namo" and lines is not Lines.ROWS:
         raise ValueError(f"lines={lines.value!r} with 'namo': only 'normuon' has lines")
     if method not in (*SecondMoment, "namo"):
-        raise ValueError(f"moment2_method={method!r} is unknown; give 'adamuon', 'normuon' or 'namo'")
+        raise ValueError(f"moment2_method={method!r} is unknown; pass 'adamuon', 'normuon' or 'namo'")
     return (
         NAMO(muon=muon)
         if method == "namo"

@@ -18,7 +18,7 @@ def SGD(
     if nesterov and (dampening or not momentum_buffer):
         raise ValueError(
             f"nesterov=True with dampening={dampening}, momentum_buffer={momentum_buffer}: Nesterov momentum needs a "
-            "buffer and no dampening; give dampening=0.0 and momentum_buffer=True"
+            "buffer and no dampening; pass dampening=0.0 and momentum_buffer=True"
         )
     formula = FORMULA.with_defaults(dampening=dampening)
     return elementwise(formula, nesterov=nesterov, has_momentum=momentum_buffer, **options)

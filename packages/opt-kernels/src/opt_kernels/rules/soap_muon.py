@@ -17,8 +17,8 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateSpec, Task
 class SOAPMuon(WholeMatrices):
     """SOAP (arXiv 2409.11321) whose direction is orthogonalised by Muon's Newton-Schulz iteration.
 
-    There is no paper; this equation is our interpretation of the name. Let Q_L A Q_Rᵀ be the direction of `SOAP`, where
-    A is Adam's bias-corrected update of the gradient in Shampoo's eigenbasis. For each matrix (m, n):
+    The name comes without a paper, so this equation is our interpretation. Let Q_L A Q_Rᵀ be the direction of `SOAP`,
+    where A is Adam's bias-corrected update of the gradient in Shampoo's eigenbasis. For each matrix (m, n):
 
         O <- Newton-Schulz(Q_L A Q_Rᵀ)
         p <- p - lr wd p - lr s e O

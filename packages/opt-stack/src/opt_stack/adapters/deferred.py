@@ -259,8 +259,8 @@ class _NoState(MutableMapping[Tensor, Any]):
 
 def _raise_not_built(attribute: str) -> NoReturn:
     raise RuntimeError(
-        f"{attribute}: this DeferredOptimizer is not built; building communicates, so it takes a call that all ranks "
-        "make: build() after prepare, the first step, or a load"
+        f"{attribute}: this DeferredOptimizer is not built yet. Building is collective: on all ranks, call build() "
+        "after prepare, take the first step, or load a state"
     )
 
 

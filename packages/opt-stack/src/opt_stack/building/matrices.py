@@ -119,7 +119,7 @@ def _placed(
             raise LayoutError(
                 f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
                 f"should have {block.shape} on this rank and has {metas[matrix.id].local_shape}; shard it as "
-                "fully_shard or parallelize_module do, or give it an elementwise rule through config_overrides"
+                "fully_shard or parallelize_module do, or use an elementwise rule for it through config_overrides"
             )
         dim = None if number is None else matrix.dims[number]
         of_whole[matrix.id] = replace(splits[matrix.id], partition_dim=dim, tensor_parallel=group)

@@ -16,7 +16,7 @@ def is_megatron_wrapper(chunk: nn.Module) -> bool:
 
 
 def check_megatron_wrapper(config: OptimizerConfig, chunks: Sequence[nn.Module], index: int) -> None:
-    """Raise ConfigError if other chunks are not wrapped alike, or if the wrapper or the optimizer shards."""
+    """Raise ConfigError if chunks have different wrappers, or if the wrapper or the optimizer shards state."""
     chunk = chunks[index]
     other = next((at for at, one in enumerate(chunks) if not is_megatron_wrapper(one)), None)
     if other is not None:

@@ -95,7 +95,7 @@ def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:
             start = _first_difference_in(list(ranks))
             rules = ", ".join(f"{text[start : start + SHOWN]}... on ranks {_some(at)}" for text, at in ranks.items())
             return ConfigError(
-                f"ranks have different rules for optimizer {name!r}: {rules}; give all ranks the same rules and hooks"
+                f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
             )
     return None
 

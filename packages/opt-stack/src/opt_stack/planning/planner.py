@@ -241,7 +241,7 @@ def _check_norm_groups(metas: Mapping[ParamId, ParamMeta]) -> None:
         if meta.grad_norm_group not in (None, *SEPARATE_NORMS):
             raise ConfigError(
                 f"parameter {str(id)!r} has grad_norm_group={meta.grad_norm_group!r}; "
-                f"{', '.join(map(repr, SEPARATE_NORMS))} is allowed, or None: part of the model's own norm"
+                f"allowed are {', '.join(map(repr, SEPARATE_NORMS))}, or None for the model's own norm"
             )
 
 
@@ -253,7 +253,7 @@ def _check_matrices(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta]) -> None:
     if wrong:
         raise ConfigError(
             f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
-            f"{metas[wrong[0]].shape}; give it an elementwise rule through config_overrides"
+            f"{metas[wrong[0]].shape}; use an elementwise rule for it through config_overrides"
         )
 
 

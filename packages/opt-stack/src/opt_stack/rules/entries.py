@@ -123,14 +123,14 @@ def check_loaded_numbers(
 
 
 def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError if torch's optimizer took other steps than `rule` does."""
+    """Raise ConfigError if the saved flags of torch's optimizer change its step, and `rule` has other flags."""
     chosen = dict(rule.formula.constants) if isinstance(rule, ElementwiseRule) else {}
     for flag in ("amsgrad", "maximize", "nesterov"):
         own = bool(chosen.get(flag, getattr(rule, flag, False)))
         if flag in saved and bool(saved[flag]) != own:
             raise ConfigError(
                 f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
-                "it with the saved option, or set it in the state dict to go on without it"
+                "it with the saved option, or set it in the state dict to continue without it"
             )
 
 

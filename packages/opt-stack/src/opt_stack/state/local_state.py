@@ -111,7 +111,7 @@ def _check_group(ours: Group, theirs: Group) -> None:
     if theirs.get(RULE, ours[RULE]) != ours[RULE]:
         raise ValueError(
             f"group {ours['name']!r} was saved by optimizer={theirs[RULE]!r}, but is updated by "
-            f"optimizer={ours[RULE]!r}, to which state of the same name may mean something else; build the optimizer "
+            f"optimizer={ours[RULE]!r}, for which state of the same name may mean something else; build the optimizer "
             f"with {theirs[RULE]!r}, or load a sharded_state_dict, which starts from that state with a warning"
         )
     for key in NUMBERS:
@@ -139,7 +139,7 @@ def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequen
             if index[name] in state_dict["state"]:
                 found[id] = state_dict["state"][index[name]]
             elif complete and param.numel():
-                raise ValueError(f"state_dict has no state of {name!r}, but of other parameters; it is incomplete")
+                raise ValueError(f"state_dict has state of other parameters, but not of {name!r}; it is incomplete")
     return found
 
 

@@ -36,5 +36,5 @@ def _fitting(id: ParamId, value: Any, param: nn.Parameter) -> Tensor:
     if value.shape != param.shape:
         raise ValueError(f"{where} has shape {tuple(value.shape)}; the parameter's is {tuple(param.shape)}")
     if dtensor_layout(value) != dtensor_layout(param):
-        raise ValueError(f"{where} has another layout than the parameter; pass the result of model.state_dict()")
+        raise ValueError(f"{where} has a different layout than the parameter; pass the result of model.state_dict()")
     return local(value)

@@ -157,7 +157,7 @@ def _warn_of_another_rule(
             if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
                 moved[before, after].append(name)
     for (before, after), of_params in moved.items():
-        logger.warning("%s goes on from state that %s kept of %s", after, before, ", ".join(of_params))
+        logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
 
 
 def _warn_of_other_hooks(

@@ -42,4 +42,4 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
 def check_norm_type(norm_type: float) -> None:
     """Raise ValueError unless `norm_type` is a number above zero, or infinity."""
     if not norm_type > 0:
-        raise ValueError(f"norm_type={norm_type!r} is not a norm; give a number above 0, or math.inf for the maximum")
+        raise ValueError(f"norm_type={norm_type!r} is not a norm; pass a number above 0, or math.inf for the maximum")

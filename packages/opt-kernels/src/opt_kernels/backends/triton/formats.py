@@ -87,6 +87,6 @@ def rounds_stochastically(formats: LaunchFormats, wanted: bool) -> bool:
     if wanted and formats.main is torch.float16:
         raise LayoutError(
             "stochastic_rounding=True with a float16 main: only bfloat16 is rounded stochastically; "
-            "keep a float32 main of float16 parameters, or give stochastic_rounding=False"
+            "keep a float32 main of float16 parameters, or pass stochastic_rounding=False"
         )
     return wanted and formats.main is torch.bfloat16

@@ -304,7 +304,7 @@ def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> 
 def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Tensor] | None]:
     """The columns of `works`: main or remainder, out, states, scales. None for an out that works do not have."""
     if works.mains is None and (works.outs is None or works.remainders is None):
-        raise LayoutError("a work has no main: give main, or out (bfloat16) and its remainder (int16)")
+        raise LayoutError("a work has no main: pass main, or out (bfloat16) and its remainder (int16)")
     columns: list[Sequence[Tensor] | None] = [works.remainders if works.mains is None else works.mains, works.outs]
     columns += [[state[name] for state in works.states] for name in codecs]
     return columns + [[state[scale_name(name)] for state in works.states] for name in codecs if codecs[name].block]

@@ -27,7 +27,7 @@ APART = 64  # stacks begin at multiples of this number of elements, for alignmen
 
 
 class Slot(NamedTuple):
-    """What is divided by one norm: a matrix of a work, or one split part of a matrix."""
+    """The elements that are divided by one norm: a matrix of a work, or one split part of a matrix."""
 
     runs: tuple[tuple[int, int], ...]  # first element and number of elements, within the work
     factor: float
@@ -132,7 +132,7 @@ def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches:
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
-            "contiguous, or give backend='torch'"
+            "contiguous, or pass backend='torch'"
         )
     return found
 
@@ -160,7 +160,7 @@ def _cuts(one: Round, codec: StateCodec, work: int, numel: int) -> Iterator[Cut]
             if codec.block and begin % codec.block:
                 raise LayoutError(
                     f"matrices of {length} elements within one parameter share blocks of {codec.block} momentum codes; "
-                    "give momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
+                    "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
                 )
             first = begin_of_work + begin
             yield Cut(

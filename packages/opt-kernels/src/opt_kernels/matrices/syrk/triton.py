@@ -148,7 +148,7 @@ def symmetric_product(
 def halving_pays(left: Tensor) -> bool:
     """Whether the kernel is faster for `left` (batch, m, k): it needs enough rows, and a dtype for tensor cores.
 
-    There is no kernel for float64. Exact float32 products use no tensor cores, and their accumulator does not fit the
+    float64 has no kernel. Exact float32 products use no tensor cores, and their accumulator does not fit the
     registers.
     """
     on_tensor_cores = left.itemsize == 2 or (left.dtype is torch.float32 and input_precision(left.dtype) == "tf32")
