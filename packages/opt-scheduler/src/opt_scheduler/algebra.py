@@ -35,7 +35,7 @@ class _Combined(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum(_Combined):
-    """The sum of schedules, as `a + b` gives it.
+    """The sum of schedules: the value of `a + b`.
 
     >>> from opt_scheduler import linear
     >>> (linear(1.0, 0.0, steps=4) + linear(0.0, 2.0, steps=8) + 1).values([0, 4, 8])
@@ -54,7 +54,7 @@ class Sum(_Combined):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product(_Combined):
-    """The product of schedules, as `a * b` gives it.
+    """The product of schedules: the value of `a * b`.
 
     >>> from opt_scheduler import linear
     >>> (linear(1.0, 0.0, steps=4) * (lambda step: 0.1 * step)).values([0, 2, 4])

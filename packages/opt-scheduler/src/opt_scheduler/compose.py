@@ -69,7 +69,7 @@ class Join(Schedule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat(Schedule):
-    """The same schedule several times, or without end; see `repeat`."""
+    """The same schedule several times, or forever; see `repeat`."""
 
     kind: ClassVar[str] = "repeat"
     schedule: Schedule
@@ -277,7 +277,7 @@ def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: s
 
 
 def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
-    """`schedule` again from its start whenever it ends: `times` in all, or without end. Past the last, its last value.
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
 
     Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
     `restarts` also lengthens the periods and lowers the values.

@@ -59,7 +59,7 @@ def one_cycle(
 
 
 def cyclic(low: float, high: float, *, up_steps: float, down_steps: float, times: int | None = None) -> Schedule:
-    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them or without end.
+    """Triangles between two values (https://arxiv.org/abs/1506.01186), `times` of them, or forever.
 
     >>> cyclic(0.0, 1.0, up_steps=2, down_steps=4).values([0, 1, 2, 4, 6, 7])
     [0.0, 0.5, 1.0, 0.5, 0.0, 0.5]

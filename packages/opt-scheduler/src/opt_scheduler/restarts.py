@@ -94,7 +94,7 @@ class Restarts(Schedule):
 
 
 def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float = 1.0, decay: float = 1.0) -> Schedule:
-    """`schedule` again from its start whenever it ends: `times` in all, or without end. Past the last, its last value.
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
 
     Each period is `t_mult` times as long as the one before, and its values are `decay` times as large: SGDR, section 3
     of https://arxiv.org/abs/1608.03983, with `T_mult`. `clip(..., low=)` keeps a floor that does not decay.

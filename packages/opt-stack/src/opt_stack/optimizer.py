@@ -164,7 +164,7 @@ class Optimizer(GradientStatistics, StateDicts):
     def prepare_grads(self) -> bool:
         """Take the first half of a step: reduce the gradients and compute their norm. Return whether they overflowed.
 
-        Warns and raises as `step`.
+        Warns and raises like `step`.
         """
         self.check_ready("a step")
         self._warn_of_unfrozen()

@@ -117,7 +117,7 @@ def dp_reshardable_to_checkpoint(
 
 
 def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> list[ShardedTensor]:
-    """The states of every parameter, cut from the buckets; raises as `dp_reshardable_to_checkpoint`.
+    """The states of every parameter, cut from the buckets; raises like `dp_reshardable_to_checkpoint`.
 
     Args:
         index: the directory.

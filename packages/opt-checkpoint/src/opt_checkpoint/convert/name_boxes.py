@@ -67,7 +67,7 @@ def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mappe
 
 
 def to_ours(rules: Sequence[NameRule], theirs: Mapping[str, Described]) -> Mapped:
-    """Map their tensors to ours. Raises as `to_theirs`."""
+    """Map their tensors to ours. Raises like `to_theirs`."""
     return _mapped(rules, theirs, known=1)
 
 

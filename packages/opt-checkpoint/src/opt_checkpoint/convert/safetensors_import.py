@@ -115,7 +115,7 @@ def safetensors_index(folder: Path, names: Sequence[NameRule] = SAME_NAMES) -> C
 
 
 def find_arrays(folder: Path) -> dict[str, PlacedArray]:
-    """The arrays of the files in a folder; raises as `safetensors_index`."""
+    """The arrays of the files in a folder; raises like `safetensors_index`."""
     listed = _weight_map(folder) if (folder / INDEX).exists() else None
     files = sorted(set(listed.values())) if listed is not None else [_only_file(folder)]
     found: dict[str, PlacedArray] = {}

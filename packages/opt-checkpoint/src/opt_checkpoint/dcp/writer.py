@@ -120,7 +120,7 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Create the temporary location and name the files; on the coordinator. Raises as `SaveTarget.begin`."""
+        """Create the temporary location and name the files; on the coordinator. Raises like `SaveTarget.begin`."""
         self._target.begin()
         return [
             SavePlan(plan.items, WriteTo(f"__{rank}_0.distcp", self._save_id), plan.planner_data)

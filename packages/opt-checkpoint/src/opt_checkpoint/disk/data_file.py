@@ -52,7 +52,7 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def read_small_file(path: Location, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file or an object; takes `follow` and raises as `open_regular`."""
+    """All bytes of a regular file or an object; takes `follow` and raises like `open_regular`."""
     if isinstance(path, ObjectPath):
         return path.read_bytes()
     with open(open_regular(path, follow=follow), "rb") as stream:
@@ -81,10 +81,10 @@ class DataFile(Protocol):
         """
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """The bytes `[start, start + nbytes)`; raises as `read_into`, before memory for them is allocated."""
+        """The bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
 
     def check_header(self) -> None:
-        """Raise as `read_into` if the file is missing or belongs to another save."""
+        """Raise like `read_into` if the file is missing or belongs to another save."""
 
 
 class LocalDataFile:

@@ -151,6 +151,6 @@ def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
-    """Index and common state of the checkpoint at a path; raises as `read_index` and `read_common`."""
+    """Index and common state of the checkpoint at a path; raises like `read_index` and `read_common`."""
     index = read_index(path)
     return Opened(index=index, common=read_common(index, safe_globals=safe_globals))

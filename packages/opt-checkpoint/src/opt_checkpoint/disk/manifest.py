@@ -66,7 +66,7 @@ def read_manifest(path: Location) -> CheckpointIndex:
 
 
 def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
-    """Decode the index in the bytes of a manifest. Raises as `read_manifest`."""
+    """Decode the index in the bytes of a manifest. Raises like `read_manifest`."""
     what = str(path / MANIFEST)
     first = _ANY_FIRST_LINE.match(raw)
     if first is not None and int(first[1]) != FORMAT:

@@ -186,7 +186,7 @@ class CheckpointManager(Closing):
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and release what saving in the background needs; raises as `wait`."""
+        """Wait, and release what saving in the background needs; raises like `wait`."""
         self._closed = True
         try:
             self.wait()

@@ -205,7 +205,7 @@ class TieredCheckpointManager(Closing):
             self._durable.wait()
 
     def close(self) -> None:
-        """Wait, and release what saving in the background needs; raises as `wait`."""
+        """Wait, and release what saving in the background needs; raises like `wait`."""
         self._closed = True
         try:
             if self._saver is not None:
@@ -246,7 +246,7 @@ class TieredCheckpointManager(Closing):
         return self._resume
 
     def _newest(self) -> Resume | None:
-        """As `find`, but ignores the layout. Records in `_passed_over` why steps were skipped."""
+        """Like `find`, but ignores the layout. Records in `_passed_over` why steps were skipped."""
         reasons: list[str] = []
         durable: int | None = None
         damage: CheckpointCorruptError | None = None

@@ -45,6 +45,6 @@ def _rows(length: int, cuts: Sequence[Cut]) -> list[int]:
 
 
 def _part(rows: list[int], number: int, size: int) -> list[int]:
-    """As `torch.chunk` cuts."""
+    """Like `torch.chunk` cuts."""
     each = -(-len(rows) // size)
     return rows[number * each : (number + 1) * each]

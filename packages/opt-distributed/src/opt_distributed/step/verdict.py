@@ -160,7 +160,7 @@ class Decided(NamedTuple):
         return cls(numbers, terms.inv_scale, norms, overflow, has_error, skip)
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
-        """As `Verdict.scales`."""
+        """See `Verdict.scales`."""
         if self.clipped is not None and self.clipped.max_norm == max_norm:
             return self.clipped.scales
         coefficients = clip_coefficients(self.norms, max_norm).unbind()

@@ -50,8 +50,8 @@ class Steps:
         return self._all._version == self._version
 
     def are_as_counted(self) -> bool:
-        """As `are_even`, but also compares values on the host: collectives, `.data` and NumPy write without increasing
-        the version counter."""
+        """Like `are_even`, but also compares values on the host: collectives, `.data` and NumPy write without
+        increasing the version counter."""
         if not self.are_even():
             return False
         return self._on_host is None or not self._is_written or bool((self._all == self._on_host).all())

@@ -174,14 +174,14 @@ class DeferredOptimizer(torch.optim.Optimizer):
             self._built.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
-        """As `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
+        """Like `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
         if not mode:
             self.eval()
         elif self._built is not None:
             self._built.train()
 
     def eval(self) -> None:
-        """As `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
+        """Like `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
         self.build().eval()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         return self.build().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
-        """As `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
+        """Like `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
             for group, saved in zip(self.param_groups, match_groups(state_dict, self.param_groups), strict=True):
                 set_group_(group, saved)

@@ -110,7 +110,7 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlan:
-    """One parameter group, as it is on every rank."""
+    """One parameter group; identical on every rank."""
 
     name: str
     optimizer: str

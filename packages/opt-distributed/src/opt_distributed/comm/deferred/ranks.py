@@ -145,7 +145,7 @@ class DeferredPending:
         self._done, self._device, self._tensors = done, device, tensors
 
     def wait(self) -> None:
-        """Make the current stream wait; the host goes on."""
+        """Make the current stream wait; the host continues."""
         self._device.current_stream().wait_event(self._done)
         self._tensors = ()
 

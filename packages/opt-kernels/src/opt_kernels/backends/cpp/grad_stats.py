@@ -24,8 +24,10 @@ SHARE_ROWS = 1 << 4  # minimum work of a thread
 
 @torch.no_grad()
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """As `reference.grad_stats`, with a relative error of the sum of squares of 2e-6. Uses `torch_native` for gradients
-    that no sweep supports."""
+    """Same as `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
+
+    Uses `torch_native` for gradients that no sweep supports.
+    """
     check_norm_type(norm_type)
     if norm_type != 2.0:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)

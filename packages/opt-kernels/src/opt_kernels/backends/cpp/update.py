@@ -21,7 +21,7 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """As `reference.update_`, except for the last bits."""
+    """Same as `reference.update_`, except for the last bits."""
     if skipped(skip):
         return
     scale = float(grad_scale)

@@ -22,7 +22,7 @@ SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
 
 @torch.no_grad()
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """As `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
+    """Same as `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
 
     If the sum of squares is finite, all elements are finite. Single elements are therefore checked only if the sum is
     not finite, or so small that squares may have underflowed. For this the sum is read on the host.

@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Runs of any shape, divided by how torch's fused optimizers can update them."""
+    """Runs of any shape, sorted by the way in which torch's fused optimizers can update them."""
 
     whole: list[Run]  # directly
     cut: list[Run]  # tile by tile

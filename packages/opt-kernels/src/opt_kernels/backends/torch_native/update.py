@@ -29,7 +29,7 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """As `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
+    """Same as `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
     if skipped(skip):
         return
     scale = float(grad_scale)

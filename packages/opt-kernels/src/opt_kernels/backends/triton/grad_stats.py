@@ -157,7 +157,7 @@ class _Format(NamedTuple):
 
 
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
-    """As `reference.grad_stats`, with a relative error of the sum of squares of 1e-6; does not synchronize.
+    """Same as `reference.grad_stats`, with a relative error of the sum of squares of 1e-6; does not synchronize.
 
     The kernel supports norm_type 2 and infinity; for infinity, a NaN results in infinity. The reference computes any
     other norm, on the device too. Zeros are always counted, at no cost; without `count_zeros` 0 is returned.

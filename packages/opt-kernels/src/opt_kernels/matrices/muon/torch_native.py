@@ -34,7 +34,7 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """As `reference.muon_`, in stacks of works of one layout. Matrices are always float32 and not normalised."""
+    """Same as `reference.muon_`, in stacks of works of one layout. Matrices are always float32 and not normalised."""
     for tasks in stacks(batches):
         matrices = scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):

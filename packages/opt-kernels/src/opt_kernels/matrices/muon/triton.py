@@ -217,7 +217,7 @@ def muon_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """As `reference.muon_`, on the device of the tensors, without synchronizing; may be captured in a CUDA graph.
+    """Same as `reference.muon_`, on the device of the tensors, without synchronizing; may be captured in a CUDA graph.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
     matrices in the format that `inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a matrix

@@ -13,7 +13,7 @@ WELL_CONDITIONED = 0.1
 
 
 def eigenbasis(matrix: Tensor) -> Eigenbasis:
-    """As `reference.eigenbasis`, in float64 for matrices on which float32 does not converge."""
+    """Same as `reference.eigenbasis`, in float64 for matrices on which float32 does not converge."""
     try:
         return reference.eigenbasis(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in its __all__
