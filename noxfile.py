@@ -229,7 +229,10 @@ def matrix(session: nox.Session, torch: str) -> None:
     try:
         install_torch(session, ">=2.6" if torch == "newest" else f"=={torch}")
     except CommandFailed as failure:
-        session.skip(f"torch {torch} cannot be installed on python {session.python}: {failure}")
+        session.skip(
+            f"torch {torch} cannot be installed on python {session.python}: {failure}. TORCH_SOURCE=pypi installs "
+            "PyPI's wheel, which on Linux loads about 3 GB of CUDA libraries, too"
+        )
     install_packages(session, *PACKAGES)
     report(session)
     session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
