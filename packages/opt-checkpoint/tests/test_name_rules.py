@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[list[NameRule], dict[str, Any], str]] = {
     ),
     "too few axes": ([NameRule(ours="a", theirs="b", transposed=True)], {"a": (4,)}, "too few axes"),
     "too few rows": ([NameRule(ours="a", theirs="b", rows=9)], {"a": (4,)}, "does not have 9 rows"),
-    "tied to nothing": ([NameRule(ours="a", theirs="b", tied=True)], {"a": (4,)}, "a is tied to b, which no tensor"),
+    "tied to nothing": ([NameRule(ours="a", theirs="b", tied=True)], {"a": (4,)}, "a is tied to b, but no tensor"),
     "tied to another shape": (
         [NameRule(ours="a", theirs="b", tied=True), NameRule(ours="c", theirs="b")],
         {"a": (4,), "c": (5,)},

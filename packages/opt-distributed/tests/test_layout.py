@@ -319,9 +319,9 @@ def test_cost_grows_linearly(plan: Callable[..., Layout], grows: str) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "no ranks": (lambda: flat_layout(vectors(1), num_shards=0), "num_shards is 0; pass the size"),
-    "bucket of nothing": (lambda: whole_layout(vectors(1), num_shards=1, bucket_size=0), "bucket_size is 0; give"),
+    "bucket of nothing": (lambda: whole_layout(vectors(1), num_shards=1, bucket_size=0), "bucket_size is 0; pass"),
     "multiple of nothing": (lambda: flat_layout(vectors(1), num_shards=1, shard_multiple=0), "shard_multiple is 0"),
-    "twice": (lambda: replicated_layout(vectors(1) * 2), "one parameter was given twice"),
+    "twice": (lambda: replicated_layout(vectors(1) * 2), "one parameter was passed twice"),
     "negative shape": (lambda: vectors(-1), r"shape of .*p0.* is \(-1,\)"),
     "bucket indivisible": (
         lambda: Layout(buckets=(Bucket(slots=(slot(0, 5),), start=0, stop=5, numel_unpadded=5),), num_shards=2),

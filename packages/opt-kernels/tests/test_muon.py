@@ -329,7 +329,7 @@ WRONG = [
     pytest.param((8,), MatrixSpec(), r"shape \(8,\) is not a matrix", id="vector"),
     pytest.param((2, 2, 3, 3), MatrixSpec(), r"view a convolution's weight as \(out, in \* kernel\)", id="convolution"),
     pytest.param((8, 4), MatrixSpec(split_rows=(4, 1, 1)), "does not divide the 8 rows", id="split"),
-    pytest.param((8, 4), MatrixSpec(split_rows=(8, 0)), "give positive rows", id="split_zero"),
+    pytest.param((8, 4), MatrixSpec(split_rows=(8, 0)), "pass positive rows", id="split_zero"),
     pytest.param((8, 4), MatrixSpec(partition_dim=2), "partition_dim=2 is out of range", id="partition"),
 ]
 

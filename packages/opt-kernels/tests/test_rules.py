@@ -221,7 +221,7 @@ def is_star(node: ast.AST) -> bool:
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "a number below its range": ("AdEMAMix", {"alpha": -1.0}, NumberError, "alpha=-1.0 is not allowed; pass a"),
     "a NaN": ("AdEMAMix", {"alpha": float("nan")}, NumberError, "alpha=nan is not allowed"),
-    "a beta of 1": ("AdEMAMix", {"betas": (0.9, 1.0, 0.9)}, NumberError, "give 3 numbers of at least 0 and below 1"),
+    "a beta of 1": ("AdEMAMix", {"betas": (0.9, 1.0, 0.9)}, NumberError, "pass 3 numbers of at least 0 and below 1"),
     "too few betas": ("Adan", {"betas": (0.9, 0.99)}, NumberError, r"betas=\(0.9, 0.99\) are not allowed; pass 3"),
     "a string": ("MARSAdamW", {"gamma": "0.1"}, NumberError, "gamma='0.1' is not allowed; pass a number of at least 0"),
     "a misspelt number": ("AdEMAMix", {"alhpa": 1.0}, TypeError, "unexpected keyword argument 'alhpa'"),

@@ -77,7 +77,7 @@ def test_a_file_may_hold_any_schedules(tmp_path: Path, capsys: pytest.CaptureFix
         (["table", "cosine", "peak=1"], "[cosine]: steps is missing"),
         (["table", "cosine", "peak", "steps=9"], "'peak' must be KEY=VALUE, for example peak=1e-3"),
         (["table", "cosine", "peak=high", "steps=9"], "cosine: peak='high' must be a finite number"),
-        (["table", "cosine", "peak=1", "steps=9", *FLAGS], "lr is given twice"),
+        (["table", "cosine", "peak=1", "steps=9", *FLAGS], "lr is set twice"),
         (["plot", "--file", "nowhere.toml"], "No such file or directory: 'nowhere.toml'"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",

@@ -122,7 +122,7 @@ def test_a_commit_whose_answer_was_lost_is_a_commit(bucket: ObjectPath, retry: b
     if retry:
         save(state_at(1, 0, 1), place)
     else:
-        with pytest.raises(CheckpointFailedError, match="not known whether the checkpoint was committed"):
+        with pytest.raises(CheckpointFailedError, match="whether the checkpoint was committed is unknown"):
             save(state_at(1, 0, 1), place)
     assert_resumes_from(bucket, 1)
 
