@@ -81,11 +81,11 @@ def test_state_of_the_same_name_from_another_rule_is_reported(
 ) -> None:
     _, path = saved_by_adam
     resume(*begin("replicated fp32", seed=1), path)
-    assert "goes on from" not in caplog.text
+    assert "continues from the state" not in caplog.text
     resume(*moved_to_muon(), path, {"strict": "return_unexpected"})  # starts from zero
-    assert "goes on from" not in caplog.text
+    assert "continues from the state" not in caplog.text
     resume(*begin("replicated fp32", seed=1, optimizer="lion"), path)
-    assert "lion goes on from state that adam kept of" in caplog.text
+    assert "lion continues from the state that adam kept for" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])

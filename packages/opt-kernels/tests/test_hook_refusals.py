@@ -58,7 +58,7 @@ class Strange:
 @pytest.mark.parametrize(
     ("rule", "given", "words"),
     [
-        (Adam(), [CautiousDecay], "is not a hook of opt_kernels.hooks; give CautiousDecay()"),
+        (Adam(), [CautiousDecay], "is not a hook of opt_kernels.hooks; pass CautiousDecay()"),
         (Adam(), ["cautious"], "'cautious', which is not a hook"),
         (Adam(), [ClipUpdateRms(), ClipUpdateRms(2.0)], "ClipUpdateRms 2 times"),
         (Adam(), [CautiousDecay(), CoupledDecay()], "each replaces the weight decay"),
@@ -80,13 +80,13 @@ def test_what_cannot_be_is_refused_by_name(rule: Rule, given: list[Any], words: 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, torch.inf, torch.nan, "1"])
 def test_numbers_of_hooks_are_checked(wrong: Any) -> None:
     for make in (LrDecoupledDecay, ClipUpdateRms, Hyperball):
-        with pytest.raises(HookError, match="give a number above 0"):
+        with pytest.raises(HookError, match="pass a number above 0"):
             make(wrong)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.5, -1.0, torch.nan, "1"])
 def test_the_fraction_of_a_floor_is_checked(wrong: Any) -> None:
-    with pytest.raises(HookError, match="give a number above 0, at most 1"):
+    with pytest.raises(HookError, match="pass a number above 0, at most 1"):
         RowFloor(wrong)
 
 

@@ -57,21 +57,21 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "endless-then-more": (
         lambda: join(constant(1.0), constant(2.0)),
-        "join: part 0, Constant(value=1.0, steps=None), has no end, so part 1 never begins; give it steps=",
+        "join: part 0, Constant(value=1.0, steps=None), has no end, so part 1 never begins; pass steps=",
     ),
     "join-nothing": (join, "join: needs at least one schedule"),
     "repeat-endless": (
         lambda: repeat(constant(1.0)),
-        "repeat: Constant(value=1.0, steps=None) has no end at which to begin again; give it steps=",
+        "repeat: Constant(value=1.0, steps=None) has no end at which to begin again; pass steps=",
     ),
     "repeat-never": (lambda: repeat(linear(1.0, 0.0, steps=1), times=0), "repeat: times=0 must be at least 1"),
     "restarts-endless": (
         lambda: restarts(constant(1.0)),
-        "restarts: Constant(value=1.0, steps=None) has no end at which to restart; give it steps=",
+        "restarts: Constant(value=1.0, steps=None) has no end at which to restart; pass steps=",
     ),
     "restarts-never-ending": (
         lambda: restarts(linear(1.0, 0.0, steps=4), t_mult=0.5),
-        "restarts: t_mult=0.5 makes ever shorter periods; give times=",
+        "restarts: t_mult=0.5 makes ever shorter periods; pass times=",
     ),
     "restarts-partly": (
         lambda: restarts(linear(1.0, 0.0, steps=4), times=1.5),  # type: ignore[arg-type]

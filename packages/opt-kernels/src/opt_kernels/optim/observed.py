@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def observed(step: Callable[..., R]) -> Callable[..., R]:
-    """As `Optimizer.profile_hook_step`, which runs in every step that has hooks, is profiled or is compiled."""
+    """Like `Optimizer.profile_hook_step`, which runs in every step that has hooks, is profiled or is compiled."""
     wrapped: Callable[..., R] = Optimizer.profile_hook_step(step)
 
     @wraps(step)

@@ -183,7 +183,7 @@ def cut_sweeps(
     cutting: Cutting | None = None,  # None: every work is one run
     cut_by: Hashable = None,  # what `cutting` depends on, apart from the sizes of the works
 ) -> Launches | None:
-    """As `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
+    """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
         return _unchanged_sweeps(pieces, codecs, cutting, cut_by)
     call = _call(pieces, codecs)
@@ -202,7 +202,7 @@ def cut_sweeps(
 def _unchanged_sweeps(
     pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
 ) -> Launches | None:
-    """As `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
+    """Like `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
     device = first.grads[0].device
     found = first.unchanged.cache if first.unchanged is not None else {}
