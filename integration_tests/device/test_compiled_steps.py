@@ -158,8 +158,7 @@ def without_breaks() -> Iterator[None]:
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "backend"), [("fp32", "eager"), *((mode, "aot_eager") for mode in MODES)])
 def test_the_stacks_step_in_a_graph_has_the_weights_and_results_of_the_step(mode: str, backend: str) -> None:
     """`aot_eager` gives the operation copies of weights and gradients that the function has changed."""
     changes_weights = mode not in WITH_COPIES
