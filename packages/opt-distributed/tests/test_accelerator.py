@@ -215,6 +215,17 @@ def test_a_bounded_wait_asks_until_the_event_is_there_or_time_is_over(calls: Cal
     assert event.num_queries == 3
 
 
+class LostEvent:
+    """An event of a device that has failed."""
+
+    def query(self) -> bool:
+        raise RuntimeError("device-side assert")
+
+
+def test_a_bounded_wait_for_a_device_that_has_failed_ends(calls: Calls) -> None:
+    assert not Accelerator(CUDA).reaches(LostEvent(), within=60.0)
+
+
 def test_a_bounded_wait_asks_nothing_while_a_graph_is_captured(calls: Calls) -> None:
     calls.is_capturing, event = True, SlowEvent()
     assert not Accelerator(CUDA).reaches(event, within=60.0)

@@ -217,10 +217,13 @@ class Accelerator(_OwnsMemory):
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False  # a query would end the capture with an error
         deadline = time.monotonic() + within
-        while not event.query():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.001)
+        try:
+            while not event.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        except RuntimeError:  # the device has failed, or this process was forked from the one that uses it
+            return False
         return True
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
