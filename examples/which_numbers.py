@@ -46,12 +46,14 @@ MODES: Mapping[str, Mapping[str, Any]] = {  # fields of OptimizerConfig
     "bf16, fp32 mains": {"bf16": True},
     "bf16, 16-bit remainders": aware(),
     "bf16, scaled fp16 mains": aware(main_params_dtype=FP16),
+    "bf16, 24-bit mains": aware(main_params_dtype=torch.int8),
     "bf16, bf16 gradients": aware(main_grads_dtype=BF16),
     "fp16, loss scaling": {"fp16": True, "initial_loss_scale": 2.0**12},
     "bf16, remainders, bf16 moments": moments(BF16),
     "bf16, remainders, scaled fp16 moments": moments(FP16),
     "bf16, remainders, scaled fp8 moments": moments(SCALED_FP8),
     "bf16, remainders, 8-bit moments": aware(optimizer_options=BLOCKS_OF_8_BITS),
+    "bf16, 24-bit mains, 8-bit moments": aware(main_params_dtype=torch.int8, optimizer_options=BLOCKS_OF_8_BITS),
     **{f"fp8 ({recipe}), fp32 mains": {"bf16": True, "fp8_recipe": recipe} for recipe in RECIPES},
 }
 
