@@ -239,7 +239,7 @@ def test_stochastic_rounding_of_float16_is_refused() -> None:
 
 
 REFUSED: Mapping[str, tuple[Callable[[], Rule], type[Exception], str]] = {
-    "order": (lambda: Adam(order="apex"), ValueError, "give 'torch' or 'te'"),
+    "order": (lambda: Adam(order="apex"), ValueError, "pass 'torch' or 'te'"),
     "backend": (lambda: Adam(backend="cuda"), ValueError, "'reference', 'torch', 'cpp', 'triton'"),
     "signed codes of a square": (lambda: Adam(exp_avg_sq_dtype=torch.int8), CodecError, "uint8"),
     "unsigned codes of a mean": (lambda: Lion(exp_avg_dtype=torch.uint8), CodecError, "int8"),
