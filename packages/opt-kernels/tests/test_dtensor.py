@@ -42,7 +42,9 @@ def _check_numbers(mesh: DeviceMesh) -> None:
             tensor = distribute_tensor(whole, mesh, [placement])
             here = tensor.to_local().reshape(-1)
             found = spans(tensor)
-            assert found is not None
+            if found is None:  # torch 2.6 leaves padding in the memory of uneven columns
+                assert not tensor.to_local().is_contiguous()
+                continue
             numbers = torch.cat([torch.arange(first, first + numel) for _, numel, first in found] or [here])
             assert torch.equal(numbers, here), (shape, placement)
             begins = [sum(span.numel for span in found[:i]) for i in range(len(found))]

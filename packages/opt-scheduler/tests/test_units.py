@@ -73,9 +73,15 @@ def test_the_horizon_and_the_schedule_agree() -> None:
     ("build", "message"),
     [
         (lambda: Batch(samples=0), "Batch: samples=0 must be more than 0"),
-        (lambda: Batch(samples=1).convert(1, Unit.TOKENS, to=Unit.STEPS), "Batch: tokens_per_sample is not given"),
-        (lambda: Batch(samples=1).convert(1, Unit.EPOCHS, to=Unit.STEPS), "Batch: samples_per_epoch is not given"),
-        (lambda: Batch(samples=1).epoch_steps(1), "Batch: samples_per_epoch is not given"),
+        (
+            lambda: Batch(samples=1).convert(1, Unit.TOKENS, to=Unit.STEPS),
+            "Batch: tokens can only be converted with tokens_per_sample",
+        ),
+        (
+            lambda: Batch(samples=1).convert(1, Unit.EPOCHS, to=Unit.STEPS),
+            "Batch: epochs can only be converted with samples_per_epoch",
+        ),
+        (lambda: Batch(samples=1).epoch_steps(1), "Batch: epochs can only be converted with samples_per_epoch"),
         (lambda: rescale(LR, old_batch=1, new_batch=0), "rescale: new_batch=0 must be more than 0"),
         (lambda: rescale_horizon(1, old_batch=1, new_batch=1, done=-1), "rescale_horizon: done=-1 must be at least 0"),
     ],
