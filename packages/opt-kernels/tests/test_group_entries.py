@@ -44,10 +44,13 @@ def step(optimizer: RuleOptimizer, *, seed: int) -> list[Tensor]:
     return [param.detach().clone() for param in params]
 
 
-def other(name: str, value: Any) -> Any:
-    """An allowed value of the entry that is not its present one."""
+def other(name: str, value: Any, *, of: str) -> Any:
+    """An allowed value of the entry `name` of the optimizer `of` that is not its present one."""
     if name in NEW:
         return NEW[name]
+    if isinstance(value, str):
+        (choice,) = (choice for choice in getattr(optim, of).formula.choices if choice.name == name)
+        return next(one for one in choice.allowed if one != value)
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
@@ -92,7 +95,7 @@ def check_change(name: str, entry: str, value: Any, **options: Any) -> None:
 @pytest.mark.parametrize(("name", "entry"), entries())
 def test_a_changed_entry_takes_effect_or_is_refused(name: str, entry: str) -> None:
     """Entries that choose the rule's behaviour, such as nesterov, num_heads and ns_steps, were ignored."""
-    check_change(name, entry, other(entry, built(name, parameters()).param_groups[0][entry]))
+    check_change(name, entry, other(entry, built(name, parameters()).param_groups[0][entry], of=name))
 
 
 @pytest.mark.parametrize(("name", "entry"), [case for case in entries() if case[1] in SPLITS])

@@ -51,4 +51,5 @@ def test_the_table_of_rules_has_every_rule_with_its_states_and_bytes(formula: Fo
 
     eight = {f"{state.name}_dtype": torch.int8 if state.signed else torch.uint8 for state in formula.states}
     names = ", ".join(state.name for state in formula.states)
-    assert f"| `{formula.title}` | {names} | {bytes_of():g} | {bytes_of(**eight):.2f} |" in README.splitlines()
+    row = f"| `{formula.title}` | {names} | {bytes_of():g} | {bytes_of(**eight):.2f} |"
+    assert row in README.splitlines(), f"write this row to the table of README.md: {row}"

@@ -184,7 +184,8 @@ def test_the_averaged_weights_are_the_papers() -> None:
 
 def test_every_rule_has_an_oracle() -> None:
     ours = {rule for rule, _, _ in PAPERS.values()} | set(TORCH_RULES)
-    assert ours | {"lion"} == set(FORMULAS)  # Lion's is in test_elementwise_rules
+    # Lion's is in test_elementwise_rules.
+    assert ours | {"lion"} == set(FORMULAS), "write the equations of its paper in PAPERS"
 
 
 # --- torch.optim -----------------------------------------------------------------------------------------------------
