@@ -228,7 +228,7 @@ def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(prepar
 
 
 @pytest.mark.parametrize(
-    ("prepare", "own", "other"), [*OBJECTIONS, (sparse, "UnusableGradientError", "UnusableGradientError")]
+    ("prepare", "own", "other"), [*OBJECTIONS, (sparse, "SparseGradientError", "UnusableGradientError")]
 )
 def test_on_a_cpu_it_is_raised_in_the_step_that_it_refuses(prepare: Any, own: str, other: str) -> None:
     found = run_threads(SIZE, partial(objecting, prepare=prepare))
