@@ -55,6 +55,7 @@ from opt_stack.rules.entries import (
     checked_hyper,
 )
 from opt_stack.rules.registry import Registry
+from opt_stack.state.loaded_replicas import LoadedReplicas
 
 logger = logging.getLogger("opt_stack")
 
@@ -265,6 +266,7 @@ def _build(
         layout_id=layout_id,
         rank_local=any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
         roles=roles,
+        replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
         wrapped=wrapped,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )

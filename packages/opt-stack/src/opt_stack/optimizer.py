@@ -23,6 +23,7 @@ from opt_stack.in_graphs import GraphResults, step_in_graph
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
+from opt_stack.state.loaded_replicas import LoadedReplicas
 from opt_stack.state.loaded_weights import LoadedWeights, trained_names
 from opt_stack.state.model_state import find_values
 from opt_stack.state.offload import StateOffload
@@ -54,6 +55,7 @@ class Optimizer(GradientStatistics, StateDicts):
         layout_id: str,
         rank_local: bool = False,  # whether any rank holds a part of the state that other ranks do not
         roles: Roles,
+        replicas: LoadedReplicas,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
     ):
@@ -63,6 +65,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self._rank_local = rank_local
         self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
+        self._replicas = replicas
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self._built = False
@@ -121,6 +124,7 @@ class Optimizer(GradientStatistics, StateDicts):
             RuntimeError: on every rank, if on one `param_groups` hold other parameters than those the optimizer was
                 built with (there a ValueError, too), weights were loaded into the model that the update would lose, or
                 parameters of a wrapped model were frozen since it was built.
+            ReplicaError: on every rank, in the first step, if replicas differ after a load.
         """
         if closure is None and self._fits_graphs and torch.compiler.is_compiling():
             return step_in_graph(self, self._handle)
@@ -209,6 +213,7 @@ class Optimizer(GradientStatistics, StateDicts):
         If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
         the step that all ranks then refuse.
         """
+        self._check_replicas()
         replaced = self._replaced_params()
         self.stepper.objection = replaced or self._objection()
         return self.param_groups if replaced is None else self._built_groups
@@ -224,6 +229,11 @@ class Optimizer(GradientStatistics, StateDicts):
             "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
             "get_optimizer"
         )
+
+    def _check_replicas(self) -> None:
+        """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""
+        loaded = self.loaded_weights
+        self._replicas.check(self._held, self.stepper.scaler, has_loaded=loaded.are_new_since_built)
 
     def _objection(self) -> UnusableGradientError | None:
         """The reason why this rank must not update, if any; all ranks then refuse the step."""

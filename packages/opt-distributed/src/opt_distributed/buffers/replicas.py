@@ -1,7 +1,8 @@
 """Checks that replicas start from bitwise equal weights, or broadcasts them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from hashlib import sha256
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class ReplicaError(ConfigError):
@@ -37,16 +39,24 @@ def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
             parameter and the ranks.
     """
     sums = checksums({id: _stored(param, metas[id]) for id, param in params.items()})
+    agree(roles.everyone, compare_copies(sums, params, metas, roles))
+
+
+def compare_copies(sums: Mapping[ParamId, int], params: Params, metas: Metas, roles: Roles) -> ReplicaError | None:
+    """Compare checksums of what ranks with copies of a parameter hold. Collective: every rank calls it.
+
+    Parameters that `sums` lacks are not compared. Returns the error of this rank's groups, or None.
+    """
     error = None
     for comm, ids in _by_comm(params, metas, roles).items():
-        local = {str(id): sums[id] for id in ids}
+        local = {str(id): sums[id] for id in ids if id in sums}
         per_rank = comm.gather_objects(sha256(repr(sorted(local.items())).encode()).hexdigest())
         if any(digest != per_rank[0] for digest in per_rank):
             difference = _difference(
                 comm.gather_objects(local), comm
             )  # collective, so also if there is an error already
             error = error or difference
-    agree(roles.everyone, error)
+    return error
 
 
 @torch.no_grad()
@@ -82,9 +92,9 @@ def _broadcast_fp8_(param: QuantizedParam, comms: Iterable[Comm]) -> None:
     param.finish_()
 
 
-def checksums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, int]:
+def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
     """A 64-bit checksum of the bits of each tensor, in their order. One host read for each device."""
-    by_device: dict[torch.device, list[ParamId]] = {}
+    by_device: dict[torch.device, list[Key]] = {}
     for id, tensor in tensors.items():
         if not tensor.is_meta:
             by_device.setdefault(tensor.device, []).append(id)

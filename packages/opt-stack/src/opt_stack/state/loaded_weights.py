@@ -41,10 +41,10 @@ class LoadedWeights:
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
     ):
-        self._written = list(dict.fromkeys(tensor for piece in pieces for tensor in _counted(piece)))
+        self._written = list(dict.fromkeys(tensor for piece in pieces for tensor in _counted(piece.param)))
         self._copied = [piece for piece in pieces if _is_copied(piece)]
         self._averaged = averaged
-        counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece))
+        counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece.param))
         self._counted = list(dict.fromkeys(counted))
         self._has_state = False  # whether state was loaded since the last step
         self._is_in_graph = False  # whether the last step was an operation of a graph
@@ -57,6 +57,8 @@ class LoadedWeights:
         self._replaced: set[nn.Parameter] = set()
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
         self.has_rivals = False  # whether other optimizers of the same parameters must notice its writes
+        self._of_all = [tensor for param in trained for tensor in _counted(param)]
+        self._built_at = list(map(_VERSION, self._of_all))
         self.accept_writes()
         introduce(self)
 
@@ -67,6 +69,10 @@ class LoadedWeights:
     def updates_any_of(self, other: Writer) -> bool:
         """Return whether both optimizers update a parameter."""
         return any(map(other.updates, self._trained))
+
+    def are_new_since_built(self) -> bool:
+        """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
+        return self._has_state or self._num_loads > 0 or list(map(_VERSION, self._of_all)) != self._built_at
 
     def watch(self, chunks: Iterable[nn.Module]) -> None:
         """Note every load of these modules and of modules below them."""
@@ -212,10 +218,10 @@ def _is_copied(piece: OwnedPiece) -> bool:
     return piece.own_main.numbers in _COPIES and not isinstance(piece.own_main, QuantizedMain)
 
 
-def _counted(piece: OwnedPiece) -> Iterator[Tensor]:
-    """The tensors whose version counts writes to the piece: the parameter, and the local part of a DTensor."""
+def _counted(param: Tensor) -> Iterator[Tensor]:
+    """The tensors whose version counts writes to a parameter: itself, and the local part of a DTensor."""
     with torch.no_grad():  # else `to_local` returns an alias with a version of its own
-        tensors = (piece.param, piece.param.to_local()) if isinstance(piece.param, DTensor) else (piece.param,)
+        tensors = (param, param.to_local()) if isinstance(param, DTensor) else (param,)
     for tensor in tensors:
         if not tensor.is_inference():  # made in torch.inference_mode(); nothing counts its writes
             yield tensor
