@@ -46,7 +46,7 @@ BROKEN = {
     "a loss scale of zero": (lambda d: d["grad_scaler"].update(scale=0.0), "scale=0.0: a loss scale"),
     "a learning rate that is a word": (lambda d: d["param_groups"][0].update(lr="abc"), "lr='abc'"),
     "a version to come": (lambda d: d.update(version=99), "version 99"),
-    "a parameter without state": (lambda d: d["state"].pop(0), "no state of"),
+    "a parameter without state": (lambda d: d["state"].pop(0), "but not of"),
     "state that nobody keeps": (lambda d: d["state"][0].update(junk=torch.ones(1)), "has junk"),
     "no state at all": (lambda d: d.pop("state"), "needs 'state' and 'param_groups'"),
     "another layout": (lambda d: d.update(layout="rank 0 of another"), "which loads on any layout"),
