@@ -100,7 +100,7 @@ def test_a_parameter_of_another_shape_is_refused(ranks: RankPool, tmp_path: Path
     path = save_optimizer(model, optimizer, tmp_path / "x")
     found = ranks.run(2, load_into_another_shape, str(path)) if sharded else [load_into_another_shape(0, 1, str(path))]
     for message, states in found:
-        assert "0.weight has shape [4, 5]; its state was saved for one of shape [7, 5]" in message
+        assert "0.weight has shape [4, 5], but its state was saved for shape [7, 5]" in message
         assert states == 0
 
 
@@ -120,7 +120,7 @@ def test_state_of_another_class_of_optimizer_is_reported(
     load_optimizer(model, optimizer, path)
     assert "another optimizer" not in caplog.text
     load_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), path, on_conflict="saved")
-    assert "was saved by another optimizer than SGD: it has amsgrad, betas" in caplog.text
+    assert "was saved by a different optimizer than SGD: it has amsgrad, betas" in caplog.text
     assert "the states exp_avg, exp_avg_sq, step" in caplog.text
 
 

@@ -101,7 +101,7 @@ def test_an_override_wins() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"override": {"lrr": 0.5}}, "override of lrr: no group has it; there are betas, lr, weight_decay"),
+        ({"override": {"lrr": 0.5}}, "override of lrr: no group has this field; fields are betas, lr, weight_decay"),
         ({"on_conflict": "mine"}, "on_conflict='mine'; allowed: error, saved, current"),
     ],
     ids=["override", "on_conflict"],
@@ -139,7 +139,7 @@ def test_a_stored_tensor_lr_becomes_a_number_where_a_number_was() -> None:
 def test_a_name_in_two_groups_is_refused() -> None:
     with pytest.raises(GroupMismatchError, match="parameter a is in groups 0 and 1"):
         groups_to_saved([{}, {}], [["a"], ["a"]])
-    with pytest.raises(GroupMismatchError, match="2 groups, but names for 1"):
+    with pytest.raises(GroupMismatchError, match="2 groups, but 1 lists of names"):
         groups_to_saved([{}, {}], [["a"]])
 
 

@@ -98,7 +98,7 @@ def test_state_of_another_split_is_refused_by_the_rule() -> None:
     rule, main = SOAPRule(), torch.randn(6, 6)
     matrix = MatrixSpec(split_rows=(2,), by_group=True)
     work = Work(grad=torch.randn(6, 6), main=main, state=rule.init_state(main), matrix=matrix)
-    with pytest.raises(MatrixError, match=r"state 'L' has shape \(6, 6\), but of rows split as '2-each' it has shape"):
+    with pytest.raises(MatrixError, match=r"state 'L' has shape \(6, 6\), but for rows split as '2-each' its shape is"):
         rule.update_([Batch(Hyper(lr=0.1, step=2), [work])])
 
 
