@@ -139,7 +139,7 @@ def test_a_stored_tensor_lr_becomes_a_number_where_a_number_was() -> None:
 def test_a_name_in_two_groups_is_refused() -> None:
     with pytest.raises(GroupMismatchError, match="parameter a is in groups 0 and 1"):
         groups_to_saved([{}, {}], [["a"], ["a"]])
-    with pytest.raises(GroupMismatchError, match="2 groups, but 1 lists of names"):
+    with pytest.raises(GroupMismatchError, match=r"2 groups, but 1 list\(s\) of names"):
         groups_to_saved([{}, {}], [["a"]])
 
 

@@ -80,7 +80,7 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
     """
     if len(param_groups) != len(names):
         raise GroupMismatchError(
-            f"{len(param_groups)} groups, but {len(names)} lists of names; pass one list per group"
+            f"{len(param_groups)} groups, but {len(names)} list(s) of names; pass one list per group"
         )
     first: dict[str, int] = {}
     for number, own in enumerate(names):
