@@ -7,16 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.cpp.snapshot import compiled_snapshot
 from opt_kernels.backends.triton import addresses
 from opt_kernels.backends.triton.addresses import Addresses, same_objects
-
-COMPILED = addresses._compiled
 
 
 @pytest.fixture(params=["compiled", "in Python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in Python":
-        monkeypatch.setattr(addresses, "_compiled", lambda: None)
+        monkeypatch.setattr(addresses, "compiled_snapshot", lambda: None)
     elif not usable():
         pytest.skip("no C++ compiler")
 
@@ -72,14 +71,14 @@ def test_objects_are_compared_by_identity(way: None) -> None:
 
 @pytest.mark.skipif(not usable(), reason="no C++ compiler")
 def test_it_is_compiled_where_there_is_a_compiler() -> None:
-    assert COMPILED() is not None
+    assert compiled_snapshot() is not None
 
 
 def test_the_switch_of_compiled_code_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPT_KERNELS_CPP", "0")
-    assert COMPILED.__wrapped__() is None
+    assert compiled_snapshot.__wrapped__() is None
 
 
 def test_an_old_torch_has_no_function_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr", raising=False)
-    assert COMPILED.__wrapped__() is None
+    assert compiled_snapshot.__wrapped__() is None

@@ -253,14 +253,14 @@ def run(form: str, disturb: Disturb, *, kept: bool, in_the_middle: bool = False)
     model, optimizer = build(form)
     params = list(model.parameters())
     found: list[Any] = []
-    for step in range(4):
+    for step in range(5):
         new_grads([param for param in params if param.requires_grad], step)
         try:
-            if step == 2 and not in_the_middle:
+            if step == 3 and not in_the_middle:
                 disturb(optimizer, params)
             if not kept:
                 forget(optimizer)
-            if step == 2 and in_the_middle:
+            if step == 3 and in_the_middle:
                 assert not optimizer.prepare_grads()
                 disturb(optimizer, params)
                 if not kept:

@@ -1,7 +1,7 @@
 """`ElementwiseRule`: a formula with its choices, the dtypes of its states and a backend."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +32,8 @@ class ElementwiseRule:
     stochastic_rounding: bool = False  # round bfloat16 mains stochastically, unbiased on average
     backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
+    codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
+    """The codecs of the states, by name."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -40,7 +42,7 @@ class ElementwiseRule:
         for name, dtype in dict(self.state_dtypes).items():
             if name not in names:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
-        _ = self.codecs
+        object.__setattr__(self, "codecs", self._codecs())
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -57,9 +59,7 @@ class ElementwiseRule:
         """The numbers that it reads from `Hyper.own`."""
         return self.formula.own_numbers
 
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """The codecs of the states, by name."""
+    def _codecs(self) -> dict[str, StateCodec]:
         dtypes = dict(self.state_dtypes)
         return {
             state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)

@@ -114,7 +114,14 @@ def _reader(name: str, formula: Formula) -> Callable[[Hyper], Any]:
     """A getter of the number `name`, as `number_of` gives it."""
     if name in ("eps", "momentum") and name not in formula.own_numbers:
         return attrgetter(name)
-    return lambda hyper: number_of(hyper, name, formula)
+    beta = int(name[4:]) - 1 if name.startswith("beta") and name[4:].isdigit() else None
+
+    def read(hyper: Hyper) -> Any:
+        if beta is not None and name not in hyper.own and beta < len(hyper.betas):
+            return hyper.betas[beta]
+        return number_of(hyper, name, formula)
+
+    return read
 
 
 def _executed(file: str, source: str) -> dict[str, Any]:
