@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,8 +15,10 @@ from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
+from opt_kernels.backends.triton.addresses import same_objects
 from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.optim.in_graphs import handle_of
+from opt_kernels.optim.observed import observed
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.in_graphs import GraphResults, step_in_graph
@@ -109,6 +111,11 @@ class Optimizer(GradientStatistics, StateDicts):
             )
 
     # --- the step ---------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """As in torch, which wraps `step` with it."""
+        return observed(func)
 
     def step(  # type: ignore[override]  # torch's returns the loss of the closure
         self, closure: Callable[[], float] | None = None
@@ -221,7 +228,7 @@ class Optimizer(GradientStatistics, StateDicts):
     def _replaced_params(self) -> UnusableGradientError | None:
         """The error for replaced parameters, as by Accelerate's FSDP2: the new ones would never be updated."""
         present = [param for group in self.param_groups for param in group["params"]]
-        if len(present) == len(self._params) and all(map(is_, present, self._params)):
+        if same_objects(present, self._params):
             return None
         return ReplacedParamsError(
             "param_groups hold other parameters than those that this optimizer was built with, as after "

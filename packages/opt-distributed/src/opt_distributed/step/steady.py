@@ -2,11 +2,11 @@
 
 A step keeps the sweeps of its statistics, the works of its rules, and the finding that no parameter has left its
 memory. All of it holds while every gradient, parameter and written tensor has its address and its layout. The proof
-takes a few passes in C over all tensors; anything else, and any other code's access to states, is proved by parts
-(`KeptWorks`, `Source.moved`).
+takes a few passes in C over all tensors. Main values and states take part once other code has had access to them.
+Everything else is proved by parts (`KeptWorks`, `Source.moved`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -18,6 +18,11 @@ from opt_distributed.step.unit import Unit
 from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
 from opt_kernels.works import Unchanged
 from opt_paramgroups import ParamId
+
+Names = list[str] | None
+"""The names of all states of a unit, in order; None if no other code has had access to them."""
+
+_VALUES: Callable[[Any], Iterable[Tensor]] = dict.values
 
 
 class Present(NamedTuple):
@@ -41,7 +46,10 @@ class Steady:
                 )
             }.values()
         )
+        self._states = [unit.states for unit in units]
+        self._mains = [tensor for unit in units for piece in unit.pieces for tensor in piece.own_main.kept()]
         self._snapshot: Snapshot | None = None  # None: nothing is kept
+        self._names: list[Names] = []  # of the states in it
         self._unchanged = Unchanged()
         self._grads_at: list[tuple[int, ...]] = []  # addresses by unit, if the snapshot holds
 
@@ -63,10 +71,8 @@ class Steady:
         return Present([unit.steady_ready(grads, self._unchanged, at) for unit, grads, at in pairs], None)
 
     def _holds(self, snapshot: Snapshot, found: Sequence[Sequence[Tensor]]) -> bool:
-        if any(unit.states_may_change for unit in self._units):
-            return False
-        before = snapshot.grads_at
-        if not snapshot.hold(_joined(found), self._others):
+        before, names = snapshot.grads_at, self._names_of_states()
+        if names != self._names or not snapshot.hold(_joined(found), self._others_with(names)):
             return False
         if snapshot.grads_at is not before:
             self._grads_at = _parted(snapshot.grads_at, found)
@@ -77,15 +83,32 @@ class Steady:
         is_possible = (
             moved is None
             and len(self._others) > 0
-            and all(unit.is_launched and not unit.states_may_change for unit in self._units)
+            and all(type(state) is dict for states in self._states for state in states)
+            and all(unit.is_launched for unit in self._units)
             and all(of_unit.pieces is unit.pieces for unit, of_unit in zip(self._units, ready, strict=True))
         )
-        grads = [of_unit.grads for of_unit in ready]
-        if not is_possible or not are_plain([*_joined(grads), *self._others]):
+        if not is_possible:
             return
-        self._snapshot = Snapshot(_joined(grads), self._others)
+        names = self._names_of_states()
+        grads, others = [of_unit.grads for of_unit in ready], self._others_with(names)
+        if not are_plain([*_joined(grads), *others]):
+            return
+        self._snapshot, self._names = Snapshot(_joined(grads), others), names
         self._grads_at = _parted(self._snapshot.grads_at, grads)
         self._unchanged = Unchanged()
+
+    def _names_of_states(self) -> list[Names]:
+        return [
+            list(chain.from_iterable(states)) if unit.states_may_change else None
+            for unit, states in zip(self._units, self._states, strict=True)
+        ]
+
+    def _others_with(self, names: Sequence[Names]) -> list[Tensor]:
+        """All tensors except gradients that may have moved, with the mains if any states may."""
+        if all(known is None for known in names):
+            return self._others
+        states = chain.from_iterable(s for s, known in zip(self._states, names, strict=True) if known is not None)
+        return [*self._others, *self._mains, *chain.from_iterable(map(_VALUES, states))]
 
 
 def _joined(found: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:

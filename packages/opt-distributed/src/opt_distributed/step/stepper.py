@@ -114,6 +114,7 @@ class Stepper:
         if self._entries is not None:
             self._entries.accept_flags(groups)
 
+    @torch.no_grad()
     def step(self, groups: Groups) -> StepResult:
         """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.
 
@@ -124,6 +125,7 @@ class Stepper:
             self.last.read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
 
+    @torch.no_grad()
     def prepare_grads(self, groups: Groups) -> bool:
         """Reduce gradients, compute their statistics, update the loss scale. Returns whether they overflowed.
 
@@ -136,6 +138,7 @@ class Stepper:
         """
         return self.last.read(self._prepare(groups)).overflow
 
+    @torch.no_grad()
     def step_with_ready_grads(self, groups: Groups) -> bool:
         """Clip the gradients, update and publish. Returns False, without an update, if the norm is above the limit.
 
@@ -223,7 +226,6 @@ class Stepper:
             self._update(ready, groups if wrong is None else self._stand_ins(groups))
         return verdict
 
-    @torch.no_grad()
     def _replayed(self, graphed: GraphedStep, groups: Groups) -> Verdict:
         """A step whose work on the device is a graph, except at first and after something frozen has changed."""
         self._begin()
@@ -254,7 +256,6 @@ class Stepper:
         self.num_begun += 1
         self._ready = None
 
-    @torch.no_grad()
     def _prepare(self, groups: Groups, *, wrong: ValueError | None = None) -> Verdict:
         """Everything up to the verdict. On a CPU its errors are raised here, else when it is read.
 
@@ -322,7 +323,6 @@ class Stepper:
         errors = [error for unit in self.units if (error := unit.take_error()) is not None]
         return errors[0] if errors else None
 
-    @torch.no_grad()
     def _update(self, ready: _Prepared, groups: Groups) -> None:
         skip = ready.verdict.skip
         with self.spans("optimizer-clip-main-grad"):

@@ -95,11 +95,21 @@ class Unit:
         return self._touched.states
 
     @property
+    def states(self) -> list[dict[str, Tensor]]:
+        """The state of each piece."""
+        return [piece.own_state for piece in self.pieces]
+
+    @property
     def is_launched(self) -> bool:
         """Whether kernels update it that read addresses from a table, which can be kept."""
         return self.host is None and all(
             is_launched(self.rule, device) for device in {piece.own_main.target.device for piece in self.pieces}
         )
+
+    @property
+    def begins(self) -> bool:
+        """Whether `begin_` does anything, or takes part in a collective."""
+        return self.host is not None or isinstance(self.rule, HookedUpdate) or bool(self.cut) or bool(self.cut_rows)
 
     @torch.no_grad()
     def begin_(
@@ -222,7 +232,8 @@ class Unit:
         """The runs of these pieces. Those of all pieces are cached while their pieces are always updated together."""
         if pieces is not self.pieces:
             return runs_of(pieces, self.rule)
-        if not self._runs or self._num_counts != self._touched.counts or may_join(self._runs):
+        is_kept = self._runs and self._num_counts == self._touched.counts
+        if not is_kept or (len(self._runs) > 1 and may_join(self._runs)):
             self._runs = runs_of(pieces, self.rule)
             self._num_counts = self._touched.counts
             self._memory = []
@@ -258,6 +269,8 @@ def begin_units_(
     device: torch.device,  # of tensors that are sent between ranks
 ) -> list[HookedStep | None]:
     """Call `Unit.begin_` on all units, and reduce sums of cut parameters. Raises CollectiveError if a peer is lost."""
+    if not any(unit.begins for unit in units):
+        return [None] * len(units)
     held = [Held(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)]
     means = means_over_ranks(held, device=device)
     begun = [

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -201,8 +201,6 @@ class ChunkSums(NamedTuple):
 class StatsSweep:
     """A sweep over gradients that stay in place, which writes the same memory every time."""
 
-    SUM_BLOCK = SUM_BLOCK
-
     def __init__(self, tables: Sequence["_Table"], device: torch.device):
         num_chunks = sum(table.records.shape[0] for table in tables)
         self._chunks = ChunkSums(
@@ -212,7 +210,8 @@ class StatsSweep:
         ends = list(accumulate(table.records.shape[0] for table in tables))
         places = [slice(end - table.records.shape[0], end) for table, end in zip(tables, ends)]
         self._launches = [
-            (table, self._chunks.sums[place], self._chunks.counts[place]) for table, place in zip(tables, places)
+            (table, self._chunks.sums[place], self._chunks.counts[place], _options(table))
+            for table, place in zip(tables, places)
         ]
 
     @classmethod
@@ -224,14 +223,18 @@ class StatsSweep:
 
     def launch(self, *, norm_type: float = 2.0) -> ChunkSums:
         """Sweep the gradients, on the current device."""
-        for (fmt, records, chunk), sums, counts in self._launches:
-            stats_sweep[(records.shape[0],)](
-                records, sums, counts,
-                GRAD=value_dtype(fmt.dtype), MAXIMUM=math.isinf(norm_type),
-                WIDTH=records.shape[1], CHUNK=chunk, BLOCK=tile_elements(fmt.dtype), E=_vector(fmt),
-                num_warps=NUM_WARPS, enable_fp_fusion=True,
-            )  # fmt: skip
+        maximum = math.isinf(norm_type)
+        for table, sums, counts, options in self._launches:
+            stats_sweep[(table.records.shape[0],)](table.records, sums, counts, MAXIMUM=maximum, **options)
         return self._chunks
+
+
+def _options(table: "_Table") -> dict[str, Any]:
+    fmt, records, chunk = table
+    return {
+        "GRAD": value_dtype(fmt.dtype), "WIDTH": records.shape[1], "CHUNK": chunk,
+        "BLOCK": tile_elements(fmt.dtype), "E": _vector(fmt), "num_warps": NUM_WARPS, "enable_fp_fusion": True,
+    }  # fmt: skip
 
 
 class _KnownGrads(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.triton.grad_stats import StatsSweep, stats_of_chunks
+from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, StatsSweep, stats_of_chunks
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.verdict import VerdictKernels
 
@@ -118,22 +118,29 @@ class RowOfSums:
     """The statistics of fixed gradients and the numbers of the host, in the same memory at every step."""
 
     def __init__(self, parts: Sequence[Part], *, num_slots: int, num_known: int, device: torch.device):
-        self._parts, self._num_slots = parts, num_slots
-        self._row = torch.zeros(num_slots + 2 + num_known, dtype=torch.float64, device=device)
+        size = num_slots + 2 + num_known
+        self._row = torch.zeros(size, dtype=torch.float64, device=device)
+        common = {"SLOTS": num_slots, "BLOCK": SUM_BLOCK, "LANES": _lanes(size), "num_warps": 8}
+        self._totals = [
+            (
+                sweep,
+                slot is not None,
+                {"SLOT": -1 if slot is None else slot, "SCALE": scale, "FIRST": number == 0, **common},
+            )
+            for number, (sweep, slot, scale) in enumerate(parts)
+        ]
 
     def write_(self, known: Tensor, *, count_zeros: bool) -> Tensor:
         """Sweep the gradients. Returns the row; `known` (num_known,) float64 are its last numbers."""
-        size = self._row.numel()
-        with devices.launching_on(self._row.device):
-            for number, (sweep, slot, scale) in enumerate(self._parts):
+        row = self._row
+        with devices.launching_on(row.device):
+            for sweep, is_counted, options in self._totals:
                 sums, counts = sweep.launch()
                 total[(1,)](
-                    sums, counts, known, self._row, sums.numel(), size,
-                    SLOT=-1 if slot is None else slot, SLOTS=self._num_slots, SCALE=scale,
-                    ZEROS=count_zeros and slot is not None, FIRST=number == 0,
-                    BLOCK=StatsSweep.SUM_BLOCK, LANES=_lanes(size), num_warps=8, enable_fp_fusion=False,
+                    sums, counts, known, row, sums.shape[0], row.shape[0],
+                    ZEROS=count_zeros and is_counted, enable_fp_fusion=False, **options,
                 )  # fmt: skip
-        return self._row
+        return row
 
 
 class Decisions:
