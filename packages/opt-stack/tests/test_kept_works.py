@@ -430,6 +430,34 @@ def test_a_steady_step_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[5] == found[4]
 
 
+@pytest.mark.parametrize("optimizer_name", ["adam", "sgd"])
+def test_steps_after_access_to_states_are_steady_until_one_is_moved(
+    optimizer_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGD without momentum has no states, only main values."""
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    use_kernels(monkeypatch)
+    model = Net(torch.bfloat16)
+    params = list(model.parameters())
+    config = OptimizerConfig(lr=0.1, clip_grad=1.0, optimizer=optimizer_name, sgd_momentum=0.0, **BF16)
+    optimizer = on_triton(get_optimizer(config, [model]))
+    found = []
+    for step in range(7):
+        new_grads(params, step)
+        if step == 2:
+            main = optimizer.get_parameters()[0]
+        if step == 5:
+            main.data = main.detach() + 1.0
+            moved = main.detach().clone()
+        optimizer.step()
+        found.append(optimizer.stepper._steady._unchanged)
+    assert found[0] is found[1]
+    assert found[1] is not found[2]
+    assert found[2] is found[3] is found[4]
+    assert found[4] is not found[5]
+    assert not torch.equal(main, moved)  # the new memory was updated
+
+
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_a_state_that_was_taken_once_may_be_moved_at_any_time(name: str) -> None:
     model, optimizer = build("bfloat16 with mains")
