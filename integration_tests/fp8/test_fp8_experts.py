@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def grid(rank_main: Callable[[Place], Any], name: str) -> list[Any]:
     return run_threads(4, start)
 
 
+@cache
 def trained_alone(recipe: str, num_replicas: int, **options: Any) -> Trained:
     return train(recipe, place_alone(), lambda step: grads_alone(step, num_replicas), **options)
 

@@ -13,6 +13,7 @@ from opt_stack import Optimizer
 IS_FULL = os.environ.get("OPT_MODES") == "full"
 
 
+@cache
 def cases(*, refused: bool) -> list[Values]:
     every = [mode for mode in every_mode() if any(refusal.applies(mode) for refusal in REFUSALS) == refused]
     return every if IS_FULL else pairwise(every, dict.items)
