@@ -9,7 +9,6 @@ from partly_trained import (
     KINDS,
     UNUSED,
     ZERO,
-    PartlyTrained,
     assert_same,
     begin,
     group_of,
@@ -23,17 +22,6 @@ from opt_checkpoint import CheckpointKeyError, load, save, sharded_like
 from opt_checkpoint.convert.megatron_buckets import BucketSlot, dp_reshardable_to_checkpoint
 from opt_distributed.layout import ParamShape, flat_layout
 from opt_paramgroups import ParamId
-from opt_stack import Optimizer
-
-
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[PartlyTrained, Optimizer, Path]:
-    """A plain run after three steps."""
-    model, optimizer = begin("replicated fp32")
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "saved")
-    return model, optimizer, tmp_path / "saved"
-
 
 MOVED = ("first.weight", "second.weight", ZERO, UNUSED)
 TO_MOMENTUM = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
@@ -89,8 +77,8 @@ def test_state_of_the_same_name_from_another_rule_is_reported(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])
-def test_a_16_bit_run_takes_its_main_values_from_saved_fp32_weights(saved: Any, kind: str) -> None:
-    model, _, path = saved
+def test_a_16_bit_run_takes_its_main_values_from_saved_fp32_weights(plain_run: Any, kind: str) -> None:
+    model, _, path = plain_run
     other, again = begin(kind, seed=1)
     report = resume(other, again, path, {"dtype": "cast"})  # for the frozen parameter and narrow moments
     assert report.missing == ()

@@ -28,16 +28,6 @@ from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import Optimizer, get_optimizer
 
-
-@pytest.fixture
-def saved(tmp_path: Path) -> tuple[PartlyTrained, Optimizer, Path]:
-    """A plain run after three steps."""
-    model, optimizer = begin("replicated fp32")
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "saved")
-    return model, optimizer, tmp_path / "saved"
-
-
 # --- parameters that did not all train --------------------------------------------------------------------------------
 
 
@@ -58,8 +48,10 @@ def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(tmp_
     assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
 
 
-def test_a_tied_parameter_has_one_state_under_the_name_that_sorts_first(saved: Any) -> None:
-    keys = {key.removeprefix("optimizer.state.exp_avg.") for key in read_index(saved[2]).tensors if "exp_avg." in key}
+def test_a_tied_parameter_has_one_state_under_the_name_that_sorts_first(plain_run: Any) -> None:
+    keys = {
+        key.removeprefix("optimizer.state.exp_avg.") for key in read_index(plain_run[2]).tensors if "exp_avg." in key
+    }
     assert "embedding.weight" in keys
     assert "head.weight" not in keys
 
@@ -77,8 +69,8 @@ def test_an_optimizer_that_never_stepped_is_loaded_as_such(tmp_path: Path, kind:
     assert train(other, again, range(4)) == train(model, optimizer, range(4))
 
 
-def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(saved: Any) -> None:
-    _, optimizer, path = saved
+def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(plain_run: Any) -> None:
+    _, optimizer, path = plain_run
     model = PartlyTrained(seed=1)
     model.frozen.weight.requires_grad_(True)
     other, again = begin("replicated fp32", model=model)
@@ -93,8 +85,8 @@ def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(sav
     assert_same(got, states(optimizer))
 
 
-def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(saved: Any) -> None:
-    _, optimizer, path = saved
+def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(plain_run: Any) -> None:
+    _, optimizer, path = plain_run
     model = PartlyTrained(seed=1)
     model.first.weight.requires_grad_(False)
     other, again = begin("replicated fp32", model=model)
@@ -126,8 +118,8 @@ def test_groups_and_parameters_in_another_order_keep_their_own(tmp_path: Path) -
     assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
 
 
-def test_the_saved_rate_is_used_unless_another_is_requested(saved: Any) -> None:
-    _, _, path = saved
+def test_the_saved_rate_is_used_unless_another_is_requested(plain_run: Any) -> None:
+    _, _, path = plain_run
     other, again = begin("replicated fp32", seed=1, lr=0.25)
     resume(other, again, path)
     assert {group["lr"] for group in again.param_groups} == {1e-2}
@@ -157,8 +149,8 @@ def test_what_is_for_a_sharded_state_is_refused_with_another() -> None:
         optimizer.load_state_dict(optimizer.state_dict(), override={"lr": 1.0})
 
 
-def test_torchs_adamw_goes_on_from_what_ours_saved(saved: Any, tmp_path: Path) -> None:
-    model, optimizer, path = saved
+def test_torchs_adamw_goes_on_from_what_ours_saved(plain_run: Any, tmp_path: Path) -> None:
+    model, optimizer, path = plain_run
     checkpoint_to_torch_file(path, tmp_path / "x.pt")
     state_dict = torch.load(tmp_path / "x.pt", weights_only=True)
     by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -215,13 +207,13 @@ def test_the_loss_scale_and_its_counts_go_on_from_a_sharded_state(tmp_path: Path
     assert resumed.get_loss_scale().item() == 32
 
 
-def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(saved: Any) -> None:
+def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(plain_run: Any) -> None:
     models = [PartlyTrained(seed=1) for _ in range(2)]  # not on the threads, which share torch's generator
 
     def rank_main(comm: ThreadComm) -> tuple[str, float]:
         model = models[comm.rank]
         optimizer = get_optimizer(OptimizerConfig(lr=0.5), [model], pg_collection=roles_over(comm))
-        loaded = load(state_of(model, optimizer), saved[2]).state["optimizer"]
+        loaded = load(state_of(model, optimizer), plain_run[2]).state["optimizer"]
         if comm.rank == 1:
             del loaded["state"]["first.weight"]["exp_avg"]
         with pytest.raises(ValueError) as caught:
