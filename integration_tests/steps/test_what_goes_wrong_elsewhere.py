@@ -301,7 +301,7 @@ def test_a_norm_group_that_does_not_exist_is_refused_by_name(name: str) -> None:
     net = Net(torch.float32)
     net.second.weight.grad_norm_group = name
     message = refusal(lambda: get_optimizer(config(), [net], {}))
-    assert message.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; 'mtp' is allowed")
+    assert message.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; allowed are 'mtp'")
 
 
 def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) -> None:
