@@ -4,19 +4,28 @@ The tables of a launch are cached by the addresses and layouts of its tensors. T
 a step: it processes whole columns and creates no object per tensor.
 """
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from itertools import chain
-from operator import attrgetter, or_
-from types import NoneType
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.elements import LayoutError, Run, check_halves, run_of
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton.columns import (
+    Call,
+    Item,
+    call_of,
+    check_item,
+    in_order,
+    items_of,
+    lies_in_order,
+    names_of_columns,
+    pieces_of,
+)
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, value_dtype
 from opt_kernels.backends.triton.jit import tl
 from opt_kernels.backends.triton.layouts import Layouts
@@ -31,8 +40,8 @@ from opt_kernels.backends.triton.multi_tensor import (
     moved,
     to_device,
 )
-from opt_kernels.codecs import StateCodec, scale_name
-from opt_kernels.works import Batch, Work, Works
+from opt_kernels.codecs import StateCodec
+from opt_kernels.works import Batch, Works
 
 CALLS = 1024  # a step has one per launch group, Muon one per round; calls that do not fit are rebuilt every step
 PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
@@ -95,16 +104,6 @@ class _KnownCall(NamedTuple):
     launches: DeviceTables[_Found]  # by the addresses of the gradients
 
 
-class _Call(NamedTuple):
-    """All works of a call, column by column."""
-
-    pieces: list[tuple[int, Works]]  # with their rows of the scalar block
-    grads: list[Tensor]
-    others: list[Tensor]
-    grads_at: tuple[int, ...]  # addresses
-    others_at: tuple[int, ...]
-
-
 def launch(
     kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
     batches: Sequence[Batch],
@@ -113,7 +112,7 @@ def launch(
     scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
 ) -> None:
     """Launch `kernel` once for every combination of dtypes among the works, without synchronizing."""
-    found = cut_sweeps(_pieces(batches), codecs)
+    found = cut_sweeps(pieces_of(batches), codecs)
     if found is None:
         # The table holds addresses only: the copies must live until the launch.
         batches = in_order(batches)
@@ -163,18 +162,10 @@ def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launch
     Columns: main or remainder, out, the states, then the scales of the states that have scales. Raises LayoutError if
     tensors are on different devices or not contiguous.
     """
-    found = cut_sweeps(_pieces(batches), codecs)
+    found = cut_sweeps(pieces_of(batches), codecs)
     if found is None:
         raise LayoutError("a work has tensors that are not contiguous; pass contiguous tensors")
     return found
-
-
-def in_order(batches: Sequence[Batch]) -> list[Batch]:
-    """The works as flat runs. A gradient whose memory order differs from its main's is copied.
-
-    Raises LayoutError if a tensor to be written has holes.
-    """
-    return [Batch(hyper, [_work(run_of(work)) for work in works]) for hyper, works in batches]
 
 
 def cut_sweeps(
@@ -186,14 +177,14 @@ def cut_sweeps(
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
         return _unchanged_sweeps(pieces, codecs, cutting, cut_by)
-    call = _call(pieces, codecs)
+    call = call_of(pieces, codecs)
     if not call.grads:
         return Launches([])
     device = call.grads[0].device
     known = known_calls(device).get(
         _key(call, codecs, cut_by),
         lambda: _new_known(call, device),
-        holds=lambda known: known.layouts.same(_tensors(call)),
+        holds=lambda known: known.layouts.same(call.tensors),
     )
     found = known.launches.get(call.grads_at, lambda: _Found(_launches(known, call, codecs, cutting, device)))
     return found.launches
@@ -208,20 +199,20 @@ def _unchanged_sweeps(
     found = first.unchanged.cache if first.unchanged is not None else {}
     which = (tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cut_by)
     placed: _Placed | None = found.get(which)
-    key = _key(_call(pieces, codecs), codecs, cut_by) if placed is None else placed.key
+    key = _key(call_of(pieces, codecs), codecs, cut_by) if placed is None else placed.key
     known = known_calls(device).get(
         key,
-        lambda: _new_known(_call(pieces, codecs), device),
+        lambda: _new_known(call_of(pieces, codecs), device),
         # Other code may have swept the same memory with another layout since then.
         holds=lambda known: (
-            (placed is not None and known is placed.known) or known.layouts.same(_tensors(_call(pieces, codecs)))
+            (placed is not None and known is placed.known) or known.layouts.same(call_of(pieces, codecs).tensors)
         ),
     )
     if placed is None or known is not placed.known:
         found[which] = _Placed(key, known)
     grads_at = first.grads_at if len(pieces) == 1 else tuple(chain.from_iterable(works.grads_at for _, works in pieces))
     placed_at = known.launches.get(
-        grads_at, lambda: _Found(_launches(known, _call(pieces, codecs), codecs, cutting, device))
+        grads_at, lambda: _Found(_launches(known, call_of(pieces, codecs), codecs, cutting, device))
     )
     return placed_at.launches
 
@@ -233,17 +224,13 @@ class _Placed(NamedTuple):
     known: _KnownCall
 
 
-def _key(call: _Call, codecs: Mapping[str, StateCodec], cut_by: Hashable) -> Hashable:
+def _key(call: Call, codecs: Mapping[str, StateCodec], cut_by: Hashable) -> Hashable:
     kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in call.pieces])
     return call.others_at, kinds, tuple(codecs.items()), cut_by
 
 
-def _tensors(call: _Call) -> tuple[Tensor, ...]:
-    return (*call.grads, *call.others)
-
-
-def _new_known(call: _Call, device: torch.device) -> _KnownCall:
-    return _KnownCall(Layouts(_tensors(call)), {}, DeviceTables(device, capacity=8))
+def _new_known(call: Call, device: torch.device) -> _KnownCall:
+    return _KnownCall(Layouts(call.tensors), {}, DeviceTables(device, capacity=8))
 
 
 @cache
@@ -252,101 +239,17 @@ def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
     return DeviceTables(device, capacity=CALLS)
 
 
-def _pieces(batches: Sequence[Batch]) -> list[tuple[int, Works]]:
-    return [(row, works) for row, batch in enumerate(batches) for works in uniform(batch.works)]
-
-
-_FIELDS = attrgetter("grad", "main", "state", "out", "remainder", "matrix", "first")
-
-
-def uniform(works: Sequence[Work]) -> list[Works]:
-    """`works` as columns, grouped by whether they have a main and an out."""
-    if isinstance(works, Works) or not works:
-        return [works] if isinstance(works, Works) else []
-    grads, mains, states, outs, remainders, matrices, firsts = zip(*map(_FIELDS, works))
-    kinds = [set(map(type, column)) for column in (mains, outs)]
-    if any(NoneType in types and len(types) > 1 for types in kinds):
-        by_kind: dict[tuple[bool, bool], list[Work]] = {}
-        for work in works:
-            by_kind.setdefault((work.main is None, work.out is None), []).append(work)
-        return [one for of_kind in by_kind.values() for one in uniform(of_kind)]
-    return [
-        Works(
-            grads,
-            mains=None if mains[0] is None else mains,
-            states=states,
-            outs=None if outs[0] is None else outs,
-            remainders=None if mains[0] is not None else remainders,
-            matrices=matrices,
-            firsts=firsts,
-        )
-    ]
-
-
-def _work(run: Run) -> Work:
-    return Work(
-        grad=run.grad, main=run.main, state=run.state, out=run.out, remainder=run.remainder, first=run.first
-    )  # fmt: skip
-
-
-def _call(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec]) -> _Call:
-    """Tensors and addresses by column. Runs in every step, so it processes whole columns at a time."""
-    grads: list[Tensor] = []
-    others: list[Tensor] = []
-    for _, works in pieces:
-        grads += works.grads
-        for column in _columns(works, codecs):
-            if column is not None:
-                others += column
-    return _Call(pieces, grads, others, tuple(map(Tensor.data_ptr, grads)), tuple(map(Tensor.data_ptr, others)))
-
-
-def _columns(works: Works, codecs: Mapping[str, StateCodec]) -> list[Sequence[Tensor] | None]:
-    """The columns of `works`: main or remainder, out, states, scales. None for an out that works do not have."""
-    if works.mains is None and (works.outs is None or works.remainders is None):
-        raise LayoutError("a work has no main: pass main, or out (bfloat16) and its remainder (int16)")
-    columns: list[Sequence[Tensor] | None] = [works.remainders if works.mains is None else works.mains, works.outs]
-    columns += [[state[name] for state in works.states] for name in codecs]
-    return columns + [[state[scale_name(name)] for state in works.states] for name in codecs if codecs[name].block]
-
-
-def _names(codecs: Mapping[str, StateCodec]) -> dict[str, int]:
-    """Names of the columns, and the number of parameter elements per entry of each."""
-    scales = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
-    return {"main": 1, "out": 1} | dict.fromkeys(codecs, 1) | scales
-
-
-class _Item(NamedTuple):
-    """One work of a call."""
-
-    row: int
-    first: int
-    grad: Tensor
-    columns: list[Tensor | None]
-    remainder: bool
-
-
-def _items(call: _Call, codecs: Mapping[str, StateCodec]) -> list[_Item]:
-    items = []
-    for row, works in call.pieces:
-        columns = _columns(works, codecs)
-        for i, grad in enumerate(works.grads):
-            of_work = [None if column is None else column[i] for column in columns]
-            items.append(_Item(row, 0 if works.firsts is None else works.firsts[i], grad, of_work, works.mains is None))
-    return items
-
-
 def _parts(
-    call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+    call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
     """The works by format, with their records on the device. None if some cannot be swept without a copy."""
-    items = _items(call, codecs)
+    items = items_of(call, codecs)
     if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
         return None
     by_formats: dict[LaunchFormats, list[Cut]] = {}
     for index, item in enumerate(items):
         if item.grad.numel():
-            _check(item, codecs, device)
+            check_item(item, codecs, device)
             numel = item.grad.numel()
             cuts = [Cut(index, 0, numel, item.first)] if cutting is None else list(cutting(index, numel))
             by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
@@ -354,20 +257,15 @@ def _parts(
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
 
 
-def lies_in_order(tensor: Tensor) -> bool:
-    """Whether `tensor` is contiguous and its memory holds its values: a view with the negative bit set does not."""
-    return tensor.is_contiguous() and not tensor.is_neg()
-
-
-def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
     """Address of the first element of the run in each column."""
     return [
         0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
-        for tensor, elements in zip(item.columns, _names(codecs).values())
+        for tensor, elements in zip(item.columns, names_of_columns(codecs).values())
     ]
 
 
-def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
+def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     main, out, *states = item.columns
     kept = 2 + len(codecs)
@@ -385,7 +283,7 @@ def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec])
 def _part(
     formats: LaunchFormats,
     cuts: tuple[Cut, ...],
-    items: Sequence[_Item],
+    items: Sequence[Item],
     codecs: Mapping[str, StateCodec],
     device: torch.device,
     tagged: bool,
@@ -394,7 +292,7 @@ def _part(
     extents = Extents(numels, tuple(items[c.work].row for c in cuts), tuple(c.first for c in cuts))
     columns = [
         Column(item_bytes=0 if tensor is None else tensor.itemsize, elements=elements)
-        for tensor, elements in zip(items[cuts[0].work].columns, _names(codecs).values())
+        for tensor, elements in zip(items[cuts[0].work].columns, names_of_columns(codecs).values())
     ]
     addresses = list(zip(*(_addresses(items[c.work], c, codecs) for c in cuts)))
     if tagged:
@@ -415,7 +313,7 @@ def _part(
 
 
 def _launches(
-    known: _KnownCall, call: _Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+    known: _KnownCall, call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> Launches | None:
     """The launches of all parts, with the current addresses of gradients."""
     aligned = None
@@ -432,21 +330,3 @@ def _launches(
         Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
         for part, column in zip(parts, columns)
     )
-
-
-def _check(item: _Item, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
-    numel = item.grad.numel()
-    if item.remainder:
-        remainder, out = item.columns[:2]
-        check_halves(Work(grad=item.grad, main=None, out=out, remainder=remainder, state={}))
-    for (name, elements), tensor in zip(_names(codecs).items(), item.columns):
-        if tensor is None:
-            continue
-        if tensor.device != device or item.grad.device != device:
-            raise LayoutError(f"{name} is on {tensor.device} and a gradient on {device}; one sweep has one device")
-        expected = math.ceil(numel / elements)
-        if tensor.numel() != expected:
-            raise LayoutError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()} with a gradient of shape "
-                f"{tuple(item.grad.shape)}; allowed is a contiguous tensor of {expected} elements"
-            )

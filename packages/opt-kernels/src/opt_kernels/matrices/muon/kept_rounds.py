@@ -5,8 +5,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
+from opt_kernels.backends.triton.columns import lies_in_order, uniform
 from opt_kernels.backends.triton.kept_works import picker
-from opt_kernels.backends.triton.sweep import lies_in_order, uniform
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.rounds import Round, alike_tasks, rounds
 from opt_kernels.works import Batch, Unchanged, Work, Works

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps, lies_in_order, uniform
+from opt_kernels.backends.triton.columns import lies_in_order, uniform
+from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs
 from opt_kernels.matrices.muon.reference import MOMENTUM
