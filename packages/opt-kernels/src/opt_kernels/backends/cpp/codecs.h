@@ -10,7 +10,7 @@
 //   kept(x)                                     what is encoded of a state: its root where it is never negative
 //   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float
 
-#if defined(__AVX512F__) || defined(__F16C__)
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
 #include <immintrin.h>
 #endif
 
@@ -31,6 +31,37 @@ static inline int32_t at_least_one(int32_t code, float x) {
     const int32_t word = int32_t(word_of(x));
     return at_least(code, word < 1 ? word : 1);
 }
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
+#define ONLY_AVX2 1  // compilers vectorise as well where there is AVX-512
+
+// 32 elements in four registers. Each operation is written for all four before the next one, because a processor does not
+// look far enough ahead to overlap four chains of operations that come one after the other.
+#define EACH for (int q = 0; q < 4; q++)
+
+static inline __m256 all(float x) { return _mm256_set1_ps(x); }
+static inline __m256 absolute(__m256 x) { return _mm256_andnot_ps(all(-0.0f), x); }
+
+static inline void load_32(const float *values, __m256 (&x)[4]) { EACH x[q] = _mm256_loadu_ps(values + 8 * q); }
+
+// A byte for each float: zero for zero, else of the float's sign. Bytes are in the order in which packing leaves them;
+// `store_32` restores that of the elements.
+static inline __m256i signs_of(const __m256 (&x)[4]) {
+    __m256i words[4];
+    EACH words[q] = _mm256_castps_si256(x[q]);
+    return _mm256_packs_epi16(_mm256_packs_epi32(words[0], words[1]), _mm256_packs_epi32(words[2], words[3]));
+}
+
+// `codes`, at least 1 where x is above zero.
+static inline __m256i at_least_one(__m256i codes, const __m256 (&x)[4]) {
+    return _mm256_max_epu8(codes, _mm256_min_epi8(signs_of(x), _mm256_set1_epi8(1)));
+}
+
+static inline void store_32(void *codes, __m256i bytes) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, order));
+}
+#endif
 
 // --- narrow floats ----------------------------------------------------------------------------------------------------
 
@@ -158,32 +189,30 @@ static inline void widen(const half *codes, float *values, int64_t n) {
     for (; k < n; k++) values[k] = Float::value(codes[k].bits);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if ONLY_AVX2
 // 32 codes, as `narrow` has them. Only the lower byte of a code's words is computed; signs, and what is above zero, are
 // seen in words saturated to bytes, four times as many at a time.
 template <class Float, bool SIGNED>
 static inline void narrow_32(const float *values, float factor, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT;
-    __m256i x[4], code[4];
-    for (int q = 0; q < 4; q++) {
-        x[q] = _mm256_loadu_si256((const __m256i *)(values + 8 * q));
-        const __m256 y = _mm256_mul_ps(_mm256_castsi256_ps(x[q]), _mm256_set1_ps(factor));
-        const __m256i size = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(MAGNITUDE));
-        const __m256i larger = _mm256_max_epi32(size, _mm256_set1_epi32(Float::NORMAL));
+    __m256 x[4];
+    __m256i code[4];
+    load_32(values, x);
+    EACH {
+        const __m256 size = absolute(_mm256_mul_ps(x[q], all(factor)));
+        const __m256i larger = _mm256_max_epi32(_mm256_castps_si256(size), _mm256_set1_epi32(Float::NORMAL));
         const __m256i exponent = _mm256_and_si256(larger, _mm256_set1_epi32(INFINITE));
         const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32(SHIFT << 23));
-        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(_mm256_castsi256_ps(size), _mm256_castsi256_ps(power)));
+        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(size, _mm256_castsi256_ps(power)));
         const __m256i units = _mm256_add_epi32(sum, _mm256_srli_epi32(power, SHIFT));
         code[q] = _mm256_and_si256(units, _mm256_set1_epi32(0xFF));
     }
     constexpr uint32_t FIRST = (Float::NORMAL + (uint32_t(SHIFT) << 23)) >> SHIFT;
-    __m256i bytes = _mm256_packus_epi16(_mm256_packus_epi32(code[0], code[1]), _mm256_packus_epi32(code[2], code[3]));
-    bytes = _mm256_sub_epi8(bytes, _mm256_set1_epi8(char(FIRST)));
-    const __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(x[0], x[1]), _mm256_packs_epi32(x[2], x[3]));
-    bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, _mm256_set1_epi8(char(Float::SIGN))));
-    if (!SIGNED) bytes = _mm256_max_epu8(bytes, _mm256_min_epi8(signs, _mm256_set1_epi8(1)));
-    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-    _mm256_storeu_si256((__m256i *)codes, bytes);
+    const __m256i first = _mm256_packus_epi32(code[0], code[1]), second = _mm256_packus_epi32(code[2], code[3]);
+    const __m256i sizes = _mm256_sub_epi8(_mm256_packus_epi16(first, second), _mm256_set1_epi8(char(FIRST)));
+    const __m256i signs = _mm256_and_si256(signs_of(x), _mm256_set1_epi8(char(Float::SIGN)));
+    const __m256i bytes = _mm256_or_si256(sizes, signs);
+    store_32(codes, SIGNED ? bytes : at_least_one(bytes, x));
 }
 #endif
 
@@ -191,7 +220,7 @@ static inline void narrow_32(const float *values, float factor, uint8_t *codes) 
 template <class Float, bool SIGNED>
 static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
     int64_t k = 0;
-#if defined(__AVX2__) && !defined(__AVX512BW__)
+#if ONLY_AVX2
     for (; k + 32 <= n; k += 32) narrow_32<Float, SIGNED>(values + k, factor, codes + k);
 #endif
 #pragma GCC ivdep
@@ -293,76 +322,133 @@ static inline float fraction(int code) {
     return fma(float(code), upper, float(code) * lower);
 }
 
+#if ONLY_AVX2
+template <int DIVISOR>
+static inline void fractions_32(const __m256i (&codes)[4], __m256 (&y)[4]) {
+    constexpr float upper = 1.0f / DIVISOR, lower = float(1.0 / DIVISOR - upper);
+    __m256 code[4];
+    EACH code[q] = _mm256_cvtepi32_ps(codes[q]);
+    EACH y[q] = _mm256_mul_ps(code[q], all(lower));
+    EACH y[q] = _mm256_fmadd_ps(code[q], all(upper), y[q]);
+}
+#endif
+
+// `Map::near` adds NEAR to y and subtracts the smallest code, which gives a float in [256, 512): bits 15 to 22 of its word
+// are floor(y + 1/2) and count from that code, and the lower bits are what was cut off, in units of 2^-15. It differs from
+// `Map::exact` by less than 3 units: at most six roundings, each of half a unit or less.
+constexpr uint32_t MARGIN = 3;
+constexpr float NEAR = 256.5f + float(MARGIN) * 0x1p-15f;
+
 struct CompandedMap {
-    struct Near {
-        float divisor;
-        explicit Near(float divisor) : divisor(divisor) {}
-        inline float operator()(float x) const { return x * 0xFEp16f / (__builtin_fabsf(x) + divisor); }
-    };
+    static constexpr int32_t FIRST = -128;  // the smallest code
+
+    static inline float near(float x, float divisor) {
+        return fma(x / (__builtin_fabsf(x) + divisor), 254.0f, NEAR - FIRST);
+    }
 
     static inline float exact(float n) { return n / (__builtin_fabsf(n) + 1.0f) * 254.0f; }
     static inline int32_t raised(int32_t code, float) { return code; }
 
-    static inline float value(int code) {
+    static inline float value(int code, float scale) {
         const float y = fraction<127>(code);
-        return y / (2.0f - __builtin_fabsf(y));
+        return y / (2.0f - __builtin_fabsf(y)) * scale;
     }
 
     static inline void decode(const int8_t *codes, float scale, float *values, int64_t n) {
-        widen(codes, values, n);
-        for (int64_t k = 0; k < n; k++) values[k] *= scale;
-    }
-
-   private:
-    static inline void widen(const int8_t *codes, float *values, int64_t n) {
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
-        static const Table table(value);
+        static const Table table([](int code) { return value(code, 1.0f); });
         if (n == GROUP) {
             for (int64_t k = 0; k < GROUP; k += 64) {
                 const __m512i part = _mm512_loadu_si512(codes + k);
                 table.look_up(_mm512_abs_epi8(part), part, values + k);
             }
+            for (int64_t k = 0; k < GROUP; k++) values[k] *= scale;
             return;
         }
 #endif
-        for (int64_t k = 0; k < n; k++) values[k] = value(codes[k]);
+        int64_t k = 0;
+#if ONLY_AVX2
+        for (; k + 32 <= n; k += 32) decode_32(codes + k, scale, values + k);
+#endif
+        for (; k < n; k++) values[k] = value(codes[k], scale);
     }
+
+#if ONLY_AVX2
+    static inline void decode_32(const int8_t *codes, float scale, float *values) {
+        __m256i code[4];
+        __m256 y[4], divisor[4];
+        EACH code[q] = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(codes + 8 * q)));
+        fractions_32<127>(code, y);
+        EACH divisor[q] = _mm256_sub_ps(all(2.0f), absolute(y[q]));
+        EACH y[q] = _mm256_div_ps(y[q], divisor[q]);
+        EACH _mm256_storeu_ps(values + 8 * q, _mm256_mul_ps(y[q], all(scale)));
+    }
+
+    static inline void near_32(const __m256 (&x)[4], float divisor, __m256 (&y)[4]) {
+        EACH y[q] = _mm256_add_ps(absolute(x[q]), all(divisor));
+        EACH y[q] = _mm256_div_ps(x[q], y[q]);
+        EACH y[q] = _mm256_fmadd_ps(y[q], all(254.0f), all(NEAR - FIRST));
+    }
+
+    static inline __m256i raised_32(__m256i codes, const __m256 (&)[4]) { return codes; }
+#endif
 };
 
 struct RootMap {
-    struct Near {
-        float factor;
-        explicit Near(float divisor) : factor(0xFFp16f / divisor) {}
-        inline float operator()(float x) const { return x * factor; }
-    };
+    static constexpr int32_t FIRST = 0;
 
+    static inline float near(float x, float divisor) { return fma(x, 255.0f / divisor, NEAR); }
     static inline float exact(float n) { return n * 255.0f; }
-
     static inline int32_t raised(int32_t code, float x) { return at_least_one(code, x); }
 
-    static inline void decode(const uint8_t *codes, float scale, float *values, int64_t n) {
-#pragma GCC ivdep
-        for (int64_t k = 0; k < n; k++) {
-            const float y = fraction<255>(codes[k]) * scale;
-            values[k] = y * y;
-        }
+    static inline float value(int code, float scale) {
+        const float y = fraction<255>(code) * scale;
+        return y * y;
     }
+
+    static inline void decode(const uint8_t *codes, float scale, float *values, int64_t n) {
+        int64_t k = 0;
+#if ONLY_AVX2
+        for (; k + 32 <= n; k += 32) decode_32(codes + k, scale, values + k);
+#endif
+#pragma GCC ivdep
+        for (; k < n; k++) values[k] = value(codes[k], scale);
+    }
+
+#if ONLY_AVX2
+    static inline void decode_32(const uint8_t *codes, float scale, float *values) {
+        __m256i code[4];
+        __m256 y[4];
+        EACH code[q] = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + 8 * q)));
+        fractions_32<255>(code, y);
+        EACH y[q] = _mm256_mul_ps(y[q], all(scale));
+        EACH _mm256_storeu_ps(values + 8 * q, _mm256_mul_ps(y[q], y[q]));
+    }
+
+    static inline void near_32(const __m256 (&x)[4], float divisor, __m256 (&y)[4]) {
+        EACH y[q] = _mm256_fmadd_ps(x[q], all(255.0f / divisor), all(NEAR));
+    }
+
+    static inline __m256i raised_32(__m256i codes, const __m256 (&x)[4]) { return at_least_one(codes, x); }
+#endif
 };
 
-// Integers: floor(y + 1/2), where y is a function of a value's share of the largest one. `Map::Near` gives 2^16 y to a few
-// units in a fraction of the time that `Map::exact` takes; that decides for a group with a value so near to a tie that
-// these units matter, one in forty.
+// Integers: floor(y + 1/2), where y is a function of a value's share of the largest one. `Map::near` gives y to MARGIN in a
+// fraction of the time that `Map::exact` takes; that decides for a slice with a value so near to a tie that these units
+// matter, one in 150 with 32 elements.
 template <class Map, class T, bool SIGNED>
 struct Integer : Coded<T, SIGNED> {
-    static constexpr uint32_t MARGIN = 8;  // both versions are off by less together: 127 or 255 roundings, and one unit
-
     static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
         if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
         const float size = float_of(largest), divisor = size > TINY ? size : TINY;
         *scale = largest == 0 ? 0.0f : divisor;
         const bool is_moderate = size > 0x1p-64f && size < 0x1p64f;
-        if (n == GROUP && is_moderate && encode_near(values, typename Map::Near(divisor), codes)) return;
-        encode_exactly(values, divisor, codes, n);
+        if (n < GROUP || !is_moderate) return encode_exactly(values, divisor, codes, n);
+        uint32_t unclear = 0;  // a bit for each slice
+        for (int64_t i = 0; i < GROUP / SLICE; i++)
+            unclear |= uint32_t(!encode_near(values + i * SLICE, divisor, codes + i * SLICE)) << i;
+        for (int64_t i = 0; unclear >> i; i++)
+            if (unclear >> i & 1) encode_exactly(values + i * SLICE, divisor, codes + i * SLICE, SLICE);
     }
 
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
@@ -370,16 +456,40 @@ struct Integer : Coded<T, SIGNED> {
     }
 
    private:
-    static inline bool encode_near(const float *values, const typename Map::Near near, T *codes) {
-        uint32_t nearest = 0xFFFF;
+    static constexpr uint32_t ROUNDED_OFF = 0x7FFF;
+
+#if ONLY_AVX2
+    static constexpr int64_t SLICE = 32;
+
+    static inline bool encode_near(const float *values, float divisor, T *codes) {
+        __m256 x[4], y[4];
+        __m256i words[4], beyond[4];
+        load_32(values, x);
+        Map::near_32(x, divisor, y);
+        EACH words[q] = _mm256_castps_si256(y[q]);
+        EACH beyond[q] = _mm256_and_si256(words[q], _mm256_set1_epi32(ROUNDED_OFF));
+        EACH words[q] = _mm256_srli_epi32(words[q], 15);
+        const __m256i lower = _mm256_set1_epi16(0xFF), smallest = _mm256_set1_epi8(char(Map::FIRST));
+        const __m256i first = _mm256_and_si256(_mm256_packus_epi32(words[0], words[1]), lower);
+        const __m256i second = _mm256_and_si256(_mm256_packus_epi32(words[2], words[3]), lower);
+        store_32(codes, Map::raised_32(_mm256_add_epi8(_mm256_packus_epi16(first, second), smallest), x));
+        EACH beyond[0] = _mm256_min_epi32(beyond[0], beyond[q]);
+        return _mm256_movemask_epi8(_mm256_cmpgt_epi32(beyond[0], _mm256_set1_epi32(2 * MARGIN))) == -1;
+    }
+#else
+    static constexpr int64_t SLICE = GROUP;
+
+    static inline bool encode_near(const float *values, float divisor, T *codes) {
+        uint32_t nearest = ROUNDED_OFF;
 #pragma GCC ivdep
         for (int64_t k = 0; k < GROUP; k++) {
-            const uint32_t word = uint32_t(int32_t(near(values[k]))) + 0x8000 + MARGIN, beyond = word & 0xFFFF;
+            const uint32_t word = word_of(Map::near(values[k], divisor)), beyond = word & ROUNDED_OFF;
             nearest = nearest < beyond ? nearest : beyond;
-            codes[k] = T(Map::raised(int32_t(word) >> 16, values[k]));
+            codes[k] = T(Map::raised(int32_t(word >> 15 & 0xFF) + Map::FIRST, values[k]));
         }
         return nearest > 2 * MARGIN;
     }
+#endif
 
     static __attribute__((noinline)) void encode_exactly(const float *values, float divisor, T *codes, int64_t n) {
         for (int64_t k = 0; k < n; k++) {
