@@ -84,9 +84,3 @@ def test_main_values_of_the_other_optimizer_may_be_read_again() -> None:
     train(model, second, range(1))
     with pytest.raises(RuntimeError, match=LOST):
         train(model, first, range(1))
-
-
-def test_optimizers_of_other_parameters_do_not_count() -> None:
-    first, second = (built(make_model(torch.bfloat16)) for _ in range(2))
-    assert not first.loaded_weights.has_rivals
-    assert not second.loaded_weights.has_rivals

@@ -178,6 +178,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         with torch.no_grad():
             self._update_()
+        # Kernels write memory that autograd does not watch: a backward pass through an older graph must raise.
+        torch.autograd.graph.increment_version([param for group in self.param_groups for param in group["params"]])
         return loss
 
     def upload_groups(self) -> None:

@@ -25,7 +25,6 @@ from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
-from opt_stack.state.rivals import Writer, introduce
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 _VERSION = attrgetter("_version")
@@ -41,7 +40,6 @@ class LoadedWeights:
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
     ):
-        self._written = list(dict.fromkeys(tensor for piece in pieces for tensor in _counted(piece.param)))
         self._copied = [piece for piece in pieces if _is_copied(piece)]
         self._averaged = averaged
         counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece.param))
@@ -56,19 +54,9 @@ class LoadedWeights:
         self._shown: tuple[int, ...] = ()  # `_counts` when evaluation began
         self._replaced: set[nn.Parameter] = set()
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
-        self.has_rivals = False  # whether other optimizers of the same parameters must notice its writes
         self._of_all = [tensor for param in trained for tensor in _counted(param)]
         self._built_at = list(map(_VERSION, self._of_all))
-        self.accept_writes()
-        introduce(self)
-
-    def updates(self, param: nn.Parameter) -> bool:
-        """Return whether the optimizer updates `param`."""
-        return param in self._trained
-
-    def updates_any_of(self, other: Writer) -> bool:
-        """Return whether both optimizers update a parameter."""
-        return any(map(other.updates, self._trained))
+        self._versions = list(map(_VERSION, self._counted))
 
     def are_new_since_built(self) -> bool:
         """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
@@ -90,9 +78,12 @@ class LoadedWeights:
         self._compare(module, params)
 
     def accept_writes(self) -> None:
-        """Note that a step wrote the parameters. Writes from now on are those of others."""
-        if self.has_rivals:
-            torch.autograd.graph.increment_version(self._written)
+        """Note that a step wrote the parameters. Writes from now on are those of others.
+
+        Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
+        graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
+        """
+        torch.autograd.graph.increment_version(self._of_all)
         self._versions = list(map(_VERSION, self._counted))
         self._has_state = self._is_in_graph = False
 
