@@ -62,7 +62,7 @@ from opt_stack.factory import (
     logger,
     with_matrix_rule,
 )
-from opt_stack.megatron_kinds import (
+from opt_stack.megatron.kinds import (
     ChainedOptimizer,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -71,7 +71,7 @@ from opt_stack.megatron_kinds import (
     MixedPrecisionOptimizer,
     get_megatron_muon_optimizer,
 )
-from opt_stack.megatron_wrapper import DistributedDataParallel, finalize_model_grads
+from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.rules.registry import Registry
 
