@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.apart import not_trained
-from opt_distributed.buffers.binding import (
-    SparseGradientError,
-    adopt_main_grad_,
-    begin_accumulation,
-    bind_main_grad,
-    take_grad_,
-)
+from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
 from opt_distributed.buffers.gather_order import share_gather_order
+from opt_distributed.buffers.grad_hook import GradHook
 from opt_distributed.buffers.grad_sync import GradSync, Reduces
 from opt_distributed.buffers.grouping import IsWhole, nothing_whole
 from opt_distributed.buffers.launch_order import share_order
@@ -354,32 +349,8 @@ class DistributedDataParallel(nn.Module):
             for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
-                param.register_post_accumulate_grad_hook(_OnGrad(self, id, accumulator))  # type: ignore[no-untyped-call]
-
-
-class _OnGrad:
-    """Hook that runs in backward when the gradient of a parameter is complete.
-
-    Python's garbage collector does not see through hooks of tensors, so this one must not keep the wrapper alive.
-    """
-
-    def __init__(self, chunk: DistributedDataParallel, id: ParamId, accumulator: Tensor):
-        self._chunk = ref(chunk)
-        self._id, self._accumulator = id, accumulator
-
-    def __call__(self, param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        chunk = self._chunk()
-        if chunk is None:
-            return
-        chunk.grad_sync.check_accumulating(self._id)
-        adopt_main_grad_(param, self._accumulator, str(self._id))
-        try:
-            take_grad_(param, str(self._id))
-        except SparseGradientError as error:
-            param.grad = None
-            chunk.grad_sync.refuse(self._id, error)
-        chunk.grad_sync.note(self._id)
+                hook = GradHook(self.grad_sync, id, accumulator)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:
