@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.triton.grad_stats import StatsSweep, grad_stats
-from opt_kernels.backends.triton.verdict import Decisions, Part, RowOfSums
+from opt_kernels.backends.triton.verdict import Decisions, RowOfSums, Summand
 
 NAN, INF = math.nan, math.inf
 
@@ -36,7 +36,7 @@ def test_a_row_has_the_sums_of_every_part_and_the_numbers_of_the_host(
     first, second, copies = (gradients(kernel_device, seed) for seed in range(3))
     second[3][:2], copies[0][0] = torch.inf, torch.nan
     known = torch.arange(num_known, dtype=torch.float64, device=kernel_device) + 0.5
-    parts = [Part(sweep(first), 2, 0.3), Part(sweep(second), 2, 1.0), Part(sweep(copies), None, 1.0)]
+    parts = [Summand(sweep(first), 2, 0.3), Summand(sweep(second), 2, 1.0), Summand(sweep(copies), None, 1.0)]
     row = RowOfSums(parts, num_slots=3, num_known=num_known, device=kernel_device)
     stats = [grad_stats(grads) for grads in (first, second, copies)]
     zeros = stats[0].zeros + stats[1].zeros if count_zeros else 0
@@ -48,7 +48,7 @@ def test_a_row_has_the_sums_of_every_part_and_the_numbers_of_the_host(
 
 def test_a_row_follows_gradients_that_are_written_in_place(kernel_device: torch.device) -> None:
     grads = gradients(kernel_device, 0)
-    row = RowOfSums([Part(sweep(grads), 0, 1.0)], num_slots=1, num_known=2, device=kernel_device)
+    row = RowOfSums([Summand(sweep(grads), 0, 1.0)], num_slots=1, num_known=2, device=kernel_device)
     known = torch.zeros(2, dtype=torch.float64, device=kernel_device)
     before = row.write_(known, count_zeros=True)[0].item()
     torch._foreach_mul_(grads, 2.0)

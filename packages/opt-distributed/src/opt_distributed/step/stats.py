@@ -23,7 +23,7 @@ from opt_kernels.backends.verdict import VerdictKernels, verdict_kernels
 from opt_paramgroups import ParamId
 
 if TYPE_CHECKING:
-    from opt_kernels.backends.triton.verdict import Part, RowOfSums
+    from opt_kernels.backends.triton.verdict import RowOfSums, Summand
 
 Upload = Callable[[Callable[[], Tensor]], Tensor]
 """Uploads the host tensor that a function returns to the device of the step, without blocking the host."""
@@ -150,13 +150,15 @@ class KeptSums:
             return None
         of = [num_slots, known.numel(), *chain.from_iterable((one.unchanged, one.grads_at) for one in ready)]
         if of != self._of:
-            parts = self._parts(ready, kernels)
+            summands = self._summands(ready, kernels)
             self._of, self._row = of, None
-            if parts:
-                self._row = kernels.RowOfSums(parts, num_slots=num_slots, num_known=known.numel(), device=self._device)
+            if summands:
+                self._row = kernels.RowOfSums(
+                    summands, num_slots=num_slots, num_known=known.numel(), device=self._device
+                )
         return None if self._row is None else self._row.write_(known, count_zeros=count_zeros)
 
-    def _parts(self, ready: Sequence[Ready], kernels: VerdictKernels) -> "list[Part] | None":
+    def _summands(self, ready: Sequence[Ready], kernels: VerdictKernels) -> "list[Summand] | None":
         """The sweeps; None if some gradients cannot be swept in place, or are on another device."""
         given: list[tuple[list[Tensor], int | None, float]] = [
             (grads, slot, source.grad_scale**2)
@@ -166,13 +168,13 @@ class KeptSums:
         given += [(copies, None, 1.0)] if (copies := _uncounted_copies(ready)) else []
         if any(grad.device != self._device for grads, _, _ in given for grad in grads):
             return None
-        parts = []
+        summands = []
         for grads, slot, scale in given:
             sweep = kernels.sweep_of(grads)
             if sweep is None:
                 return None
-            parts.append(kernels.Part(sweep, slot, scale))
-        return parts
+            summands.append(kernels.Summand(sweep, slot, scale))
+        return summands
 
 
 def moved_parameter(families: Iterable[Family]) -> ParamId | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from opt_kernels.backends.triton.grad_stats import StatsSweep
-    from opt_kernels.backends.triton.verdict import Decisions, Part, RowOfSums
+    from opt_kernels.backends.triton.verdict import Decisions, RowOfSums, Summand
 
 __all__ = ["MAX_SLOTS", "VerdictKernels", "verdict_kernels"]
 
@@ -22,7 +22,7 @@ class VerdictKernels(NamedTuple):
     """Classes of `opt_kernels.backends.triton`."""
 
     sweep_of: "Callable[[Sequence[Tensor]], StatsSweep | None]"
-    Part: "type[Part]"
+    Summand: "type[Summand]"
     RowOfSums: "type[RowOfSums]"
     Decisions: "type[Decisions]"
 

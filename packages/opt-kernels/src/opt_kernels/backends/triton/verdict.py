@@ -106,7 +106,7 @@ def decide(
     tl.store(flags + 3, skips == 0)
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """Gradients whose statistics are added to the same sums."""
 
     sweep: StatsSweep
@@ -117,7 +117,7 @@ class Part(NamedTuple):
 class RowOfSums:
     """The statistics of fixed gradients and the numbers of the host, in the same memory at every step."""
 
-    def __init__(self, parts: Sequence[Part], *, num_slots: int, num_known: int, device: torch.device):
+    def __init__(self, summands: Sequence[Summand], *, num_slots: int, num_known: int, device: torch.device):
         size = num_slots + 2 + num_known
         self._row = torch.zeros(size, dtype=torch.float64, device=device)
         common = {"SLOTS": num_slots, "BLOCK": SUM_BLOCK, "LANES": _lanes(size), "num_warps": 8}
@@ -127,7 +127,7 @@ class RowOfSums:
                 slot is not None,
                 {"SLOT": -1 if slot is None else slot, "SCALE": scale, "FIRST": number == 0, **common},
             )
-            for number, (sweep, slot, scale) in enumerate(parts)
+            for number, (sweep, slot, scale) in enumerate(summands)
         ]
 
     def write_(self, known: Tensor, *, count_zeros: bool) -> Tensor:
@@ -187,4 +187,4 @@ def _lanes(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-KERNELS = VerdictKernels(StatsSweep.of, Part, RowOfSums, Decisions)
+KERNELS = VerdictKernels(StatsSweep.of, Summand, RowOfSums, Decisions)
