@@ -18,7 +18,7 @@ from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.schedule_free import SCHEDULE_FREE
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_stack import Registry, get_optimizer
 from opt_stack.rules.built_in import RuleEntry
 
@@ -48,9 +48,10 @@ CASES: dict[str, tuple[Options, Options, str]] = {
     "a hook's number": (
         {"hooks": (ClipUpdateRms(1.0),)}, {"hooks": (ClipUpdateRms(2.0),)}, r"threshold=1\.0.*threshold=2\.0",
     ),
-    "steps of Newton-Schulz": (rule(Muon()), rule(Muon(num_ns_steps=6)), "num_ns_steps=5.*num_ns_steps=6"),
+    "steps of Newton-Schulz": (rule(MuonRule()), rule(MuonRule(num_ns_steps=6)), "num_ns_steps=5.*num_ns_steps=6"),
     "the dtype of a state": (
-        rule(Muon()), rule(Muon(momentum_buffer_dtype=torch.bfloat16)), r"dtype=torch\.float32.*dtype=torch\.bfloat16",
+        rule(MuonRule()), rule(MuonRule(momentum_buffer_dtype=torch.bfloat16)),
+        r"dtype=torch\.float32.*dtype=torch\.bfloat16",
     ),
     "a formula's source": (formula(LION), formula(replace(LION, scalars=other_scalars)), "source=.*source="),
     "a formula's evaluation": (
@@ -62,7 +63,8 @@ CASES: dict[str, tuple[Options, Options, str]] = {
         formula(slow_tiger.RULE), formula(slow_tiger.RULE.with_defaults(period=4)), "period=3.*period=4",
     ),
     "a number of groups": (
-        rule(Muon(), momentum=0.9), rule(Muon(), momentum=0.8), "momentum of w is 0.9 on rank 0 and 0.8 on rank",
+        rule(MuonRule(), momentum=0.9), rule(MuonRule(), momentum=0.8),
+        "momentum of w is 0.9 on rank 0 and 0.8 on rank",
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.soap import SOAPRule
 from opt_stack import get_optimizer
 
 
@@ -101,13 +101,13 @@ def test_the_update_is_the_same_at_any_tensor_parallel_size(rule: str) -> None:
 def test_soap_computes_each_matrix_on_one_rank_and_sends_every_part_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Moved to its owner and back; no other rank computes it or keeps its factors."""
     computed: list[tuple[int, ...]] = []  # by all ranks; appending is atomic
-    transform_ = SOAP.transform_
+    transform_ = SOAPRule.transform_
 
-    def counting(self: SOAP, tasks: Any, inputs: Tensor, skip: Any) -> Tensor:
+    def counting(self: SOAPRule, tasks: Any, inputs: Tensor, skip: Any) -> Tensor:
         computed.extend(tuple(matrix.shape) for matrix in inputs)
         return transform_(self, tasks, inputs, skip)
 
-    monkeypatch.setattr(SOAP, "transform_", counting)
+    monkeypatch.setattr(SOAPRule, "transform_", counting)
 
     def rank_main(grid: Grid) -> tuple[list[Call], int, int]:
         tp = RecordingComm(grid.tp)

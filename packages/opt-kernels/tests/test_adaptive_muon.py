@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
-EXACT = Muon(backend="reference")
+EXACT = MuonRule(backend="reference")
 SHAPES = [(1, 7), (24, 24), (40, 24), (24, 40)]
 
 
@@ -21,7 +21,7 @@ def tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def moved(rule: AdaptiveMuon | Muon, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER) -> Tensor:
+def moved(rule: AdaptiveMuonRule | MuonRule, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER) -> Tensor:
     main, state = main.clone(), rule.init_state(main)
     for grad in grads:
         rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
@@ -60,7 +60,7 @@ def by_formula(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("extra", [1.0, 0.2])
 def test_steps_follow_the_formula(method: SecondMoment, shape: tuple[int, int], extra: float) -> None:
-    rule = AdaptiveMuon(muon=replace(EXACT, extra_scale_factor=extra), second_moment=method)
+    rule = AdaptiveMuonRule(muon=replace(EXACT, extra_scale_factor=extra), second_moment=method)
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
     expected = by_formula(method, main, *grads, extra=extra)
     # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
@@ -70,7 +70,7 @@ def test_steps_follow_the_formula(method: SecondMoment, shape: tuple[int, int], 
 @pytest.mark.parametrize("lines", Lines)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_normuon_may_keep_rows_columns_or_the_longer_side(lines: Lines, shape: tuple[int, int]) -> None:
-    rule = AdaptiveMuon(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=lines)
+    rule = AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=lines)
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
     expected = by_formula(SecondMoment.NORMUON, main, *grads, lines=lines)
     torch.testing.assert_close(moved(rule, main, *grads).double(), expected, rtol=1e-5, atol=1e-4)
@@ -84,7 +84,7 @@ def test_normuon_may_keep_rows_columns_or_the_longer_side(lines: Lines, shape: t
 
 def test_lines_belong_to_normuon() -> None:
     with pytest.raises(ValueError, match="lines='cols' with 'adamuon': only 'normuon' has lines"):
-        AdaptiveMuon(lines=Lines.COLS)
+        AdaptiveMuonRule(lines=Lines.COLS)
 
 
 @pytest.mark.parametrize("method", SecondMoment)
@@ -92,7 +92,7 @@ def test_the_scale_is_applied_once(method: SecondMoment) -> None:
     # The reference scales before and after the second moment: its NorMuon update grows with the square of the factor.
     sizes = []
     for extra in (1.0, 2.0, 4.0):
-        rule = AdaptiveMuon(muon=replace(EXACT, extra_scale_factor=extra), second_moment=method)
+        rule = AdaptiveMuonRule(muon=replace(EXACT, extra_scale_factor=extra), second_moment=method)
         grads = [tensor(24, 40, seed=1), tensor(24, 40, seed=2)]
         sizes.append(float(moved(rule, torch.zeros(24, 40), *grads, hyper=replace(HYPER, weight_decay=0.0)).norm()))
     assert sizes[1] == pytest.approx(2 * sizes[0], rel=1e-5)
@@ -103,7 +103,9 @@ def test_normuon_keeps_the_norm_of_muon_and_evens_out_its_rows() -> None:
     grad = tensor(40, 24) * torch.logspace(0, -2, 40)[:, None]
     hyper = replace(HYPER, weight_decay=0.0)
     plain = moved(EXACT, torch.zeros(40, 24), grad, hyper=hyper)
-    even = moved(AdaptiveMuon(muon=EXACT, second_moment=SecondMoment.NORMUON), torch.zeros(40, 24), grad, hyper=hyper)
+    even = moved(
+        AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON), torch.zeros(40, 24), grad, hyper=hyper
+    )
     assert float(even.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
     rows = even.norm(dim=1)
     # The floor of eps under the mean squares keeps the faintest rows from the others' size.
@@ -112,7 +114,7 @@ def test_normuon_keeps_the_norm_of_muon_and_evens_out_its_rows() -> None:
 
 @pytest.mark.parametrize("method", SecondMoment)
 def test_a_stack_of_matrices_is_so_many_matrices(method: SecondMoment) -> None:
-    rule = AdaptiveMuon(muon=EXACT, second_moment=method)
+    rule = AdaptiveMuonRule(muon=EXACT, second_moment=method)
     main, grad = tensor(3, 12, 20), tensor(3, 12, 20, seed=1)
     got = moved(rule, main, grad)
     for i in range(3):
@@ -121,7 +123,7 @@ def test_a_stack_of_matrices_is_so_many_matrices(method: SecondMoment) -> None:
 
 @pytest.mark.parametrize("method", SecondMoment)
 def test_a_skipped_step_leaves_every_byte(method: SecondMoment) -> None:
-    rule, main = AdaptiveMuon(second_moment=method), tensor(24, 40)
+    rule, main = AdaptiveMuonRule(second_moment=method), tensor(24, 40)
     state = rule.init_state(main)
     before = [main.clone(), *(t.clone() for t in state.values())]
     work = Work(grad=torch.full((24, 40), torch.nan), main=main, state=state)
@@ -134,7 +136,7 @@ def test_a_skipped_step_leaves_every_byte(method: SecondMoment) -> None:
     [(SecondMoment.ADAMUON, StateKind.LIKE_PARAM, (24, 40)), (SecondMoment.NORMUON, StateKind.REDUCED, (24,))],
 )
 def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: StateKind, shape: tuple[int, ...]) -> None:
-    rule = AdaptiveMuon(second_moment=method)
+    rule = AdaptiveMuonRule(second_moment=method)
     assert (rule.name, rule.needs) == ("adaptive_muon", Needs.MATRICES)
     specs, state = rule.state_specs, rule.init_state(tensor(24, 40))
     assert [spec.name for spec in specs] == list(state)
@@ -150,7 +152,7 @@ def test_an_unknown_second_moment_is_refused() -> None:
 @pytest.mark.parametrize("kind", SecondMoment)
 def test_a_gradient_of_zeros_leaves_the_weight_to_its_decay(kind: SecondMoment) -> None:
     # The norm of the update is zero, and what it is divided by must not be.
-    rule, main = AdaptiveMuon(second_moment=kind), torch.ones(6, 4)
+    rule, main = AdaptiveMuonRule(second_moment=kind), torch.ones(6, 4)
     work = Work(grad=torch.zeros(6, 4), main=main, state=rule.init_state(main))
     for step in (1, 2):
         rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.5, step=step), [work])])

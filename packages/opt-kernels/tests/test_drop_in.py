@@ -15,8 +15,8 @@ from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.rules.lion import Lion as LionRule
-from opt_kernels.rules.muon import Muon as MuonRule
-from opt_kernels.rules.soap import SOAP as SOAPRule
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import SOAPRule
 
 Build = Callable[..., torch.optim.Optimizer]
 ALL: Mapping[str, Build] = {

@@ -28,7 +28,7 @@ from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import StateSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -67,7 +67,7 @@ class Strange:
         (Adam(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
         (Adam(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
         (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
-        (SOAP(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
+        (SOAPRule(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
         (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
         (hooked(Adam(), [CautiousDecay()]), [ClipUpdateRms()], "already has (CautiousDecay(),)"),
     ],

@@ -29,10 +29,10 @@ from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import sums_of
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Work
 
@@ -245,7 +245,7 @@ def muon_direction(rule: Any, grads: list[Tensor]) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rule", [Muon(), AdaptiveMuon()], ids=["muon", "adaptive_muon"])
+@pytest.mark.parametrize("rule", [MuonRule(), AdaptiveMuonRule()], ids=["muon", "adaptive_muon"])
 @pytest.mark.parametrize("name", ["cautious-decay", "lr-decoupled", "clip", "relative", "hyperball", "floor"])
 def test_matrix_rules_take_hooks(name: str, rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     updates = iter(muon_direction(rule, gradients()))
@@ -259,10 +259,12 @@ def test_matrix_rules_take_hooks(name: str, rule: Any, monkeypatch: pytest.Monke
 
 
 def test_a_matrix_rule_takes_gradient_hooks() -> None:
-    subject = hooked(Muon(), [CentralizeGradient(), CoupledDecay()])
+    subject = hooked(MuonRule(), [CentralizeGradient(), CoupledDecay()])
     centred = [grad - grad.mean(1, keepdim=True) for grad in gradients()]
     one = run(subject, Kept().work(subject, start_of()), gradients(), scale=0.5)
-    other = run(Muon(weight_decay_method=Decay.L2), Kept().work(Muon(), start_of()), [0.5 * grad for grad in centred])
+    other = run(
+        MuonRule(weight_decay_method=Decay.L2), Kept().work(MuonRule(), start_of()), [0.5 * grad for grad in centred]
+    )
     assert torch.allclose(value(one), value(other), rtol=1e-3, atol=1e-3)
 
 

@@ -15,12 +15,12 @@ from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode
 from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
 from opt_kernels.rules.base import Needs
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)
 # Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.
-POLAR = Muon(coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10, fp32_matmul_prec=MatmulPrecision.HIGHEST)
+POLAR = MuonRule(coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10, fp32_matmul_prec=MatmulPrecision.HIGHEST)
 EXACT = replace(POLAR, backend="reference")
 
 
@@ -35,7 +35,7 @@ def polar(x: Tensor) -> Tensor:
     return torch.matmul(u, v)
 
 
-def moved(rule: Muon, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER, **work: Any) -> Tensor:
+def moved(rule: MuonRule, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER, **work: Any) -> Tensor:
     """`main` after a step for each of `grads`."""
     main, state = main.clone(), rule.init_state(main)
     for grad in grads:
@@ -97,7 +97,7 @@ def test_fast_and_reference_backends_agree(
     coefficients: CoefficientType, precision: MatmulPrecision, use_syrk: bool
 ) -> None:
     # Wide enough that all products of the fp32 iteration are halved.
-    fast = Muon(coefficient_type=coefficients, fp32_matmul_prec=precision, use_syrk=use_syrk)
+    fast = MuonRule(coefficient_type=coefficients, fp32_matmul_prec=precision, use_syrk=use_syrk)
     main, grad = torch.zeros(256, 1024), tensor(256, 1024)
     expected = moved(replace(fast, backend="reference"), main, grad)
     error = (moved(fast, main, grad) - expected).norm() / expected.norm()
@@ -132,7 +132,7 @@ def test_company_makes_no_difference() -> None:
     hypers = [replace(HYPER, lr=0.1), replace(HYPER, lr=0.02, momentum=0.5)]
     mains = [tensor(*shape, seed=i) for i, shape in enumerate(shapes)]
     grads = [tensor(*shape, seed=100 + i) for i, shape in enumerate(shapes)]
-    rule = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)
+    rule = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
     together = [main.clone() for main in mains]
     works = [Work(grad=g, main=m, state=rule.init_state(m)) for g, m in zip(grads, together)]
     rule.update_([Batch(hypers[0], works[::2]), Batch(hypers[1], works[1::2])])
@@ -304,7 +304,7 @@ def test_an_empty_matrix_is_nothing_to_do(shape: tuple[int, ...]) -> None:
 
 def test_a_zero_gradient_only_decays() -> None:
     main = tensor(24, 40)
-    torch.testing.assert_close(moved(Muon(), main, torch.zeros(24, 40)), main * (1 - 0.1 * 0.3))
+    torch.testing.assert_close(moved(MuonRule(), main, torch.zeros(24, 40)), main * (1 - 0.1 * 0.3))
 
 
 def test_what_a_user_set_for_fp32_products_is_left_as_it_was() -> None:
@@ -318,7 +318,7 @@ def test_what_a_user_set_for_fp32_products_is_left_as_it_was() -> None:
 
 
 def test_a_rule_says_what_it_is_and_what_it_keeps() -> None:
-    rule = Muon()
+    rule = MuonRule()
     assert (rule.name, rule.needs) == ("muon", Needs.MATRICES)
     (spec,) = rule.state_specs
     assert (spec.name, spec.kind, spec.dtype) == ("momentum_buffer", StateKind.LIKE_PARAM, torch.float32)
@@ -337,12 +337,12 @@ WRONG = [
 @pytest.mark.parametrize(("shape", "spec", "message"), WRONG)
 def test_what_is_no_matrix_is_refused(shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
     with pytest.raises(MatrixError, match=message):
-        moved(Muon(), torch.zeros(shape), torch.zeros(shape), matrix=spec)
+        moved(MuonRule(), torch.zeros(shape), torch.zeros(shape), matrix=spec)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_an_update_of_rank_one_keeps_its_sign_with_aol(backend: str) -> None:
-    rule = Muon(coefficient_type=CoefficientType.AOL, num_ns_steps=4, backend=backend)
+    rule = MuonRule(coefficient_type=CoefficientType.AOL, num_ns_steps=4, backend=backend)
     grad = tensor(24, 1) @ tensor(1, 40)
     got = moved(rule, torch.zeros(24, 40), grad, hyper=replace(HYPER, weight_decay=0.0))
     assert float((got * grad).sum()) < 0
@@ -350,14 +350,16 @@ def test_an_update_of_rank_one_keeps_its_sign_with_aol(backend: str) -> None:
 
 def test_options_are_checked_when_the_rule_is_made() -> None:
     with pytest.raises(ValueError, match="num_ns_steps is 0"):
-        Muon(num_ns_steps=0)
+        MuonRule(num_ns_steps=0)
     with pytest.raises(ValueError, match="backend='cuda' is unknown"):
-        Muon(backend="cuda")
+        MuonRule(backend="cuda")
     with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'"):
         MatmulPrecision("bf16")
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
 def test_16_bit_products_have_the_dtype_that_suits_the_device(device: str, dtype: torch.dtype) -> None:
-    inputs = Muon().orthogonalization.inputs(torch.float32, torch.device(device), cut_dim=None, tensor_parallel=None)
+    inputs = MuonRule().orthogonalization.inputs(
+        torch.float32, torch.device(device), cut_dim=None, tensor_parallel=None
+    )
     assert inputs.dtype is dtype

@@ -9,24 +9,24 @@ from torch import Tensor
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.matrices.stacks import squares_in_float64
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, init_state, sums_gradients
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO
-from opt_kernels.rules.soap import SOAP, Order
-from opt_kernels.rules.soap_muon import SOAPMuon
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule
+from opt_kernels.rules.soap import Order, SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
-MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
+MUON = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
 RULES: dict[str, MatrixRule] = {
     "muon": MUON,
-    "adamuon": AdaptiveMuon(muon=MUON),
-    "normuon": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON),
-    "normuon of columns": AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
-    "namo": NAMO(muon=MUON),
-    "soap": SOAP(),
-    "soap_muon": SOAPMuon(),
-    "soap in megatron's order": SOAP(order=Order.MEGATRON),
+    "adamuon": AdaptiveMuonRule(muon=MUON),
+    "normuon": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON),
+    "normuon of columns": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
+    "namo": NAMORule(muon=MUON),
+    "soap": SOAPRule(),
+    "soap_muon": SOAPMuonRule(),
+    "soap in megatron's order": SOAPRule(order=Order.MEGATRON),
 }
 SPLIT = (4, 1, 1)
 MATRIX = MatrixSpec(split_rows=SPLIT)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import Batch, Hyper, Work
 
 HAS_NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
@@ -101,15 +101,15 @@ def stepped(rule: Rule, shape: tuple[int, int], steps: int) -> Work:
 
 
 RULES = {
-    "muon": (Muon(backend="torch"), []),
-    "muon-high": (Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
-    "muon-highest": (Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST), [False]),
+    "muon": (MuonRule(backend="torch"), []),
+    "muon-high": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
+    "muon-highest": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST), [False]),
     "adaptive": (
-        AdaptiveMuon(muon=Muon(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+        AdaptiveMuonRule(muon=MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST)),
         [False],
     ),
-    "soap": (SOAP(), [False]),
-    "soap-householder": (SOAP(use_kl_shampoo=False, power_iterations=2), [False]),
+    "soap": (SOAPRule(), [False]),
+    "soap-householder": (SOAPRule(use_kl_shampoo=False, power_iterations=2), [False]),
 }
 
 
@@ -131,7 +131,7 @@ def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_set
 def test_the_bases_of_soap_stay_orthogonal_where_the_user_allows_tf32(user: Callable[[], None]) -> None:
     user()
     with AsOnAGpu():
-        state = stepped(SOAP(), (64, 48), 15).state
+        state = stepped(SOAPRule(), (64, 48), 15).state
     for name in ("Q_L", "Q_R"):
         q = state[name].double()
         # A few units of float32; with TF32 products it is 5e-4.

@@ -10,12 +10,12 @@ from torch import Tensor
 from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.base import Needs
-from opt_kernels.rules.soap import SOAP, Order, Orthonormalization
+from opt_kernels.rules.soap import Order, Orthonormalization, SOAPRule
 from opt_kernels.works import Batch, Hyper, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
-PLAIN, KL = SOAP(use_kl_shampoo=False), SOAP()
-MEGATRON = SOAP(order=Order.MEGATRON)
+PLAIN, KL = SOAPRule(use_kl_shampoo=False), SOAPRule()
+MEGATRON = SOAPRule(order=Order.MEGATRON)
 SHAPES = [(1, 5), (6, 6), (12, 7), (7, 12)]
 
 
@@ -29,7 +29,7 @@ def grads_of(num_steps: int, *shape: int) -> list[Tensor]:
     return [signal + 0.3 * tensor(*shape, seed=seed) for seed in range(1, num_steps + 1)]
 
 
-def stepped(rule: SOAP, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
+def stepped(rule: SOAPRule, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
     for step, grad in enumerate(grads, start=first):
         rule.update_([Batch(replace(HYPER, step=step), [Work(grad=grad, main=main, state=state)])])
 
@@ -42,7 +42,7 @@ def signed_qr(columns: Tensor) -> Tensor:
 class ByFormula:
     """The docstring of the rule in float64, for one matrix; QR by Householder."""
 
-    def __init__(self, rule: SOAP, main: Tensor) -> None:
+    def __init__(self, rule: SOAPRule, main: Tensor) -> None:
         self.rule, self.p, (self.m, self.n) = rule, main.double().clone(), main.shape
         limit = rule.max_precond_dim or max(main.shape)
         self.has_left = self.m <= limit and (not rule.one_sided or self.m <= self.n)
@@ -160,7 +160,7 @@ def test_steps_follow_the_formula(kind: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("rule", [PLAIN, KL], ids=["plain", "kl"])
-def test_fp32_states_stay_near_the_formula(rule: SOAP) -> None:
+def test_fp32_states_stay_near_the_formula(rule: SOAPRule) -> None:
     main = tensor(12, 12, seed=99)
     formula, grads = ByFormula(rule, main), grads_of(9, 12, 12)
     stepped(rule, main, rule.init_state(main), grads)
@@ -171,7 +171,7 @@ def test_fp32_states_stay_near_the_formula(rule: SOAP) -> None:
 
 
 @pytest.mark.parametrize("rule", [MEGATRON, replace(MEGATRON, use_kl_shampoo=False)], ids=["kl", "plain"])
-def test_the_order_of_megatron_has_its_numbers_from_the_first_step(rule: SOAP) -> None:
+def test_the_order_of_megatron_has_its_numbers_from_the_first_step(rule: SOAPRule) -> None:
     # Square and in float64, where what is off the diagonal of the first gradient in its own bases is far below eps:
     # a longer side's null space, or float32, would make the first steps rounding noise in Megatron-Core as well.
     main = tensor(6, 6, seed=99).double()
@@ -194,7 +194,7 @@ def test_the_first_step_of_megatron_is_worked_by_hand() -> None:
 
 
 @pytest.mark.parametrize("rule", [PLAIN, KL, MEGATRON, replace(KL, one_sided=True)], ids=str)
-def test_a_stack_of_matrices_is_so_many_matrices(rule: SOAP) -> None:
+def test_a_stack_of_matrices_is_so_many_matrices(rule: SOAPRule) -> None:
     stack, grads = tensor(3, 6, 8).double(), [tensor(3, 6, 8, seed=step).double() for step in (1, 2, 3)]
     alone, state = stack.clone(), {n: v.double() for n, v in rule.init_state(stack).items()}
     states = [{n: v[i].clone() for n, v in state.items()} for i in range(3)]
@@ -207,11 +207,11 @@ def test_a_stack_of_matrices_is_so_many_matrices(rule: SOAP) -> None:
 
 def test_a_side_that_is_too_long_has_no_factor() -> None:
     # An output layer of 128,000 rows had two factors of 64 GB.
-    state = SOAP().init_state(torch.empty(128_000, 64, device="meta"))
+    state = SOAPRule().init_state(torch.empty(128_000, 64, device="meta"))
     assert set(state) == {"exp_avg", "exp_avg_sq", "R", "Q_R", "eigvals_R"}
-    specs = {spec.name: spec for spec in SOAP().state_specs}
+    specs = {spec.name: spec for spec in SOAPRule().state_specs}
     assert all(specs[name].optional for name in ("L", "Q_L", "eigvals_L"))
-    assert not any(spec.optional for spec in SOAP(max_precond_dim=None).state_specs)
+    assert not any(spec.optional for spec in SOAPRule(max_precond_dim=None).state_specs)
 
 
 def test_the_first_bases_are_the_eigenvectors_of_the_first_factors() -> None:
@@ -238,7 +238,7 @@ def test_the_first_step_only_finds_the_bases() -> None:
 
 @pytest.mark.parametrize("rule", [PLAIN, KL], ids=["plain", "kl"])
 @pytest.mark.parametrize("shape", [(32, 48), (96, 24)], ids=str)
-def test_no_step_is_much_larger_than_adams(rule: SOAP, shape: tuple[int, int]) -> None:
+def test_no_step_is_much_larger_than_adams(rule: SOAPRule, shape: tuple[int, int]) -> None:
     # In the other order the second step was 5000 times lr large on a tall matrix of noise.
     main = torch.zeros(shape)
     state = rule.init_state(main)
@@ -337,7 +337,7 @@ WRONG: list[Any] = [
 @pytest.mark.parametrize(("options", "message"), WRONG)
 def test_options_are_checked_when_the_rule_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        SOAP(**options)
+        SOAPRule(**options)
 
 
 @pytest.mark.parametrize("shape", [(8,), (2, 2, 4, 4)], ids=str)

@@ -9,13 +9,13 @@ from torch import Tensor
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, scale_factor
 from opt_kernels.optim import SOAPMuon as DropIn
-from opt_kernels.rules.soap import SOAP, Order
-from opt_kernels.rules.soap_muon import SOAPMuon
+from opt_kernels.rules.soap import Order, SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 STEPS, (A, B, C) = 4, (2.0, -1.5, 0.5)
-RULE = SOAPMuon(
+RULE = SOAPMuonRule(
     num_ns_steps=STEPS,
     coefficient_type=CoefficientType.CUSTOM,
     custom_coefficients=(Coefficients(A, B, C),),
@@ -29,7 +29,7 @@ def grads_of(num_steps: int, *shape: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(num_steps)]
 
 
-def steps_of(rule: SOAP | SOAPMuon, grads: list[Tensor], **hyper: float) -> list[Tensor]:
+def steps_of(rule: SOAPRule | SOAPMuonRule, grads: list[Tensor], **hyper: float) -> list[Tensor]:
     """By how much each step moves weights that begin at one."""
     main = torch.ones_like(grads[0])
     state, moves = rule.init_state(main), []
@@ -47,7 +47,7 @@ def test_steps_have_soaps_singular_vectors_and_newton_schulz_values(
     shape: tuple[int, int], mode: ScaleMode, order: Order
 ) -> None:
     grads = grads_of(4, *shape)
-    rule = replace(RULE, soap=SOAP(order=order), scale_mode=mode)
+    rule = replace(RULE, soap=SOAPRule(order=order), scale_mode=mode)
     directions = steps_of(rule.soap, grads, lr=1.0, weight_decay=0.0)
     moves = steps_of(rule, grads, lr=1.0, weight_decay=0.0)
     for direction, move in zip(directions[1:], moves[1:]):
@@ -65,7 +65,7 @@ def test_the_first_step_is_soaps_and_decay_is_decoupled() -> None:
     without = steps_of(RULE, grads, weight_decay=0.0)
     assert not moves[0].any()
     torch.testing.assert_close(moves[1], without[1] - 0.1 * 0.3 * torch.ones(5, 7))
-    assert steps_of(replace(RULE, soap=SOAP(order=Order.MEGATRON)), grads)[0].any()
+    assert steps_of(replace(RULE, soap=SOAPRule(order=Order.MEGATRON)), grads)[0].any()
 
 
 def test_a_stack_of_matrices_is_so_many_matrices() -> None:

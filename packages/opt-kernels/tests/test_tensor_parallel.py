@@ -12,11 +12,11 @@ from torch import Tensor
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines, SecondMoment
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule
+from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95))
@@ -127,7 +127,7 @@ CUTS = [
 SHAPES = [(48, 16), (48, 96), (48, 48), (48, 16)]
 MAINS = [tensor(*shape, seed=i) for i, shape in enumerate(SHAPES)]
 GRADS = [[tensor(*shape, seed=10 * step + i) for i, shape in enumerate(SHAPES)] for step in (1, 2)]
-MUON = Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
+MUON = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -152,7 +152,7 @@ def test_the_update_does_not_depend_on_the_number_of_ranks(mode: TpMode, cut: Cu
     "cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0, split_rows=(4, 1, 1))], ids=str
 )
 def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(method: SecondMoment, mode: TpMode, cut: Cut) -> None:
-    rule = AdaptiveMuon(muon=replace(MUON, tp_mode=mode), second_moment=method)
+    rule = AdaptiveMuonRule(muon=replace(MUON, tp_mode=mode), second_moment=method)
     got, _ = cut_update(rule, MAINS, GRADS, cut)
     for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.split_rows)):
         # AdaMuon's first steps divide each element by about its own size: 0.1 x sqrt(20) each.
@@ -162,7 +162,9 @@ def test_adaptive_updates_do_not_depend_on_the_number_of_ranks(method: SecondMom
 @pytest.mark.parametrize("lines", [Lines.COLS, Lines.LONGER])
 @pytest.mark.parametrize("cut", [Cut(size=2, dim=0), Cut(size=2, dim=1)], ids=str)
 def test_lines_of_either_kind_are_those_of_the_whole(lines: Lines, cut: Cut) -> None:
-    rule = AdaptiveMuon(muon=replace(MUON, tp_mode=TpMode.DUPLICATED), second_moment=SecondMoment.NORMUON, lines=lines)
+    rule = AdaptiveMuonRule(
+        muon=replace(MUON, tp_mode=TpMode.DUPLICATED), second_moment=SecondMoment.NORMUON, lines=lines
+    )
     # Cut so that the longer side of a part is that of the whole.
     mains = [tensor(48, 16), tensor(16, 48)]
     grads = [[tensor(48, 16, seed=step), tensor(16, 48, seed=step)] for step in (1, 2)]
@@ -172,7 +174,7 @@ def test_lines_of_either_kind_are_those_of_the_whole(lines: Lines, cut: Cut) -> 
 
 
 def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
-    rule = AdaptiveMuon(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)
+    rule = AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER)
     with pytest.raises(MatrixError, match=r"lines='longer': this rank has a part \(16, 12\) of a matrix \(16, 24\)"):
         cut_update(rule, [tensor(16, 24)], [[tensor(16, 24)]], Cut(size=2, dim=1))
 
@@ -180,7 +182,7 @@ def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
 @pytest.mark.parametrize("mode", TpMode)
 @pytest.mark.parametrize("cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0)], ids=str)
 def test_the_scale_of_namo_is_that_of_the_whole_matrix(mode: TpMode, cut: Cut) -> None:
-    rule = NAMO(muon=replace(MUON, tp_mode=mode))
+    rule = NAMORule(muon=replace(MUON, tp_mode=mode))
     got, _ = cut_update(rule, MAINS, GRADS, cut)
     if mode is TpMode.BLOCKWISE:  # each block is another polar factor
         return
@@ -234,7 +236,7 @@ def test_stacks_of_matrices_are_cut_by_their_last_dims() -> None:
         assert torch.equal(got[0], whole_update(rule, mains, grads, ())[0])
 
 
-def collectives(rule: Muon, mains: list[Tensor], cut: Cut) -> int:
+def collectives(rule: MuonRule, mains: list[Tensor], cut: Cut) -> int:
     grads = [[torch.ones_like(main) for main in mains]]
     return len(cut_update(rule, mains, grads, cut)[1].calls[0])
 
@@ -254,7 +256,7 @@ def test_a_gram_matrix_is_summed_once_a_segment() -> None:
     assert collectives(ten_steps, [tensor(16, 256)], Cut(size=2, dim=1)) == 6
 
 
-REFUSING: dict[str, Callable[[], Rule]] = {"plain": lambda: SOAP(use_kl_shampoo=False), "kl": SOAP}
+REFUSING: dict[str, Callable[[], Rule]] = {"plain": lambda: SOAPRule(use_kl_shampoo=False), "kl": SOAPRule}
 
 
 @pytest.mark.parametrize("kind", REFUSING)

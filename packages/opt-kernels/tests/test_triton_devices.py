@@ -20,7 +20,7 @@ from opt_kernels.matrices.syrk import triton as syrk
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -41,7 +41,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "adam": lambda: stepped(Adam(backend="triton")),
     "lion": lambda: stepped(Lion(backend="triton")),
     "sgd": lambda: stepped(SGD(backend="triton")),
-    "muon": lambda: stepped(Muon(backend="triton")),
+    "muon": lambda: stepped(MuonRule(backend="triton")),
     "grad_stats": lambda: stats.grad_stats([torch.ones(9)]),
     "syrk": lambda: syrk.halved_product(torch.ones(1, 8, 8), torch.ones(1, 8, 8)),
 }
@@ -93,7 +93,7 @@ def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.Monke
     for module in ("backends.triton.sweep", "matrices.muon.round_tables"):
         monkeypatch.setattr(f"opt_kernels.{module}.to_device", counted)
     monkeypatch.setattr(rounds, "ROUND_NUMEL", 64)
-    rule = Muon(backend="triton", num_ns_steps=1)
+    rule = MuonRule(backend="triton", num_ns_steps=1)
     # Works of one layout would share a stack, and so a round.
     batch = Batch(HYPER, [work_of(rule, 1, 60 + i) for i in range(70)])
     rule.update_([batch])

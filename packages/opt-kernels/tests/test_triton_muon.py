@@ -19,9 +19,9 @@ from opt_kernels.matrices.muon import triton as fast
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
 from opt_kernels.matrices.stacks import join as joined
 from opt_kernels.matrices.stacks import split
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, SecondMoment
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, SecondMoment
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, momentum=0.9)
@@ -324,36 +324,36 @@ def test_storages_may_be_mixed_within_a_stack(kernel_device: torch.device) -> No
 
 
 def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.device) -> None:
-    rule = Muon(backend="triton")
+    rule = MuonRule(backend="triton")
     wide = torch.zeros(4, 6, dtype=torch.float64, device=kernel_device)
     holes = torch.zeros(6, 4, device=kernel_device).t()
     for main, reason in ((wide, "backend='torch'"), (holes, "contiguous")):
         work = Work(grad=torch.ones_like(main), main=main, state=rule.init_state(main))
         with pytest.raises(LayoutError, match=reason):
             rule.update_([Batch(HYPER, [work])])
-    coded = Muon(backend="triton", momentum_buffer_dtype=torch.int8)
+    coded = MuonRule(backend="triton", momentum_buffer_dtype=torch.int8)
     odd = torch.zeros(2, 3, 5, device=kernel_device)
     with pytest.raises(LayoutError, match="share blocks of 128"):
         coded.update_([Batch(HYPER, [Work(grad=odd.clone(), main=odd, state=coded.init_state(odd))])])
 
 
 RULES = {
-    "muon": Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST),
-    "muon-16-bit": Muon(nesterov=True),
-    "muon-large-eps": Muon(eps=1e2, fp32_matmul_prec=MatmulPrecision.HIGHEST),
-    "namo": NAMO(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
-    "adamuon": AdaptiveMuon(muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
-    "normuon": AdaptiveMuon(
-        muon=Muon(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON
+    "muon": MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
+    "muon-16-bit": MuonRule(nesterov=True),
+    "muon-large-eps": MuonRule(eps=1e2, fp32_matmul_prec=MatmulPrecision.HIGHEST),
+    "namo": NAMORule(muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+    "adamuon": AdaptiveMuonRule(muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+    "normuon": AdaptiveMuonRule(
+        muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON
     ),
 }  # fmt: skip
 
 
-def with_backend(rule: Muon | AdaptiveMuon | NAMO, backend: str) -> Muon | AdaptiveMuon | NAMO:
-    muon = rule if isinstance(rule, Muon) else rule.muon
+def with_backend(rule: MuonRule | AdaptiveMuonRule | NAMORule, backend: str) -> MuonRule | AdaptiveMuonRule | NAMORule:
+    muon = rule if isinstance(rule, MuonRule) else rule.muon
     # Products by torch on both sides: only what is around them differs.
     chosen = replace(muon, backend=backend, use_syrk=False)
-    return chosen if isinstance(rule, Muon) else replace(rule, muon=chosen)
+    return chosen if isinstance(rule, MuonRule) else replace(rule, muon=chosen)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -389,7 +389,7 @@ def test_a_matrix_that_is_cut_moves_as_it_does_in_torch(mode: TpMode, kernel_dev
     spec = MatrixSpec(partition_dim=1, tensor_parallel=group)
     moving = []
     for backend in ("triton", "torch"):
-        rule = Muon(tp_mode=mode, fp32_matmul_prec=MatmulPrecision.HIGHEST, use_syrk=False, backend=backend)
+        rule = MuonRule(tp_mode=mode, fp32_matmul_prec=MatmulPrecision.HIGHEST, use_syrk=False, backend=backend)
         main, grad = (
             torch.randn(16, 24, generator=torch.Generator().manual_seed(i)).to(kernel_device) for i in range(2)
         )

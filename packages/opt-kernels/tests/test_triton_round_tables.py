@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Unchanged, Work, Works
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 HYPER = Hyper(lr=0.1, momentum=0.9)
-PLAIN = Muon(backend="triton", num_ns_steps=1)
-SCALED = Muon(backend="triton", num_ns_steps=1, extra_scale_factor=3.0)
+PLAIN = MuonRule(backend="triton", num_ns_steps=1)
+SCALED = MuonRule(backend="triton", num_ns_steps=1, extra_scale_factor=3.0)
 OF_HEADS = MatrixSpec(split_rows=(2,), by_group=True)
 
 

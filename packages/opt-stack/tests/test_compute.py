@@ -10,16 +10,16 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule
+from opt_kernels.rules.soap import SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups
 from opt_stack.planning.compute import ComputePlan, compute_lines, plan_compute, split_rows
 
-BLOCKWISE, DUPLICATED, DISTRIBUTED = (Muon(tp_mode=mode) for mode in TpMode)
+BLOCKWISE, DUPLICATED, DISTRIBUTED = (MuonRule(tp_mode=mode) for mode in TpMode)
 FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)
 COLUMNS = MeshPlacement("tp", 2, 1)
 
@@ -45,16 +45,16 @@ CASES = {
     "marked, blockwise": (BLOCKWISE, meta(**MARKED), [(PART, ["tensor parallel"], 1)]),
     "marked, duplicated": (DUPLICATED, meta(**MARKED), [(EVERY, ["tensor parallel"], 0)]),
     "marked, distributed": (DISTRIBUTED, meta(**MARKED), [(JOINT, ["tensor parallel"], 1)]),
-    "marked, adaptive": (AdaptiveMuon(muon=DUPLICATED), meta(**MARKED), [(EVERY, ["tensor parallel"], 0)]),
-    "marked, soap": (SOAP(), meta(**MARKED), [(OWNER, ["tensor parallel"], 0)]),
+    "marked, adaptive": (AdaptiveMuonRule(muon=DUPLICATED), meta(**MARKED), [(EVERY, ["tensor parallel"], 0)]),
+    "marked, soap": (SOAPRule(), meta(**MARKED), [(OWNER, ["tensor parallel"], 0)]),
     "tp, blockwise": (BLOCKWISE, meta((16, 8), TP), [(PART, ["tp"], 1)]),
     "tp, distributed": (DISTRIBUTED, meta((16, 8), TP), [(JOINT, ["tp"], 1)]),
-    "tp, soap": (SOAP(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
+    "tp, soap": (SOAPRule(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
     "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
-    "hsdp": (SOAP(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
-    "tp, namo": (NAMO(muon=DUPLICATED), meta((16, 8), TP), [(EVERY, ["tp"], 0)]),
-    "fsdp, namo": (NAMO(), meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
-    "axes of one rank": (SOAP(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
+    "hsdp": (SOAPRule(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
+    "tp, namo": (NAMORule(muon=DUPLICATED), meta((16, 8), TP), [(EVERY, ["tp"], 0)]),
+    "fsdp, namo": (NAMORule(), meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
+    "axes of one rank": (SOAPRule(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
     "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),
     "fsdp of blocks": (BLOCKWISE, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 1)]),
     "fsdp of blocks of columns": (BLOCKWISE, meta((16, 8), FSDP, COLUMNS), [(OWNER, ["tp", "dp"], 1)]),
@@ -74,13 +74,13 @@ def test_matrices_of_one_shard_are_dealt_among_its_ranks() -> None:
     shapes = {"a": (64, 64), "b": (64, 64), "c": (8, 8), "d": (8, 8)}
     metas = [meta(shape, name=name, **MARKED) for name, shape in shapes.items()]
     team_of = {ParamId(0, name): number for name, number in zip(shapes, (0, 0, 1, 1), strict=True)}
-    owners = {s.matrix.id.name: s.owner for p in plan(SOAP(), *metas, team_of=team_of) for s in p.layout.slots}
+    owners = {s.matrix.id.name: s.owner for p in plan(SOAPRule(), *metas, team_of=team_of) for s in p.layout.slots}
     assert owners == {"a": (0,), "b": (1,), "c": (0,), "d": (1,)}
 
 
 def test_the_plan_says_it_in_words() -> None:
     metas = [meta((16, 8), FSDP, name=name) for name in "abc"] + [meta((16, 8), LAST_FSDP, TP, name="d")]
-    assert list(compute_lines(plan(SOAP(), *metas))) == [
+    assert list(compute_lines(plan(SOAPRule(), *metas))) == [
         "3 matrices cut over 4 ranks (dp): one rank gathers, computes and returns each, balanced by cost",
         "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, balanced by cost",
     ]
@@ -179,7 +179,7 @@ def test_query_groups_that_are_cut_do_no_harm_where_they_are_gathered_or_not_spl
 
 def test_heads_are_whole_where_they_are_gathered_or_dealt() -> None:
     assert plan(DUPLICATED, meta((24, 8), TP, split_sizes=(20, 4)))
-    assert plan(SOAP(), meta((24, 8), FSDP, head_rows=8))
+    assert plan(SOAPRule(), meta((24, 8), FSDP, head_rows=8))
     assert plan(BLOCKWISE, meta((32, 8), TP, head_rows=8), split_qkv=False)
 
 

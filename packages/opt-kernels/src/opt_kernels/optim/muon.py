@@ -13,7 +13,7 @@ from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.muon import Muon as MuonRule
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Hyper
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
@@ -48,7 +48,7 @@ class Muon(MatrixOptimizer):
     alone or with "custom". The Muon of Megatron-Core is
     `scale_mode="spectral", coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
 
-    The remaining options are those of `opt_kernels.rules.muon.Muon`. Raises ValueError for an option that is not
+    The remaining options are those of `opt_kernels.rules.muon.MuonRule`. Raises ValueError for an option that is not
     allowed, MatrixError for a parameter that is not a matrix and has no `scalar_optimizer`.
     """
 

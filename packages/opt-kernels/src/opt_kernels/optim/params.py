@@ -11,12 +11,12 @@ from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.optim.mains import Mains, init_main
 from opt_kernels.quantized.find import is_quantized
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule
+from opt_kernels.rules.soap import SOAPRule
 
 
 def for_dtype(rule: Rule, param: Tensor) -> Rule:
@@ -28,7 +28,7 @@ def for_dtype(rule: Rule, param: Tensor) -> Rule:
         return rule
     if isinstance(rule, ElementwiseRule):
         return rule.in_float64()
-    if not isinstance(rule, Muon):
+    if not isinstance(rule, MuonRule):
         return rule
     kept = [field.name for field in fields(rule) if field.name.endswith("_dtype")]
     wide: dict[str, Any] = {name: torch.float64 for name in kept if getattr(rule, name) is torch.float32}
@@ -69,7 +69,7 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
             "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
             "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
-    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuon | NAMO | SOAP):
+    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuonRule | NAMORule | SOAPRule):
         raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; pass float32 parameters")
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
 from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.base import Rule
-from opt_kernels.rules.soap import SOAP as SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuon as SOAPMuonRule
+from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 
 _ORTHOGONALIZATION: Mapping[str, Any] = MappingProxyType(
     options_of(
@@ -30,8 +30,8 @@ class SOAP(MatrixOptimizer):
     For a matrix (m, n), its state has up to 2 (m² + n²) numbers more than Adam's; `max_precond_dim` and `one_sided`
     remove sides from this sum. Do not use SOAP for embeddings. If a group splits rows into heads or parts, each part
     has its own factors; loading a state_dict saved with another split raises an error. `order="megatron"` computes a
-    step as Megatron-Core does. The options are those of `opt_kernels.rules.soap.SOAP`, by name. Raises ValueError for
-    an option that is not allowed.
+    step as Megatron-Core does. The options are those of `opt_kernels.rules.soap.SOAPRule`, by name. Raises ValueError
+    for an option that is not allowed.
     """
 
     numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
@@ -48,7 +48,7 @@ class SOAP(MatrixOptimizer):
 
 class SOAPMuon(SOAP):
     """SOAP for matrices with a direction orthogonalised by Newton-Schulz. No paper defines SOAPMuon;
-    `opt_kernels.rules.soap_muon.SOAPMuon` states the equation used here.
+    `opt_kernels.rules.soap_muon.SOAPMuonRule` states the equation used here.
 
     `scale_mode` sets the scale of updates; with the default, "match_rms_adamw", AdamW's lr and weight decay are
     suitable. The other options are those of the rule and of `SOAP`, by name. Raises ValueError for an option that is

@@ -23,7 +23,7 @@ from opt_kernels.matrices.stacks import (
     write_state_,
 )
 from opt_kernels.rules.base import Needs
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
@@ -46,7 +46,7 @@ class Lines(NamedChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveMuon:
+class AdaptiveMuonRule:
     """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
 
         adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                            (arXiv 2507.11005)
@@ -62,7 +62,7 @@ class AdaptiveMuon:
     whose state was created for the other lines, which happens with `lines="longer"`.
     """
 
-    muon: Muon = field(default_factory=Muon)
+    muon: MuonRule = field(default_factory=MuonRule)
     second_moment: SecondMoment = SecondMoment.ADAMUON
     lines: Lines = Lines.ROWS
 

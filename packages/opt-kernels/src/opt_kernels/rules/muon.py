@@ -21,7 +21,7 @@ from opt_kernels.works import Batch, StateSpec, Task, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Muon:
+class MuonRule:
     """Muon (Keller Jordan, 2024; scaled as in Moonlight, arXiv 2502.16982). Of `Hyper`: lr, weight_decay, momentum mu.
 
         m <- m + (1 - mu)(g - m)

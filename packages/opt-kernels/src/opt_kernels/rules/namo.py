@@ -18,14 +18,14 @@ from opt_kernels.matrices.stacks import (
     squares_in_float64,
     sum_of_squares,
 )
-from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuon, Lines, SecondMoment, accumulated
+from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuonRule, Lines, SecondMoment, accumulated
 from opt_kernels.rules.base import GRAD_SQUARES, Needs
-from opt_kernels.rules.muon import Muon
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NAMO:
+class NAMORule:
     """Norm-based adaptive moment orthogonalisation (arXiv 2602.17080), as in Emerging-Optimizers.
 
         v <- v + (1 - b2)(‖g‖² - v)                            one number per matrix
@@ -39,7 +39,7 @@ class NAMO:
     ValueError for L2 decay, which would be part of g. `update_` raises MatrixError for unequal parts of a matrix.
     """
 
-    muon: Muon = field(default_factory=Muon)
+    muon: MuonRule = field(default_factory=MuonRule)
 
     def __post_init__(self) -> None:
         if self.muon.weight_decay_method is Decay.L2:
@@ -140,7 +140,7 @@ def _unnormalised(work: Work) -> Inputs:
     return Inputs(compute_dtype(work), False)
 
 
-def adaptive_rule(muon: Muon, method: str, *, lines: Lines = Lines.ROWS) -> AdaptiveMuon | NAMO:
+def adaptive_rule(muon: MuonRule, method: str, *, lines: Lines = Lines.ROWS) -> AdaptiveMuonRule | NAMORule:
     """The rule for a value of Megatron-Core's `adaptive_muon_moment2_method`: adamuon, normuon or namo.
 
     Raises ValueError for any other name, and for `lines` without normuon.
@@ -150,7 +150,7 @@ def adaptive_rule(muon: Muon, method: str, *, lines: Lines = Lines.ROWS) -> Adap
     if method not in (*SecondMoment, "namo"):
         raise ValueError(f"moment2_method={method!r} is unknown; pass 'adamuon', 'normuon' or 'namo'")
     return (
-        NAMO(muon=muon)
+        NAMORule(muon=muon)
         if method == "namo"
-        else AdaptiveMuon(muon=muon, second_moment=SecondMoment(method), lines=lines)
+        else AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=lines)
     )

@@ -17,7 +17,7 @@ from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Work
 
-__all__ = ["SOAP", "Order", "Orthonormalization"]
+__all__ = ["Order", "Orthonormalization", "SOAPRule"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
 
@@ -30,7 +30,7 @@ class Order(NamedChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAP(WholeMatrices):
+class SOAPRule(WholeMatrices):
     """SOAP (Vyas et al., arXiv 2409.11321); by default KL-SOAP, with KL-Shampoo's factors (Lin et al., 2509.03378).
 
     Of `Hyper`: lr, weight_decay, step t, betas, eps. For a gradient G (m, n) of each matrix:

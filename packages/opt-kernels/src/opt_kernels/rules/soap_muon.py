@@ -8,13 +8,13 @@ from torch import Tensor
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
-from opt_kernels.rules.soap import SOAP
+from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateSpec, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAPMuon(WholeMatrices):
+class SOAPMuonRule(WholeMatrices):
     """SOAP (arXiv 2409.11321) whose direction is orthogonalised by Muon's Newton-Schulz iteration.
 
     The name comes without a paper, so this equation is our interpretation. Let Q_L A Q_Rᵀ be the direction of `SOAP`,
@@ -30,7 +30,7 @@ class SOAPMuon(WholeMatrices):
     Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
     """
 
-    soap: SOAP = field(default_factory=SOAP)
+    soap: SOAPRule = field(default_factory=SOAPRule)
     scale_mode: ScaleMode = ScaleMode.SPECTRAL
     extra_scale_factor: float = 1.0
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
@@ -48,7 +48,7 @@ class SOAPMuon(WholeMatrices):
 
     @property
     def backend(self) -> str | None:
-        """As in `SOAP`."""
+        """As in `SOAPRule`."""
         return self.soap.backend
 
     @property
@@ -67,7 +67,7 @@ class SOAPMuon(WholeMatrices):
         )
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """As in `SOAP`."""
+        """As in `SOAPRule`."""
         return self.soap.init_state(main, matrix)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
@@ -81,5 +81,5 @@ class SOAPMuon(WholeMatrices):
         return self.orthogonalization(directions).to(directions.dtype) * scale
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """As in `SOAP`."""
+        """As in `SOAPRule`."""
         self.soap.apply_(task, update, skip)

@@ -14,8 +14,8 @@ from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.soap import SOAP
-from opt_kernels.rules.soap_muon import SOAPMuon
+from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.compute import plan_compute, split_rows
@@ -203,7 +203,7 @@ def _whole_qkv(config: OptimizerConfig, rule: Rule, metas: Sequence[ParamMeta]) 
 
 
 def _is_soap(rule: Rule) -> bool:
-    return isinstance(bare(rule), SOAP | SOAPMuon)
+    return isinstance(bare(rule), SOAPRule | SOAPMuonRule)
 
 
 def _check_dtypes(config: OptimizerConfig, metas: Mapping[ParamId, ParamMeta], rule_of: Mapping[ParamId, str]) -> None:

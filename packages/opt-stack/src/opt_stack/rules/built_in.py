@@ -12,13 +12,13 @@ from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuon, Lines
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
-from opt_kernels.rules.muon import Muon
-from opt_kernels.rules.namo import NAMO, adaptive_rule
-from opt_kernels.rules.soap import SOAP, Order
-from opt_kernels.rules.soap_muon import SOAPMuon
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.namo import NAMORule, adaptive_rule
+from opt_kernels.rules.soap import Order, SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +120,9 @@ def _dtype(value: object) -> object:
     return found if isinstance(found, torch.dtype) else value
 
 
-def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAP:
+def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAPRule:
     _check_decoupled(config, name)
-    return SOAP(
+    return SOAPRule(
         use_kl_shampoo=config.soap_use_kl_shampoo,
         shampoo_beta=config.soap_shampoo_beta,
         precondition_frequency=config.soap_precondition_frequency,
@@ -132,8 +132,8 @@ def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAP:
     )
 
 
-def _soap_muon(config: OptimizerConfig) -> SOAPMuon:
-    return SOAPMuon(
+def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
+    return SOAPMuonRule(
         soap=_soap(config, name="soap_muon"),
         scale_mode=ScaleMode(config.muon_scale_mode),
         extra_scale_factor=config.muon_extra_scale_factor,
@@ -151,8 +151,8 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
         )
 
 
-def _muon(config: OptimizerConfig) -> Muon:
-    return Muon(
+def _muon(config: OptimizerConfig) -> MuonRule:
+    return MuonRule(
         nesterov=config.muon_nesterov,
         weight_decay_method=_muon_decay(config),
         scale_mode=ScaleMode(config.muon_scale_mode),
@@ -176,7 +176,7 @@ def _muon_decay(config: OptimizerConfig) -> Decay:
     return Decay.L2
 
 
-def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuon | NAMO:
+def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule | NAMORule:
     muon, method, lines = _muon(config), config.adaptive_muon_moment2_method, config.adaptive_muon_lines
     if method != "normuon" and lines != "rows":
         raise ConfigError(
