@@ -124,7 +124,7 @@ def test_the_first_chunks_gather_starts_before_the_others_are_stepped() -> None:
 
         def watch(optimizer: Optimizer) -> None:
             for unit in optimizer.stepper.units:
-                unit.rule = Told(unit.rule, unit.name, events, recorded)
+                unit.rule = NotingRule(unit.rule, unit.name, events, recorded)
 
         weights = train_chunks(roles_over(recorded), watch, first_early=True)
         return events, weights
@@ -135,7 +135,7 @@ def test_the_first_chunks_gather_starts_before_the_others_are_stepped() -> None:
         assert all(torch.equal(a, b) for a, b in zip(early, plain, strict=True))
 
 
-class Told:
+class NotingRule:
     """A rule that notes how many gathers were issued since the step began when it is called."""
 
     def __init__(self, rule: Any, name: str, events: list[str], comm: RecordingComm):

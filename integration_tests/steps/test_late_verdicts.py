@@ -233,7 +233,7 @@ def test_the_end_warns_of_a_refused_last_step(end: str) -> None:
 
 @pytest.mark.parametrize("ends", ["read", "next step", "overflow"])
 def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> None:
-    """An overflow is no error; the loss scale has backed off."""
+    """An overflow is not an error: the loss scale is lowered."""
 
     def rank_main(one: DeferredRank) -> None:
         if ends == "overflow":

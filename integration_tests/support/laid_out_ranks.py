@@ -82,12 +82,12 @@ def _full(param: Tensor) -> Tensor:
 # --- faults ----------------------------------------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
+class Outcome(NamedTuple):
     error: str
     changed: bool  # any weight
 
 
-def raise_in_backward(wrapped: bool) -> Told:
+def raise_in_backward(wrapped: bool) -> Outcome:
     """The last rank raises in its second backward pass; the other proceeds to its step."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     groups = ProcessGroups(dp=group, expt_dp=group, mp=None, tp_ep_pp=None, intra_dist_opt=group)
@@ -112,8 +112,8 @@ def raise_in_backward(wrapped: bool) -> Told:
             optimizer.zero_grad()
     except Exception as error:
         changed = any(not torch.equal(a, b) for a, b in zip(before or (), net.parameters(), strict=True))
-        return Told(f"{type(error).__name__}: {error}", changed)
-    return Told("", True)
+        return Outcome(f"{type(error).__name__}: {error}", changed)
+    return Outcome("", True)
 
 
 def config(rule: str, **changes: Any) -> OptimizerConfig:

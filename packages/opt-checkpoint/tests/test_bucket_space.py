@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "over another slot": (moved(0, start=40), r"w: elements \[40, 52\) .* must begin less than .* after element 50"),
     "beyond the end": (moved(0, start=72), r"w: elements \[72, 84\) .* end within its 76 elements"),
-    "a gap that is no padding": (
+    "a gap that is not padding": (
         SLOTS[:2] + SLOTS[3:],
         r"w: elements \[64, 76\) .* must begin .* after element 0",
     ),

@@ -31,7 +31,7 @@ RULES: Mapping[str, Make] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """In which numbers a parameter is kept."""
+    """The numbers that a parameter is kept in."""
 
     main: torch.dtype | None
     out: torch.dtype | None = None

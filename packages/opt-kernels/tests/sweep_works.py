@@ -69,7 +69,7 @@ def each(sweeps: dict[str, Sweep]) -> pytest.MarkDecorator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """In which numbers a work is kept."""
+    """The numbers that a work is kept in."""
 
     grad: torch.dtype = torch.float32
     main: torch.dtype | None = torch.float32  # None: remainder

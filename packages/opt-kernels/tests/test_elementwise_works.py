@@ -146,16 +146,16 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("arrange", LAYOUTS.values(), ids=LAYOUTS.keys())
-@pytest.mark.parametrize("grad_alike", [True, False], ids=["gradient alike", "gradient contiguous"])
+@pytest.mark.parametrize("same_layout", [True, False], ids=["gradient in the same layout", "gradient contiguous"])
 @ON_BACKENDS
-def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], grad_alike: bool, backend: str) -> None:
+def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], same_layout: bool, backend: str) -> None:
     rule = Adam(backend=backend, exp_avg_dtype=torch.bfloat16)
     start, grad = start_of((30, 8)).float(), gradients((30, 8), torch.float32)[0]
     expected, main = arrange(start.clone()), arrange(start.clone())
     shaped = arrange(grad)
     straight = Work(grad=shaped.contiguous(), main=expected.contiguous(), state=rule.init_state(expected.contiguous()))
     rule.update_([Batch(HYPER, [straight])], grad_scale=0.5)
-    work = Work(grad=shaped if grad_alike else shaped.contiguous(), main=main, state=rule.init_state(main))
+    work = Work(grad=shaped if same_layout else shaped.contiguous(), main=main, state=rule.init_state(main))
     rule.update_([Batch(HYPER, [work])], grad_scale=0.5)
     assert straight.main is not None
     assert torch.equal(main, straight.main)

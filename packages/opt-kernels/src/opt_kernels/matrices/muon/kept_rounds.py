@@ -65,9 +65,12 @@ def _found(
     for one in rounds(without, inputs, factors):
         pieces = [
             _Piece(
-                row, uniform([task.work for task in alike])[0], Unchanged(), picker([number[id(t.work)] for t in alike])
+                row,
+                uniform([task.work for task in tasks])[0],
+                Unchanged(),
+                picker([number[id(task.work)] for task in tasks]),
             )
-            for row, alike in alike_tasks(one, hypers)
+            for row, tasks in alike_tasks(one, hypers)
         ]
         kept.append(_Kept(one, pieces))
     return kept
