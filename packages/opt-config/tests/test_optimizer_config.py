@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"optimizer": ""},
         "OptimizerConfig: optimizer='': must be the name of a rule, such as adam, sgd or muon",
     ),
-    "an optimizer that is no name": (
+    "an optimizer that is not a name": (
         {"optimizer": torch.optim.Adam},
         f"OptimizerConfig: optimizer={torch.optim.Adam!r}: must be a string",
     ),

@@ -1,4 +1,4 @@
-"""Addresses of tensors and identities of objects are compared alike in C++ and in Python."""
+"""C++ and Python compare addresses of tensors and identities of objects in the same way."""
 
 from collections.abc import Callable
 

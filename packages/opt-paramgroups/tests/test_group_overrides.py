@@ -122,7 +122,7 @@ REFUSED = {
         "eps, is_decoupled_lr, lr_mult, max_lr, min_lr, momentum, optimizer, start_wd, wd_mult. Did you mean wd_mult "
         "or lr_mult? For an entry that your own code reads, pass extra_group_keys=('wd_mul',)",
     ),
-    "an optimizer that is no name": (
+    "an optimizer that is not a name": (
         {BIAS: {"optimizer": torch.optim.SGD}},
         f"config_overrides[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule",
     ),

@@ -1,7 +1,7 @@
 """The verdict on the last step: its errors are raised once, or reported if nobody asks for them any more.
 
 On an accelerator a step returns before its errors are known. Reading its result raises them, and so does the next step.
-If there is no next step, a save warns, and otherwise the garbage collector or the end of the interpreter does.
+Without a next step, a save warns of them. Without a save, deleting the optimizer or leaving Python does.
 """
 
 import atexit
