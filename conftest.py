@@ -18,6 +18,10 @@ if find_spec("torch") is not None:  # opt-scheduler is also tested without it
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def pytest_report_header() -> str:
+    return f"torch: {torch.__version__ if find_spec('torch') is not None else 'not installed'}"
+
+
 def pytest_collection_finish() -> None:
     read_entry_points_once()
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:

@@ -30,16 +30,8 @@ ROOT = Path(__file__).parent
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 TORCHES = ["2.6.0", "2.13.0", "newest"]
-# From the bottom layer up.
-PACKAGES = [
-    "opt-config",
-    "opt-scheduler",
-    "opt-paramgroups",
-    "opt-kernels",
-    "opt-checkpoint",
-    "opt-distributed",
-    "opt-stack",
-]
+FROM_THE_BOTTOM_UP = ("config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack")
+PACKAGES = [f"opt-{name}" for name in FROM_THE_BOTTOM_UP]
 WITHOUT_TORCH = ["opt-scheduler"]
 # Tests that a package's own session skips because they need an extra (yaml, rich, matplotlib, obstore): "all" runs
 # them, and those of opt-kernels that have "triton" in their names.
@@ -54,6 +46,7 @@ NEED_EXTRAS = [
 # Each worker takes half of the files, in order, and then tests of the other's half: few files have their fixtures made
 # twice, and no worker waits for the last big file of the other.
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
+INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
 
@@ -121,10 +114,18 @@ def install_packages(
     session.install(*options, *(line for group in groups for line in GROUPS[group]), *editable)
 
 
-def report(session: nox.Session) -> None:
-    session.run(
-        "python", "-c", "import torch, sys; print('torch', torch.__version__, 'python', sys.version.split()[0])"
-    )
+def install(session: nox.Session, *names: str, groups: tuple[str, ...] = ("test",), torch: str = ">=2.6") -> None:
+    """Install torch, unless no package needs it, and the packages; without names, all of them."""
+    if names != tuple(WITHOUT_TORCH):
+        install_torch(session, torch)
+    install_packages(session, *(names or PACKAGES), groups=groups)
+
+
+def uninstall_packages(session: nox.Session, *, before: str) -> None:
+    """Remove the packages of this repository, and install torch if `before`, the next to be installed, needs it."""
+    session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
+    if before not in WITHOUT_TORCH:
+        install_torch(session)
 
 
 # --- what everybody runs ----------------------------------------------------------------------------------------------
@@ -135,24 +136,20 @@ def report(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """The tests: each package with only its declared dependencies, then everything together."""
     if package == "all":
-        install_torch(session)
-        install_packages(session, *PACKAGES, groups=("test", "kernels", "lint", "extras", "docs"))
-        report(session)
+        install(session, groups=("test", "kernels", "lint", "extras", "docs"))
         session.run("lint-imports", "--no-cache")
         with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
         session.run(*TWO_AT_A_TIME, "kernels", "integration_tests", *with_extras, *session.posargs)
         session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
-    if package not in WITHOUT_TORCH:
-        install_torch(session)
-    install_packages(session, *requirements(package))
+    install(session, *requirements(package))
     session.run(*TWO_AT_A_TIME, f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
 def bare(session: nox.Session) -> None:
     """opt-scheduler where torch is not installed."""
-    install_packages(session, "opt-scheduler")
+    install(session, "opt-scheduler")
     session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     session.run("pytest", "packages/opt-scheduler/tests", *session.posargs)
 
@@ -160,8 +157,7 @@ def bare(session: nox.Session) -> None:
 @nox.session
 def layers(session: nox.Session) -> None:
     """Check import contracts: imports between and inside packages only point down."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("lint", "test"))
+    install(session, groups=("lint", "test"))
     session.run("lint-imports", "--no-cache")
     session.run("pytest", "integration_tests/project/test_layers.py", *session.posargs)
 
@@ -177,8 +173,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """mypy --strict over every package and the workbench of kernels."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("types", "test"))
+    install(session, groups=("types", "test"))
     for folder in (*(f"packages/{package}/src" for package in PACKAGES), "kernels"):
         session.run("mypy", folder)
 
@@ -186,8 +181,7 @@ def types(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, in site/: runs all code of pages and READMEs, then builds; a broken link or reference fails it."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("test", "extras", "docs"))
+    install(session, groups=("test", "extras", "docs"))
     project = "integration_tests/project"
     readmes = [f"{project}/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
     readmes += map(str, sorted(Path("packages").glob("*/tests/test_do*s.py")))  # test_documents and test_doctests
@@ -198,24 +192,21 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def integration(session: nox.Session) -> None:
     """Only the tests of several packages and several processes."""
-    install_torch(session)
-    install_packages(session, *PACKAGES)
+    install(session)
     session.run(*TWO_AT_A_TIME, "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
     """Random compositions against float64 on one process: `nox -s fuzz -- --fuzz-cases 5000`."""
-    install_torch(session)
-    install_packages(session, *PACKAGES)
+    install(session)
     session.run("pytest", "-n", "2", "integration_tests/fuzz", *session.posargs)
 
 
 @nox.session(default=False)
 def quickstart(session: nox.Session) -> None:
     """Train a small GPT on two ranks, stop, resume, and draw the losses."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("examples",))
+    install(session, groups=("examples",))
     session.run("python", "examples/quickstart.py", *session.posargs)
 
 
@@ -234,7 +225,6 @@ def matrix(session: nox.Session, torch: str) -> None:
             "PyPI's wheel, which on Linux loads about 3 GB of CUDA libraries, too"
         )
     install_packages(session, *PACKAGES)
-    report(session)
     session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
 
 
@@ -244,7 +234,6 @@ def minimums(session: nox.Session) -> None:
     install_torch(session, "==2.6.0")
     install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
     session.run("uv", "pip", "list")
-    report(session)
     session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
 
 
@@ -255,11 +244,9 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(dist, ignore_errors=True)
     session.run("uv", "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", str(dist), "-q")
     session.install(*GROUPS["test"])
-    session.run("pytest", "--noconftest", "integration_tests/project/wheels.py", env={"OPT_STACK_DIST": str(dist)})
+    session.run(*INSPECT_DIST, env={"OPT_STACK_DIST": str(dist)})
     for package in PACKAGES:
-        session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
-        if package not in WITHOUT_TORCH:
-            install_torch(session)
+        uninstall_packages(session, before=package)
         session.install("--find-links", str(dist), "--no-index", package)
         module = package.replace("-", "_")
         session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
@@ -285,18 +272,11 @@ def release(session: nox.Session) -> None:
         return
     session.install("twine>=6", "hatchling>=1.26", *GROUPS["test"])
     session.run("twine", "check", "--strict", *map(str, sorted(dist.iterdir())))
-    session.run(
-        "pytest",
-        "--noconftest",
-        "integration_tests/project/wheels.py",
-        env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"},
-    )
+    session.run(*INSPECT_DIST, env={"OPT_STACK_DIST": str(dist), "OPT_STACK_RELEASE": "1"})
     for package in PACKAGES:
         (sdist,) = dist.glob(f"{package.replace('-', '_')}-*.tar.gz")
         for what in (package, str(sdist)):
-            session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
-            if package not in WITHOUT_TORCH:
-                install_torch(session)
+            uninstall_packages(session, before=package)
             # From dist/ alone: a name of ours on an index could be anybody's.
             session.install("--no-index", "--find-links", str(dist), "--no-build-isolation", what)
             session.run("python", "release/example.py", package, str(work / "examples"), env={"PYTHONPATH": None})
@@ -319,9 +299,7 @@ def changelog(session: nox.Session) -> None:
 def checkout(session: nox.Session) -> None:
     """Runs each README's one command that installs from a checkout, and an example of that README."""
     for package in PACKAGES:
-        session.run("uv", "pip", "uninstall", "-q", *PACKAGES)
-        if package not in WITHOUT_TORCH:
-            install_torch(session)
+        uninstall_packages(session, before=package)
         readme = (ROOT / "packages" / package / "README.md").read_text()
         (command,) = re.findall(r"^python -m (pip install \./packages/\S+)", readme, re.MULTILINE)
         session.run("bash", "-c", f"uv {command}", external=True)
@@ -331,23 +309,21 @@ def checkout(session: nox.Session) -> None:
 @nox.session(default=False)
 def trainers(session: nox.Session) -> None:
     """Inside Lightning, Accelerate, the HF Trainer and torchtitan: real installs, a toy model, save and resume."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
+    install(session, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
 
 
 @nox.session(default=False)
 def jax(session: nox.Session) -> None:
     """Schedules under `jax.jit` and in optax, with real installs."""
-    install_packages(session, "opt-scheduler", groups=("test", "jax"))
+    install(session, "opt-scheduler", groups=("test", "jax"))
     session.run("pytest", "packages/opt-scheduler/tests", "-k", "jax or optax or array or readme", *session.posargs)
 
 
 @nox.session(python="3.11", default=False)
 def megatron(session: nox.Session) -> None:
     """Megatron-Core on gloo ranks: reads directories in each of its formats, and trains in its own wrapper."""
-    install_torch(session, "==2.13.0")
-    install_packages(session, *PACKAGES)
+    install(session, torch="==2.13.0")
     session.install("--no-deps", "megatron-core==0.16.1")
     session.install("numpy>=2", "packaging", "psutil", "setuptools")
     old = Path(session.create_tmp()) / "megatron-0.12"  # the last versions that write `fully_sharded_model_space`
@@ -361,8 +337,7 @@ def megatron(session: nox.Session) -> None:
 @nox.session(default=False)
 def s3(session: nox.Session) -> None:
     """Checkpoints in a bucket of a server that speaks S3, on this machine."""
-    install_torch(session)
-    install_packages(session, "opt-checkpoint")
+    install(session, "opt-checkpoint")
     session.install("obstore>=0.6", "moto[server]>=5")
     session.run("pytest", "packages/opt-checkpoint/tests_s3", *session.posargs)
 
@@ -373,36 +348,29 @@ def s3(session: nox.Session) -> None:
 @nox.session(default=False)
 def kernels(session: nox.Session) -> None:
     """Triton numerics under the interpreter, and every kernel compiled ahead of time with the gates on it."""
-    install_torch(session)
-    install_packages(session, "opt-kernels", groups=("test", "kernels"))
+    install(session, "opt-kernels", groups=("test", "kernels"))
     session.run("pytest", "kernels", "packages/opt-kernels/tests", *session.posargs)
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Ratios against peers in the same run, written as JSON under kernels/results."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("test", "kernels"))
+    install(session, groups=("test", "kernels"))
     session.run("python", "kernels/bench.py", *session.posargs, env={"OMP_NUM_THREADS": str(os.cpu_count())})
 
 
 @nox.session(default=False)
 def leaderboard(session: nox.Session) -> None:
     """Which rule should I use: every rule tuned and trained on a small GPT, minutes a rule; resumes where it was."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("examples",))
-    if session.posargs:
-        session.run("python", "examples/leaderboard.py", *session.posargs)
-        return
-    for options in ((), ("--times",), ("--report", "kernels/results")):
+    install(session, groups=("examples",))
+    for options in [session.posargs] if session.posargs else ([], ["--times"], ["--report", "kernels/results"]):
         session.run("python", "examples/leaderboard.py", *options)
 
 
 @nox.session(default=False)
 def numbers(session: nox.Session) -> None:
     """Which numbers should I use: a small GPT trained in every format, a minute each; resumes where it was."""
-    install_torch(session)
-    install_packages(session, *PACKAGES, groups=("examples",))
+    install(session, groups=("examples",))
     for options in ((), ("--report", "kernels/results")):
         session.run("python", "examples/which_numbers.py", *options, *session.posargs)
 
@@ -410,29 +378,23 @@ def numbers(session: nox.Session) -> None:
 @nox.session(default=False)
 def faults(session: nox.Session) -> None:
     """Checkpoints under kill -9, corruption and full disks, at full counts."""
-    install_torch(session)
-    install_packages(session, "opt-checkpoint")
+    install(session, "opt-checkpoint")
     session.run("pytest", "packages/opt-checkpoint/tests/faults", *session.posargs, env={"OPT_FAULTS": "full"})
 
 
 @nox.session(default=False)
 def orders(session: nox.Session) -> None:
     """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders."""
-    install_torch(session)
-    install_packages(session, *PACKAGES)
-    integration = [
-        f"integration_tests/device/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")
-    ]
-    wrapper = "packages/opt-distributed/tests/test_deferred_overlap.py"
-    offload = [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
-    tests = [wrapper, *integration, *offload]
+    install(session)
+    tests = ["packages/opt-distributed/tests/test_deferred_overlap.py"]
+    tests += [f"integration_tests/device/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")]
+    tests += [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
     session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
 
 
 @nox.session(default=False)
 def modes(session: nox.Session) -> None:
     """Every combination of modes, at one to four ranks: takes hours."""
-    install_torch(session)
-    install_packages(session, *PACKAGES)
+    install(session)
     tests = ["integration_tests/modes/test_modes.py", "integration_tests/modes/test_modes_over_worlds.py"]
     session.run("pytest", "-n", "2", *tests, *session.posargs, env={"OPT_MODES": "full"})
