@@ -19,7 +19,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import RECIPES, quantize_linears_
-from opt_stack import get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
 STEPS, RANKS, CONTEXT = 10, 2, 24
@@ -42,8 +42,9 @@ BY_TORCH = "host, by torch"
 ON_HOST = ("half on the host", "host", BY_TORCH)
 IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
 RULES = ("adam", "sgd", "lion", "ademamix", "schedule_free", "muon", "adaptive_muon", "soap", "soap_muon")
+NAMO = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "namo", "lr": 1e-2}
 AXES: Mapping[str, Mapping[str, Fields]] = {
-    "rule": {rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES},
+    "rule": {**{rule: {"optimizer": rule, "lr": LR.get(rule, 1e-2)} for rule in RULES}, "namo": NAMO},
     "numbers": {
         "fp32": {},
         "bf16": {"bf16": True},
@@ -88,7 +89,7 @@ class Refusal:
         return re.search(self.sentence, message) is not None
 
 
-MATRIX_RULES = ("muon", "adaptive_muon", "soap", "soap_muon")
+MATRIX_RULES = ("muon", "adaptive_muon", "namo", "soap", "soap_muon")
 NARROW = ("bf16", "scaled fp16", "scaled fp8")
 UNLIKE_TORCH = ("lion", "ademamix", "schedule_free", *MATRIX_RULES)
 
@@ -114,6 +115,14 @@ def distance(values: Values) -> float:
     in_fp8 = values["numbers"] in IN_FP8
     factor = 3 if values["rule"] == "adaptive_muon" else 4 if values["rule"] == "sgd" and in_fp8 else 1
     return factor * (0.02 if in_fp8 else 0.01)
+
+
+def allocated(optimizer: Optimizer) -> int:
+    """Bytes of storage that the optimizer holds in addition to parameters and gradients."""
+    pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
+    kept = [tensor for piece in pieces for tensor in (*piece.main.kept(), *piece.state.values())]
+    storages = {storage.data_ptr(): storage.nbytes() for tensor in kept if (storage := tensor.untyped_storage())}
+    return sum(storages.values())
 
 
 class Trained(NamedTuple):
