@@ -7,6 +7,7 @@ import torch
 
 from opt_distributed.comm.collectives import Op, Sizes
 from opt_distributed.comm.deferred import DeadlockError, DeferredRank, ReleasedError, run_deferred
+from opt_kernels.quantized import QuantizedTensor
 
 SEEDS = range(20)
 
@@ -33,6 +34,17 @@ def test_a_host_read_does_not_wait_for_another_stream() -> None:
         return float(x.nan_to_num(0.0))
 
     assert outcomes(rank_main) == {0.0, 2.0}
+
+
+def test_what_a_tensor_subclass_computes_is_queued() -> None:
+    """`to` came undivided from the subclass, was taken for a view, and converted what had not been computed yet."""
+
+    def rank_main(one: DeferredRank) -> bool:
+        values = torch.arange(32.0 * 32.0).view(32, 32)
+        param = QuantizedTensor.of(values / 7, "blockwise")
+        return torch.equal(param.to(torch.float64), param.dequantize().to(torch.float64))
+
+    assert outcomes(rank_main) == {True}
 
 
 def test_an_event_orders_two_streams() -> None:

@@ -43,6 +43,15 @@ def _kind(func: Any) -> _Kind:
     return _Kind.MAKES
 
 
+@cache
+def _is_composite(func: Any) -> bool:
+    """Whether `func` is made of other operations, such as `to`, which returns a view or a copy.
+
+    Torch takes it apart itself, except in the `__torch_dispatch__` of a tensor subclass.
+    """
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
 class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Queues every operation to the current stream of one rank.
 
@@ -65,6 +74,9 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, kwargs))
         if any(map(is_traceable_wrapper_subclass, tensors)):
             return NotImplemented  # the subclass runs its own operations on what it holds, which come here one by one
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         kind = _kind(func)
         on_host = [self.memory.is_on_host(tensor) for tensor in tensors]
         if func.overloadpacket is _ATEN.lift_fresh:  # what `torch.tensor` has made
