@@ -1,5 +1,6 @@
 """Optimizers with averaged weights for evaluation: `eval()` swaps them into the parameters, `train()` swaps back."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._trained: dict[Tensor, Tensor] = {}  # in evaluation mode: the trained weights of each parameter
+        self._shown: list[int] = []  # versions of these parameters, which change with every write
         super().__init__(*args, **options)
         self.defaults[TRAIN_MODE] = True
         for group in self.param_groups:
@@ -42,6 +44,7 @@ class AveragedOptimizer(FormulaOptimizer):
                     self._trained[param] = local(param).detach().clone()
                     local(param).copy_(self._evaluated(group, param, back=False))
             self._set_mode(training=False)
+            self._shown = self._versions()
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -49,12 +52,26 @@ class AveragedOptimizer(FormulaOptimizer):
         if not mode:
             self.eval()
         elif self._trained or not self.is_training:
+            self._warn_of_writes()
             for param, trained in self._trained.items():
                 local(param).copy_(trained)
             self._set_mode(training=True)
 
+    @torch.no_grad()
+    def _versions(self) -> list[int]:
+        return [local(param)._version for param in self._trained]
+
+    def _warn_of_writes(self) -> None:
+        if self._shown and self._shown != self._versions():
+            warnings.warn(
+                "parameters were written in evaluation mode, as by a load; train() replaces them by the trained "
+                "weights: call train() before the load",
+                stacklevel=4,
+            )
+
     def _set_mode(self, *, training: bool) -> None:
         self._trained = {} if training else self._trained
+        self._shown = []
         for group in self.param_groups:
             group[TRAIN_MODE] = training
 
@@ -74,6 +91,7 @@ class AveragedOptimizer(FormulaOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. In evaluation mode it includes the trained weights, which a load restores."""
         # A remainder completes the trained parameter, not the averaged one.
+        is_shown = self._shown == self._versions()
         averaged = {param: local(param).detach().clone() for param in self._trained}
         with torch.no_grad():
             for param, trained in self._trained.items():
@@ -81,6 +99,7 @@ class AveragedOptimizer(FormulaOptimizer):
             packed = super().state_dict()
             for param, values in averaged.items():
                 local(param).copy_(values)
+            self._shown = self._versions() if is_shown else self._shown
         for index, (_, param) in enumerate(params_with_groups(self.param_groups)):
             if param in self._trained and MAIN not in packed["state"][index]:
                 packed["state"][index][TRAINED] = distributed_like(self._trained[param], param)
@@ -90,7 +109,7 @@ class AveragedOptimizer(FormulaOptimizer):
         """Load groups and states, and restore the mode. After loading a state_dict of evaluation mode, the parameters
         hold the averaged weights and the optimizer keeps the trained weights."""
         super().load_state_dict(state_dict)
-        self._trained = {}
+        self._trained, self._shown = {}, []
         if self.is_training:
             return
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -105,7 +124,7 @@ class AveragedOptimizer(FormulaOptimizer):
         self.eval()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_trained": self._trained}
+        return super().__getstate__() | {"_trained": self._trained, "_shown": []}
 
     def _update_(self) -> None:
         if self._trained or not self.is_training:

@@ -178,8 +178,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         with torch.no_grad():
             self._update_()
-        # Kernels write memory that autograd does not watch: a backward pass through an older graph must raise.
-        torch.autograd.graph.increment_version([param for group in self.param_groups for param in group["params"]])
         return loss
 
     def upload_groups(self) -> None:
@@ -370,10 +368,12 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         if self._param_rows is None or grads is None:
             self._param_rows = self._new_rows()
             grads = [param.grad for param in params_of(self.param_groups)]
+        self._param_rows.written.begin_update_()
         return self._param_rows.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
 
     def _new_rows(self) -> ParamRows:
-        return ParamRows(self.param_groups, self._states, self._member_of, steps_on_device=self.capturable)
+        states, before = self._states, self._param_rows
+        return ParamRows(self.param_groups, states, self._member_of, steps_on_device=self.capturable, before=before)
 
     def _current_gradients(self) -> list[Tensor | None] | None:
         """The gradients of all parameters. None if there are no rows yet, or outdated ones."""

@@ -17,6 +17,7 @@ from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
 from opt_kernels.optim.state import STEP
+from opt_kernels.optim.written_params import WrittenParams
 from opt_kernels.works import Batch, Hyper, Works
 
 _GRAD = attrgetter("grad")
@@ -33,6 +34,7 @@ class ParamRows:
         member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
         *,
         steps_on_device: bool = False,
+        before: "ParamRows | None" = None,  # the rows of the last step, if there are any
     ) -> None:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
@@ -48,6 +50,10 @@ class ParamRows:
                     members.append(member_of(position, index, param, first))
                 position, first = position + 1, first + param.numel()
         self._rows = _rows(members, steps_on_device=steps_on_device)
+        followed: Mapping[Tensor, int] = {} if before is None else before.written.followed
+        self.written: WrittenParams = WrittenParams(
+            members, {param: followed[param] for param in self._params if param in followed}
+        )
         self._states = list(state.values())
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
