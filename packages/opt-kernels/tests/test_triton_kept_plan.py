@@ -212,7 +212,7 @@ def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False, bui
     found: list[Any] = []
     for step in range(5):
         new_grads([param for param in params if param.requires_grad], step)
-        if step == 3:  # the second step that finds all tensors where they were: see `Snapshot`
+        if step == 3:
             disturb(optimizer, params)
         if not kept:
             optimizer._forget_rows()
@@ -252,13 +252,13 @@ def test_the_same_in_every_form(disturb: Disturb, form: str) -> None:
 @pytest.mark.parametrize("disturb", [grad_gone, grad_transposed, grad_wider])
 def test_the_same_where_torch_has_no_guards(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opt_kernels.backends.triton.layouts._GUARDS", None)
-    monkeypatch.setattr("opt_kernels.backends.triton.places.compiled_snapshot", lambda: None)
+    monkeypatch.setattr("opt_kernels.backends.triton.snapshot.compiled_snapshot", lambda: None)
     assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
 
 
 @pytest.mark.parametrize("disturb", DISTURBED)
 def test_the_same_where_nothing_is_compiled(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("addresses", "places"):
+    for module in ("objects", "snapshot"):
         monkeypatch.setattr(f"opt_kernels.backends.triton.{module}.compiled_snapshot", lambda: None)
     assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
 

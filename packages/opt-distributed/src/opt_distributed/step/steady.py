@@ -72,7 +72,7 @@ class Steady:
 
     def _holds(self, snapshot: Snapshot, found: Sequence[Sequence[Tensor]]) -> bool:
         before, names = snapshot.grads_at, self._names_of_states()
-        if names != self._names or not snapshot.hold(_joined(found), self._others_with(names)):
+        if names != self._names or not snapshot.holds(_joined(found), self._others_with(names)):
             return False
         if snapshot.grads_at is not before:
             self._grads_at = _parted(snapshot.grads_at, found)
@@ -111,8 +111,8 @@ class Steady:
         return [*self._others, *self._mains, *chain.from_iterable(map(_VALUES, states))]
 
 
-def _joined(found: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    return found[0] if len(found) == 1 else list(chain.from_iterable(found))
+def _joined(found: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return list(chain.from_iterable(found))
 
 
 def _parted(addresses: tuple[int, ...], found: Sequence[Sequence[Tensor]]) -> list[tuple[int, ...]]:

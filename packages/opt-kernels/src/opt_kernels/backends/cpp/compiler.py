@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +55,7 @@ class Source(NamedTuple):
     name: str
     text: str
     is_sweep: bool = True  # starts with `elements.h`
+    flags: tuple[str, ...] = ()  # in addition to those of all sources
 
 
 def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
@@ -109,32 +110,31 @@ def _warn_once(reason: str) -> None:
 
 @cache
 def _library(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    name, content, is_sweep = source if isinstance(source, Source) else Source(source.stem, source.read_text())
+    name, content, is_sweep, own = source if isinstance(source, Source) else Source(source.stem, source.read_text())
     text = f"{ELEMENTS.read_text()}\n{content}" if is_sweep else content
-    stem = f"{name}-{_digest(text, dict(macros))}"
-    return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, dict(macros), stem)))
+    flags = (*_flags(), *(f"-D{name}={value}" for name, value in macros), *own)
+    stem = f"{name}-{_digest(text, flags)}"
+    return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, flags, stem)))
 
 
 def _sorted(macros: Mapping[str, str | int]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((name, str(value)) for name, value in macros.items()))
 
 
-def _compile(text: str, macros: Mapping[str, str], stem: str) -> Path:
+def _compile(text: str, flags: Sequence[str], stem: str) -> Path:
     """Compile to a separate file and rename it, because ranks that start together may all compile."""
     on_disk.make(on_disk.folder())  # again, in case the cache was cleared
     with tempfile.TemporaryDirectory(dir=on_disk.folder()) as folder:
         made = Path(folder) / f"{stem}.so"
-        defined = [f"-D{name}={value}" for name, value in macros.items()]
-        command = [*_command(), *_flags(), "-shared", "-fPIC", *defined, "-x", "c++", "-", "-o", str(made)]
+        command = [*_command(), "-shared", "-fPIC", "-x", "c++", "-", *flags, "-o", str(made)]
         done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False)
         if done.returncode:
             raise CompilerError(f"{shlex.join(_command())}: {done.stderr.strip() or f'status {done.returncode}'}")
         return on_disk.keep(stem, made)
 
 
-def _digest(text: str, macros: Mapping[str, str]) -> str:
-    defined = [f"{name}={value}" for name, value in macros.items()]
-    parts = (text, *_flags(), *defined, *_command()[1:], _compiler_version(), _processor())
+def _digest(text: str, flags: Sequence[str]) -> str:
+    parts = (text, *flags, *_command()[1:], _compiler_version(), _processor())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

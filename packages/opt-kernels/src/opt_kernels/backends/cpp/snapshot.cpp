@@ -1,79 +1,163 @@
-// Compares Python lists of tensors with those of the last step. Needs neither torch's headers nor Python's: the functions
-// of Python are in its stable interface, and torch passes the functions that read a tensor.
+// Compares tensors with those of the last step. Reads torch's tensors directly, and Python's objects by functions of the
+// stable interface, so that Python's headers are not needed.
+
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 
 struct _object;
 
-// The `DLTensor` of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html
-struct Description {
-    void *data;
-    int32_t device_type, device_id, ndim;
-    uint8_t code, bits;
-    uint16_t lanes;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
+extern "C" {
+intptr_t PyList_Size(_object *);                         // -1 and an exception for other objects
+_object *PyList_GetItem(_object *list, intptr_t index);  // borrowed
+void PyErr_Clear();
+_object *PyObject_Type(_object *);                       // a new reference
+void Py_DecRef(_object *);
+int PyDict_Next(_object *dict, intptr_t *position, _object **key, _object **value);  // borrowed
+}
+
+using Impl = c10::TensorImpl *;
+
+static bool is_list_of(_object *object, int64_t count) {
+    const auto size = PyList_Size(object);
+    if (size < 0) PyErr_Clear();
+    return size == count;
+}
+
+// How a tensor is found in a Python object. Subclasses may store their elements in other tensors.
+struct Objects {
+    int64_t word;                 // index of the pointer to the tensor, in objects of these types
+    _object *tensor, *parameter;  // the types
 };
 
-using AddressOf = void *(*)(_object *);             // throws for a tensor without memory
-using Describe = int (*)(_object *, Description *);  // sets a Python exception if it does not return 0
+// Whose gradients are compared, and which other tensors.
+struct Lists {
+    _object *first;  // gradients, or parameters, whose gradients are then compared as well
+    int64_t num_first;
+    _object *others;
+    int64_t num_others;
+    bool reads_grads;  // whether `first` has parameters
+    Objects objects;
+};
+
+static Impl impl_of(_object *object, const Objects &objects) {
+    _object *type = PyObject_Type(object);
+    Py_DecRef(type);  // the object keeps it alive
+    if (type != objects.tensor && type != objects.parameter) return nullptr;
+    return reinterpret_cast<Impl *>(object)[objects.word];
+}
+
+// Pass each tensor to `take`, gradients first, until it returns false.
+template <class Take>
+static bool each(const Lists &lists, Take take) {
+    if (!is_list_of(lists.first, lists.num_first) || !is_list_of(lists.others, lists.num_others)) return false;
+    for (int64_t i = 0; i < lists.num_first; ++i) {
+        Impl impl = impl_of(PyList_GetItem(lists.first, i), lists.objects);
+        if (!impl) return false;
+        if (lists.reads_grads) {
+            if (!impl->grad().defined()) return false;
+            impl = impl->grad().unsafeGetTensorImpl();
+        }
+        if (!take(impl)) return false;
+    }
+    for (int64_t i = 0; lists.reads_grads && i < lists.num_first; ++i)
+        if (!take(impl_of(PyList_GetItem(lists.first, i), lists.objects))) return false;
+    for (int64_t i = 0; i < lists.num_others; ++i) {
+        Impl impl = impl_of(PyList_GetItem(lists.others, i), lists.objects);
+        if (!impl || !take(impl)) return false;
+    }
+    return true;
+}
+
+// Pass all that describes a tensor, except its address, to `take` as integers, until it returns false. Throws for a
+// tensor without memory.
+template <class Take>
+static bool describe(Impl impl, Take take) {
+    const auto sizes = impl->sizes(), strides = impl->strides();
+    bool goes_on = take(impl->key_set().raw_repr()) && take(static_cast<int64_t>(impl->dtype().toScalarType()))
+        && take(int64_t(impl->device().type()) << 32 | uint32_t(impl->device().index())) && take(sizes.size());
+    for (size_t dim = 0; goes_on && dim < sizes.size(); ++dim) goes_on = take(sizes[dim]) && take(strides[dim]);
+    return goes_on;
+}
 
 extern "C" {
 
-_object *PyList_GetItem(_object *list, intptr_t index);  // borrowed
-_object *PyObject_Type(_object *);                       // a new reference
-void Py_DecRef(_object *);
-void PyErr_Clear();
+// Write addresses and descriptions, `room` integers at most. Returns 0 if there are tensors that cannot be compared.
+int record(_object *first, int64_t num_first, _object *others, int64_t num_others, int reads_grads, const Objects *objects,
+           uint64_t *addresses, int64_t *descriptions, int64_t room) {
+    try {
+        return each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](Impl impl) {
+            *addresses++ = reinterpret_cast<uint64_t>(impl->data());
+            return describe(impl, [&](int64_t value) { return room-- > 0 && (*descriptions++ = value, true); });
+        });
+    } catch (...) {
+        return 0;
+    }
+}
 
-// Whether these lists, of `count` elements each, have the same objects.
+// Returns 0 if anything has changed, 2 if only addresses of gradients have, which are then written, and 1 if nothing has.
+int compare(_object *first, int64_t num_first, _object *others, int64_t num_others, int reads_grads, const Objects *objects,
+            uint64_t *addresses, const int64_t *descriptions) {
+    const uint64_t *first_other = addresses + num_first;
+    bool have_moved = false;
+    try {
+        const bool is_same = each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](Impl impl) {
+            const auto address = reinterpret_cast<uint64_t>(impl->data());
+            const bool has_moved = address != *addresses, may_move = addresses < first_other;
+            have_moved |= has_moved;
+            if (has_moved && may_move) *addresses = address;
+            ++addresses;
+            return (may_move || !has_moved) && describe(impl, [&](int64_t value) { return *descriptions++ == value; });
+        });
+        return is_same ? 1 + have_moved : 0;
+    } catch (...) {
+        return 0;
+    }
+}
+
+// Count a write to each tensor, as `torch.autograd.graph.increment_version` does, and write the new counts. Returns 0 if
+// there are objects other than plain tensors, or tensors whose writes are not counted.
+int count_writes(_object *tensors, int64_t count, const Objects *objects, uint32_t *versions) {
+    if (!is_list_of(tensors, count)) return 0;
+    for (int64_t i = 0; i < count; ++i) {
+        Impl impl = impl_of(PyList_GetItem(tensors, i), *objects);
+        if (!impl || impl->is_inference()) return 0;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        Impl impl = impl_of(PyList_GetItem(tensors, i), *objects);
+        impl->bump_version();
+        versions[i] = impl->version_counter().current_version();
+    }
+    return 1;
+}
+
+// Whether the counts of writes to the tensors are these.
+int same_versions(_object *tensors, int64_t count, const Objects *objects, const uint32_t *versions) {
+    if (!is_list_of(tensors, count)) return 0;
+    for (int64_t i = 0; i < count; ++i) {
+        Impl impl = impl_of(PyList_GetItem(tensors, i), *objects);
+        if (!impl || impl->is_inference() || impl->version_counter().current_version() != versions[i]) return 0;
+    }
+    return 1;
+}
+
+// Whether two lists of `count` elements have the same objects.
 int same_objects(_object *some, _object *others, int64_t count) {
+    if (!is_list_of(some, count) || !is_list_of(others, count)) return 0;
     for (int64_t i = 0; i < count; ++i)
         if (PyList_GetItem(some, i) != PyList_GetItem(others, i)) return 0;
     return 1;
 }
 
-// Whether the `count` tensors are at these addresses.
-int same_addresses(_object *tensors, const uint64_t *addresses, int64_t count, AddressOf address_of) {
-    try {
-        for (int64_t i = 0; i < count; ++i)
-            if (reinterpret_cast<uint64_t>(address_of(PyList_GetItem(tensors, i))) != addresses[i]) return 0;
-    } catch (...) {
-        return 0;
-    }
-    return 1;
-}
-}
-
-// Pass type, address, device, dtype and layout of each tensor to `take`, as integers, until it returns false.
-template <class Take>
-static bool each(_object *tensors, int64_t count, Describe describe, Take take) {
+// Whether the dicts have these keys and values, in order: the same objects, `num_values` in all.
+int same_entries(_object *dicts, int64_t count, _object *keys, _object *values, int64_t num_values) {
+    if (!is_list_of(dicts, count)) return 0;
+    int64_t at = 0;
     for (int64_t i = 0; i < count; ++i) {
-        _object *tensor = PyList_GetItem(tensors, i), *type = PyObject_Type(tensor);
-        Py_DecRef(type);  // the tensor keeps it alive
-        if (!take(reinterpret_cast<int64_t>(type))) return false;  // maybe not even a tensor
-        Description d;
-        if (describe(tensor, &d)) {
-            PyErr_Clear();
-            return false;
-        }
-        bool goes_on = take(reinterpret_cast<int64_t>(d.data) + d.byte_offset)
-            && take(int64_t(d.device_type) << 32 | uint32_t(d.device_id)) && take(d.code << 24 | d.bits << 16 | d.lanes)
-            && take(d.ndim);
-        for (int32_t dim = 0; goes_on && dim < d.ndim; ++dim) goes_on = take(d.shape[dim]) && take(d.strides[dim]);
-        if (!goes_on) return false;
+        _object *dict = PyList_GetItem(dicts, i), *key, *value;
+        for (intptr_t position = 0; PyDict_Next(dict, &position, &key, &value); ++at)
+            if (at == num_values || PyList_GetItem(keys, at) != key || PyList_GetItem(values, at) != value) return 0;
     }
-    return true;
-}
-
-extern "C" {
-
-// Write what `same_places` compares, at most `room` integers. Returns 0 if a tensor cannot be described.
-int record_places(_object *tensors, int64_t count, int64_t *record, int64_t room, Describe describe) {
-    return each(tensors, count, describe, [&](int64_t value) { return room-- > 0 && (*record++ = value, true); });
-}
-
-// Whether type, address, device, dtype and layout of each tensor are as recorded.
-int same_places(_object *tensors, int64_t count, const int64_t *record, Describe describe) {
-    return each(tensors, count, describe, [&](int64_t value) { return *record++ == value; });
+    return at == num_values;
 }
 }

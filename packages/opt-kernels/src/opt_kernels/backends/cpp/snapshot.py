@@ -1,75 +1,85 @@
-"""The functions of `snapshot.cpp`, and the functions of torch that they call."""
+"""The functions of `snapshot.cpp`."""
 
 import ctypes
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_kernels.backends.cpp.compiler import Source, quietly
 
 SOURCE = Path(__file__).with_name("snapshot.cpp")
-DLPACK = 1  # the major version that `snapshot.cpp` declares
+
+
+class Objects(ctypes.Structure):
+    """Where the pointer to a tensor is in a Python object, and the types of which this is known."""
+
+    _fields_ = (("word", ctypes.c_int64), ("tensor", ctypes.py_object), ("parameter", ctypes.py_object))
 
 
 class CompiledSnapshot(NamedTuple):
-    """The compiled functions. Numbers that are not counts are addresses."""
+    """The compiled functions. Integers that are not counts are addresses."""
 
+    objects: Objects
+    record: Callable[[list[Tensor], int, list[Tensor], int, bool, Objects, int, int, int], int]
+    compare: Callable[[list[Tensor], int, list[Tensor], int, bool, Objects, int, int], int]
+    count_writes: Callable[[list[Tensor], int, Objects, int], int]
+    same_versions: Callable[[list[Tensor], int, Objects, int], int]
     same_objects: Callable[[list[Any], list[Any], int], int]
-    same_addresses: Callable[[list[Tensor], int, int, int], int]
-    record_places: Callable[[list[Tensor], int, int, int, int], int]
-    same_places: Callable[[list[Tensor], int, int, int], int]
-    address_of: int  # of a Python tensor, as torch passes it to its own compiled code
-    describe: int | None  # torch's implementation of DLPack's exchange of tensors in C; None before torch 2.10
+    same_entries: Callable[[list[dict[Any, Any]], int, list[Any], list[Any], int], int]
 
 
 @cache
 def compiled_snapshot() -> CompiledSnapshot | None:
-    """None without a compiler, or if torch does not have the function for addresses."""
-    library = quietly(Source("snapshot", SOURCE.read_text(), is_sweep=False))
-    address_of = getattr(import_module("torch._C._dynamo.guards"), "_torchinductor_pyobject_tensor_data_ptr", None)
-    if library is None or not isinstance(address_of, int):
+    """None without a compiler, or if torch does not come with its headers."""
+    word = _word()
+    library = quietly(Source("snapshot", SOURCE.read_text(), is_sweep=False, flags=_flags()))
+    if library is None or word is None:
         return None
     functions = ctypes.PyDLL(library._name)  # holds the GIL in calls: the functions read Python's objects
-    objects, number, address = ctypes.py_object, ctypes.c_int64, ctypes.c_void_p
-    functions.same_objects.argtypes = (objects, objects, number)
-    functions.same_addresses.argtypes = (objects, address, number, address)
-    functions.record_places.argtypes = (objects, number, address, number, address)
-    functions.same_places.argtypes = (objects, number, address, address)
+    list_, number, address = ctypes.py_object, ctypes.c_int64, ctypes.c_void_p
+    objects = ctypes.POINTER(Objects)
+    lists = (list_, number, list_, number, ctypes.c_int, objects)
+    functions.record.argtypes = (*lists, address, address, number)
+    functions.compare.argtypes = (*lists, address, address)
+    functions.count_writes.argtypes = (list_, number, objects, address)
+    functions.same_versions.argtypes = (list_, number, objects, address)
+    functions.same_objects.argtypes = (list_, list_, number)
+    functions.same_entries.argtypes = (list_, number, list_, list_, number)
     return CompiledSnapshot(
+        Objects(word, Tensor, nn.Parameter),
+        functions.record,
+        functions.compare,
+        functions.count_writes,
+        functions.same_versions,
         functions.same_objects,
-        functions.same_addresses,
-        functions.record_places,
-        functions.same_places,
-        address_of,
-        _describe(),
+        functions.same_entries,
     )
 
 
-class _Exchange(ctypes.Structure):
-    """The `DLPackExchangeAPI` of DLPack 1."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("previous", ctypes.c_void_p),
-        ("managed_tensor_allocator", ctypes.c_void_p),
-        ("managed_tensor_from_py_object_no_sync", ctypes.c_void_p),
-        ("managed_tensor_to_py_object_no_sync", ctypes.c_void_p),
-        ("dltensor_from_py_object_no_sync", ctypes.c_void_p),
+def _flags() -> tuple[str, ...]:
+    """For code that uses torch's headers and libraries."""
+    folder = Path(torch.__file__).parent
+    return (
+        "-std=c++20",
+        f"-I{folder / 'include'}",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-DTORCH_BUILD={torch.version.git_version}",  # a library works only with the build whose headers it includes
+        f"-L{folder / 'lib'}",
+        "-lc10",
     )
 
 
-def _describe() -> int | None:
-    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None:
-        return None
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.argtypes, pointer.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
-    exchange = _Exchange.from_address(pointer(capsule, b"dlpack_exchange_api"))
-    described: int | None = exchange.dltensor_from_py_object_no_sync
-    return described if exchange.major == DLPACK else None
+def _word() -> int | None:
+    """The index of the pointer to torch's tensor in a Python object; None if it is not found."""
+    found = {_word_of(tensor) for tensor in (torch.empty(1), nn.Parameter(torch.empty(2)))}
+    return found.pop() if len(found) == 1 else None
+
+
+def _word_of(tensor: Tensor) -> int | None:
+    size = torch._C.TensorBase.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
+    words = (ctypes.c_uint64 * size).from_address(id(tensor))
+    return next((index for index, word in enumerate(words) if word == tensor._cdata), None)

@@ -47,7 +47,7 @@ class KeptWorks:
         is_held = (
             self._with_states == states_may_change
             and self._names_of(states_may_change) == self._names
-            and self._snapshot.hold(self._pick(grads), self._others(states_may_change))
+            and self._snapshot.holds(list(self._pick(grads)), self._others(states_may_change))
         )
         if not is_held:
             self._snapshot = None
@@ -79,9 +79,9 @@ class KeptWorks:
             self._pick(grads), unchanged=self._unchanged, grads_at=tuple(self._pick(grads_at))
         )
 
-    def _others(self, with_states: bool) -> Sequence[Tensor]:
+    def _others(self, with_states: bool) -> list[Tensor]:
         if not with_states:
-            return self._params
+            return list(self._params)
         return [*self._params, *self._mains, *chain.from_iterable(map(_VALUES, self._states))]
 
     def _names_of(self, with_states: bool) -> list[str]:

@@ -1,44 +1,80 @@
-"""Detects whether tensors have moved or changed layout since the last step, in a few passes in C over all of them."""
+"""Whether tensors have moved or changed layout since the last step, in one call for all of them.
 
+Python reads a gradient of a parameter in 150 ns and an address in 70 ns; compiled code does both in 10 ns. Where there
+is none, a few passes in Python and the guards of torch.compile compare the tensors.
+"""
+
+from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends.triton.addresses import Addresses
+from opt_kernels.backends.cpp.snapshot import compiled_snapshot
 from opt_kernels.backends.triton.layouts import Layouts
-from opt_kernels.backends.triton.places import Places
 
 PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
+CHANGED, SAME, MOVED = range(3)  # results of `compare` in `snapshot.cpp`; moved: gradients, nothing else
+NUM_FIELDS = 4  # of a tensor without dims, there
 
 
 class Snapshot:
-    """Addresses and layouts of tensors in one step, for comparison in the next."""
+    """Addresses and layouts of plain tensors in one step, for comparison in the next. Keeps no tensor alive.
 
-    def __init__(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-        tensors = [*grads, *others]
-        self._num_grads = len(grads)
-        self._addresses = Addresses(tensors)
-        self.grads_at = self._addresses.values[: self._num_grads]  # the only ones that may change
-        self._layouts = Layouts(tensors)
-        self._places: Places | None = None  # recorded once a second step has found the same addresses
+    `first` are gradients, the only tensors whose addresses may change. With `reads_grads`, `first` are parameters with
+    gradients: both are compared, without reading the gradients in Python.
+    """
 
-    def hold(self, grads: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-        """Whether nothing except the addresses of gradients has changed. Records the new addresses of gradients."""
-        tensors = [*grads, *others]
-        if self._places is not None and self._places.surely_same(tensors):
-            return True
-        if not self._layouts.same(tensors):
-            return False
-        if self._addresses.same(tensors):
-            self._places = Places(tensors) if self._places is None else self._places
-            return True
-        present = Addresses(tensors)
-        if present.values[self._num_grads :] != self._addresses.values[self._num_grads :]:
-            return False
-        self._addresses, self.grads_at = present, present.values[: self._num_grads]
-        self._places = None
-        return True
+    def __init__(self, first: Sequence[Tensor], others: Sequence[Tensor] = (), *, reads_grads: bool = False) -> None:
+        self._num_first, self._num_others, self._reads_grads = len(first), len(others), reads_grads
+        tensors = self._tensors(first, others)
+        self._addresses = array("Q", map(Tensor.data_ptr, tensors))
+        self._descriptions = array("q", bytes(8 * sum(NUM_FIELDS + 2 * tensor.dim() for tensor in tensors)))
+        self._layouts = None if self._is_recorded(list(first), list(others)) else Layouts(tensors)
+        self.grads_at = tuple(self._addresses[: len(first)])
+        """The addresses of the gradients."""
+
+    def holds(self, first: list[Tensor], others: list[Tensor]) -> bool:
+        """Whether nothing except addresses of gradients has changed. Updates `grads_at`, and must not be called again
+        after it returned False."""
+        found = self._compared(first, others) if self._layouts is None else self._compared_in_python(first, others)
+        if found == MOVED:
+            self.grads_at = tuple(self._addresses[: len(first)])
+        return found != CHANGED
+
+    def _is_recorded(self, first: list[Tensor], others: list[Tensor]) -> bool:
+        compiled = compiled_snapshot()
+        return compiled is not None and bool(
+            compiled.record(
+                first, self._num_first, others, self._num_others, self._reads_grads, compiled.objects,
+                self._addresses.buffer_info()[0], *self._descriptions.buffer_info(),
+            )
+        )  # fmt: skip
+
+    def _compared(self, first: list[Tensor], others: list[Tensor]) -> int:
+        compiled = compiled_snapshot()
+        assert compiled is not None
+        return compiled.compare(
+            first, self._num_first, others, self._num_others, self._reads_grads, compiled.objects,
+            self._addresses.buffer_info()[0], self._descriptions.buffer_info()[0],
+        )  # fmt: skip
+
+    def _compared_in_python(self, first: list[Tensor], others: list[Tensor]) -> int:
+        assert self._layouts is not None
+        tensors = self._tensors(first, others)
+        is_complete = len(first) == self._num_first and all(tensor is not None for tensor in tensors)
+        if not is_complete or not self._layouts.same(tensors):
+            return CHANGED
+        addresses = array("Q", map(Tensor.data_ptr, tensors))
+        if addresses == self._addresses:
+            return SAME
+        before, self._addresses = self._addresses, addresses
+        return MOVED if addresses[len(first) :] == before[len(first) :] else CHANGED
+
+    def _tensors(self, first: Sequence[Tensor], others: Sequence[Tensor]) -> list[Any]:
+        """All tensors that are compared, gradients first; None for a missing one."""
+        return [*(param.grad for param in first), *first, *others] if self._reads_grads else [*first, *others]
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
