@@ -19,7 +19,9 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.step import last_verdict, stats
 from opt_distributed.step.counts import StepCount
+from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.scaler import DynamicScaler
+from opt_distributed.step.verdict import DeviceVerdict
 from opt_stack import Optimizer
 
 ORDERS = range(4)
@@ -217,18 +219,39 @@ def test_a_save_warns_of_a_refused_last_step_once(read: Read) -> None:
     assert all(re.match(rf"(sharded_)?state_dict\(\): {REFUSED}", one) for one in found)
 
 
-@pytest.mark.parametrize("end", ["the optimizer is deleted", "the interpreter exits"])
-def test_the_end_warns_of_a_refused_last_step(end: str) -> None:
+def refused() -> list[Optimizer]:
+    """The optimizers of all ranks, whose last steps were refused and not read."""
     kept: list[Optimizer] = []
 
     def rank_main(one: DeferredRank) -> None:
         kept.append(refused_at_last(one)[1])
 
     run_deferred(SIZE, rank_main, seed=0)
-    exits = messages(last_verdict._warn_at_exit) if end == "the interpreter exits" else []
-    found = exits + messages(lambda: (kept.clear(), gc.collect()))
+    return kept
+
+
+def test_the_end_of_the_process_warns_of_a_refused_last_step() -> None:
+    kept = refused()
+    found = messages(last_verdict._warn_at_exit)
+    assert len(found) == len(kept) == SIZE
+    assert all(re.match(f"the interpreter exits: {REFUSED}", one) for one in found)
+
+
+@pytest.mark.parametrize("then", [LastVerdict, last_verdict._warn_at_exit])
+def test_a_refused_last_step_of_a_deleted_optimizer_is_reported_later(
+    then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage may be collected while a graph is captured, or while another thread waits: nothing may wait then."""
+    kept = refused()
+    arrives = DeviceVerdict.arrives
+    looks: list[float] = []
+    monkeypatch.setattr(DeviceVerdict, "arrives", lambda one, within: looks.append(within) or arrives(one, within))
+    assert messages(lambda: (kept.clear(), gc.collect())) == []
+    assert looks == []
+    found = messages(then)
     assert len(found) == SIZE
-    assert all(re.match(f"{end}: {REFUSED}", one) for one in found)
+    assert all(re.match(f"the optimizer was deleted: {REFUSED}", one) for one in found)
+    assert messages(then) == []
 
 
 @pytest.mark.parametrize("ends", ["read", "next step", "overflow"])

@@ -1,7 +1,9 @@
 """The verdict on the last step: its errors are raised once, or reported if nobody asks for them any more.
 
 On an accelerator a step returns before its errors are known. Reading its result raises them, and so does the next step.
-Without a next step, a save warns of them. Without a save, deleting the optimizer or leaving Python does.
+Without a next step, a save warns of them, and so does the end of the process. If the optimizer is deleted before, the
+next optimizer that is built or saved warns: garbage may be collected at any time, also while a graph is captured, when
+nothing may look at the device.
 """
 
 import atexit
@@ -23,6 +25,7 @@ class LastVerdict:
         self._is_unread = False  # whether its errors have not been raised yet
         self._is_reported = False
         _kept.add(self)
+        _warn_of_deleted()
 
     def set(self, verdict: Verdict, *, step: int, is_unread: bool) -> None:
         """Note the verdict on step number `step`. With `is_unread`, its errors are still to be raised."""
@@ -51,25 +54,17 @@ class LastVerdict:
 
         The host waits for the statistics of the step, at most `within` seconds if that is given.
         """
-        if not self._is_unread or self._is_reported or self.verdict is None:
-            return
-        if within is not None and not self.verdict.arrives(within):
-            return
-        self._is_reported = True
-        try:
-            self.verdict.findings  # noqa: B018  # a property that raises
-        except (GradientError, ValueError) as error:
-            warnings.warn(
-                f"{when}: step {self._step} was refused, and its result has not been read: {error}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        _warn_of_deleted()
+        if self._is_unread and not self._is_reported and self.verdict is not None:
+            self._is_reported = _warned(when, self.verdict, self._step, within)
 
     def __del__(self) -> None:
-        self.warn("the optimizer is deleted", within=WAIT_SECONDS)
+        if self._is_unread and not self._is_reported and self.verdict is not None:
+            _deleted.append((self.verdict, self._step))
 
 
 _kept: WeakSet[LastVerdict] = WeakSet()
+_deleted: list[tuple[Verdict, int]] = []  # unread verdicts on the last steps of deleted optimizers, and these steps
 
 
 @atexit.register
@@ -77,3 +72,22 @@ def _warn_at_exit() -> None:
     for last in list(_kept):
         last.warn("the interpreter exits", within=WAIT_SECONDS)
         last.verdict = None
+    _warn_of_deleted()
+
+
+def _warn_of_deleted() -> None:
+    while _deleted:
+        _warned("the optimizer was deleted", *_deleted.pop(), within=WAIT_SECONDS)
+
+
+def _warned(when: str, verdict: Verdict, step: int, within: float | None) -> bool:
+    """Warn if an error refused the step. False if its statistics have not arrived in time."""
+    if within is not None and not verdict.arrives(within):
+        return False
+    try:
+        verdict.findings  # noqa: B018  # a property that raises
+    except (GradientError, ValueError) as error:
+        warnings.warn(
+            f"{when}: step {step} was refused, and its result has not been read: {error}", RuntimeWarning, stacklevel=4
+        )
+    return True
