@@ -76,7 +76,8 @@ def build(form: str) -> tuple[Net, Optimizer]:
 def on_triton(optimizer: Optimizer) -> Optimizer:
     for unit in optimizer.stepper.units:
         rule: Any = unit.rule
-        unit.rule = replace(rule, backend="triton")
+        if unit.host is None:
+            unit.rule = replace(rule, backend="triton")
     return optimizer
 
 
@@ -227,9 +228,11 @@ def test_works_are_kept_at_all(form: str) -> None:
 
 
 FP16 = {"fp16": True, "params_dtype": torch.float16, "initial_loss_scale": 8.0, "hysteresis": 1}
+OFFLOADED = {**BF16, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+UNCLIPPED, REFUSED = {**BF16, "clip_grad": 0.0}, {**BF16, "grad_norm_skip_threshold": 6.0}
 
 
-@pytest.mark.parametrize("fields", [BF16, FP16, {**BF16, "clip_grad": 0.0}, {**BF16, "grad_norm_skip_threshold": 6.0}])
+@pytest.mark.parametrize("fields", [BF16, FP16, OFFLOADED, UNCLIPPED, REFUSED])
 def test_kernels_decide_as_torch_operations_do(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Six steps, of which one overflows."""
 

@@ -53,14 +53,17 @@ class StepNumbers:
 
     def __init__(self, device: Device):
         self._device = device
-        self._skip: Tensor | None = None
-        self._copy: HostCopy | None = None
+        self._copy: HostCopy | None = None  # of this step, once it is queued
+
+    def forget(self) -> None:
+        """Drop the copy of the last step. The verdict of the next one may be in the same memory."""
+        self._copy = None
 
     def fetch(self, scale_of_slot: Sequence[float | Tensor], skip: Tensor) -> None:
         """Queue the copy to the current stream, unless it is queued for this step already."""
-        if skip is not self._skip:
+        if self._copy is None:
             numbers = [torch.as_tensor(one, dtype=torch.float64, device=skip.device) for one in (skip, *scale_of_slot)]
-            self._skip, self._copy = skip, HostCopy(torch.stack(numbers), self._device)
+            self._copy = HostCopy(torch.stack(numbers), self._device)
 
     def wait(self) -> tuple[bool, list[float]]:
         """Wait for the copy; return whether the step is skipped, and the scales."""

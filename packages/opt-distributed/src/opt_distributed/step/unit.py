@@ -271,6 +271,9 @@ def begin_units_(
     """Call `Unit.begin_` on all units, and reduce sums of cut parameters. Raises CollectiveError if a peer is lost."""
     if not any(unit.begins for unit in units):
         return [None] * len(units)
+    for unit in units:
+        if unit.host is not None:
+            unit.host.numbers.forget()
     held = [Held(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)]
     means = means_over_ranks(held, device=device)
     begun = [
