@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from opt_distributed.step.counts import StepCount
+from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.ready import Ready
@@ -42,12 +43,14 @@ class PieceRun:
     opened: Sequence[DecodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
     kept: KeptWorks = field(init=False)
+    hyper: KeptHyper = field(init=False)  # the numbers of its group
     _of: Unchanged | None = None  # proof under which works were kept
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
         for piece in self.pieces:
             piece.take_count(self.count)
+        self.hyper = KeptHyper(getattr(self.rule, "hyper_names", ()))
         mains = [piece.moved for piece in self.pieces]
         self.opened = [main for main in mains if isinstance(main, DecodedMain | QuantizedMain)]
         self.columns = Works(

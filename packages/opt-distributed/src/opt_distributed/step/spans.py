@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import torch
 
+_NO_SPAN = nullcontext()
+
 
 class Spans(Protocol):
     """`with span("name"):` around each phase of a step."""
@@ -15,8 +17,8 @@ class Spans(Protocol):
 
 def profiler_spans(name: str) -> AbstractContextManager[Any]:
     """Spans that appear in traces of the torch profiler."""
-    # `record_function` takes 8 us of the host, also where no profiler runs.
-    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else nullcontext()
+    # `record_function` takes 8 us of the host, also where no profiler runs; creating a context of its own, 1 us.
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NO_SPAN
 
 
 def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:

@@ -239,20 +239,20 @@ class _Resolved(NamedTuple):
     """Sums over ranks."""
 
     summed: Tensor  # (n,) of the given numbers
-    counts: Tensor  # (unresolved parameters,): ranks that have a gradient of each
+    counts: Tensor | None  # (unresolved parameters,): ranks that have a gradient of each; None without such parameters
 
 
 def _resolve_with_(sources: Sequence[Source], comms: Sequence[Comm], numbers: Tensor, upload: Upload) -> _Resolved:
     """Sum `numbers` (n,) and the sources' flags over `comms` in one all-reduce each; pass the sources their sums."""
     sizes = [len(source.unresolved) for source in sources]
     joined = numbers
-    if sum(sizes):
+    if any(sizes):
         joined = torch.cat([numbers, upload(lambda: torch.cat([source.flags() for source in sources]))])
     if joined.numel():
         for comm in comms:
             _sum_(joined, comm)
-    if not sum(sizes):
-        return _Resolved(joined, joined[:0])
+    if not any(sizes):
+        return _Resolved(joined, None)
     summed, *of_sources = torch.split(joined, [numbers.numel(), *sizes])
     for source, own in zip(sources, of_sources, strict=True):
         if own.numel():
@@ -266,8 +266,9 @@ def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
     return [counted.get(id, 0) for source in sources for id in source.unresolved]
 
 
-def _subtract_unused_(zeros: Tensor, numels: Tensor, counts: Tensor) -> None:
+def _subtract_unused_(zeros: Tensor, numels: Tensor, counts: Tensor | None) -> None:
     """Subtract from `zeros` the elements of parameters that have no gradient on any rank."""
+    assert counts is not None
     zeros.sub_((numels * (counts == 0)).sum())
 
 

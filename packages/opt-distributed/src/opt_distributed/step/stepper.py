@@ -11,9 +11,8 @@ before, which the device has computed long ago, so that every rank raises the er
 latest. A process without other ranks raises them at once.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +46,22 @@ from opt_distributed.step.unit import Unit, begin_units_
 from opt_distributed.step.verdict import DeviceVerdict, KeptDecisions, Objections, Terms, Verdict
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _naming_the_step(method: Callable[Concatenate["Stepper", P], R]) -> Callable[Concatenate["Stepper", P], R]:
+    """Let errors of collectives name the step."""
+
+    def named(self: "Stepper", /, *args: P.args, **options: P.kwargs) -> R:
+        try:
+            return method(self, *args, **options)
+        except CollectiveError as error:
+            raise CollectiveError(f"step {self.num_begun}, {error}") from error
+
+    return named
 
 
 class _Prepared(NamedTuple):
@@ -226,29 +241,29 @@ class Stepper:
             self._update(ready, groups if wrong is None else self._stand_ins(groups))
         return verdict
 
+    @_naming_the_step
     def _replayed(self, graphed: GraphedStep, groups: Groups) -> Verdict:
         """A step whose work on the device is a graph, except at first and after something frozen has changed."""
         self._begin()
         limits, check = self.limits, self._group_check
-        with self._naming_the_step():
-            wrong = self._wrong_groups(groups)
-            refused = self._reduce() or wrong
-            ready, moved = self._steady.look()
-            refused = refused or self._sparse()
-            if (id := graphed.lacking(ready)) is not None and refused is None:
-                refused = UnusableGradientError(
-                    f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
-                    "parameters every time; freeze those that are not used, or turn graphs off"
-                )
-            objections = Objections(refused, moved, check, groups)
-            hypers = groups if wrong is None else self._stand_ins(groups)
-            with self.spans("optimizer-inner-step"):
-                decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
-            terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
-            verdict = DeviceVerdict(decided, objections, terms, self._queues)
-            self.last.set(verdict, step=self.num_begun, is_unread=True)
-            for unit in self.units:
-                self._publish(unit)
+        wrong = self._wrong_groups(groups)
+        refused = self._reduce() or wrong
+        ready, moved = self._steady.look()
+        refused = refused or self._sparse()
+        if (id := graphed.lacking(ready)) is not None and refused is None:
+            refused = UnusableGradientError(
+                f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
+                "parameters every time; freeze those that are not used, or turn graphs off"
+            )
+        objections = Objections(refused, moved, check, groups)
+        hypers = groups if wrong is None else self._stand_ins(groups)
+        with self.spans("optimizer-inner-step"):
+            decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
+        terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
+        verdict = DeviceVerdict(decided, objections, terms, self._queues)
+        self.last.set(verdict, step=self.num_begun, is_unread=True)
+        for unit in self.units:
+            self._publish(unit)
         return verdict
 
     def _begin(self) -> None:
@@ -263,13 +278,13 @@ class Stepper:
         """
         self._begin()
         inv_scale = 1.0 / self.scaler.factor
-        with self._naming_the_step():
-            verdict, ready = self._judged(groups, inv_scale, wrong)
+        verdict, ready = self._judged(groups, inv_scale, wrong)
         self.scaler.update(verdict.overflow, unless=verdict.has_error)
         self.last.set(verdict, step=self.num_begun, is_unread=self._queues.is_asynchronous)
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
         return verdict
 
+    @_naming_the_step
     def _judged(
         self, groups: Groups, inv_scale: float | Tensor, wrong: ValueError | None
     ) -> tuple[Verdict, list[Ready]]:
@@ -323,18 +338,25 @@ class Stepper:
         errors = [error for unit in self.units if (error := unit.take_error()) is not None]
         return errors[0] if errors else None
 
+    @_naming_the_step
     def _update(self, ready: _Prepared, groups: Groups) -> None:
-        skip = ready.verdict.skip
+        verdict = ready.verdict
         with self.spans("optimizer-clip-main-grad"):
-            scales = ready.verdict.scales(ready.max_norm, self.limits.clips)
-        with self._naming_the_step():
-            begun = begin_units_(
-                self.units, ready.of_units, groups, scale_of_slot=scales, skip=skip, device=self.device
-            )
-            for unit, of_unit, of_hooks in zip(self.units, ready.of_units, begun, strict=True):
-                with self.spans("optimizer-inner-step"):
-                    unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
-                self._publish(unit)
+            scales = verdict.scales(ready.max_norm, self.limits.clips)
+        begun = begin_units_(
+            self.units, ready.of_units, groups, scale_of_slot=scales, skip=verdict.skip, device=self.device
+        )
+        for unit, of_unit, of_hooks in zip(self.units, ready.of_units, begun, strict=True):
+            with self.spans("optimizer-inner-step"):
+                unit.update_(
+                    of_unit,
+                    groups,
+                    scale_of_slot=scales,
+                    skip=verdict.skip,
+                    proceeds=verdict.proceeds,
+                    begun=of_hooks,
+                )
+            self._publish(unit)
 
     def check_groups(self, groups: Groups) -> None:
         """Raise before the first update rather than between the updates of two units.
@@ -370,13 +392,6 @@ class Stepper:
         findings = self.last.read(verdict)
         zeros = findings.num_zeros if self.limits.count_zeros else None
         return not (findings.overflow or findings.is_refused), findings.norms[0], zeros
-
-    @contextmanager
-    def _naming_the_step(self) -> Iterator[None]:
-        try:
-            yield
-        except CollectiveError as error:
-            raise CollectiveError(f"step {self.num_begun}, {error}") from error
 
     def _used(self, ready: list[Ready]) -> list[Ready]:
         """Drop pieces whose gradients are zeros because no rank has a gradient of the parameter."""

@@ -16,7 +16,6 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
-from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
@@ -163,17 +162,18 @@ class Unit:
         *,
         scale_of_slot: Sequence[float | Tensor],  # by which the gradients of each norm slot are multiplied
         skip: Tensor | None = None,  # 0-d bool on the device; if it is set, nothing is written or counted
+        proceeds: Tensor | None = None,  # `~skip`, if the caller has it
         begun: HookedStep | None = None,  # the result of `begin_`, with the sums of cut parameters reduced
     ) -> None:
         """Update the ready pieces by one step of the rule. The caller has turned gradients off."""
         if self.host is None:
-            self._update_(ready, groups, scale_of_slot, skip, begun)
+            self._update_(ready, groups, scale_of_slot, skip, proceeds, begun)
             return
-        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
-        if not proceeds:
+        is_made, grads, scales = self.host.wait(ready.pieces, ready.grads)
+        if not is_made:
             return
         with self.host.device.on_host():
-            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
+            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, None, begun)
         self.host.return_(ready.pieces)
 
     def _update_(
@@ -182,6 +182,7 @@ class Unit:
         groups: Sequence[Mapping[str, Any]],
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor | None,
+        proceeds: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
         if begun is not None:
@@ -193,7 +194,7 @@ class Unit:
                     update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
                 for run in together:
                     run.close_(skip=skip)
-                    run.count.advance(skip)
+                    run.count.advance(skip, proceeds)
 
     def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
         """The runs that each call of the rule updates.
@@ -222,7 +223,7 @@ class Unit:
         batches = []
         for run in runs:
             works = run.works(ready, states_may_change=self._touched.states)
-            hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=getattr(self.rule, "hyper_names", ()))
+            hyper = run.hyper.read(groups[run.key.group], step=run.count.next())
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             iterates = self.rule.needs is Needs.MATRICES and works.unchanged is None
             batches.append(Batch(hyper, list(works) if iterates else works))

@@ -55,6 +55,7 @@ class Verdict:
     """The verdict on one step, as the host reads it."""
 
     skip: Tensor | None = None  # 0-d bool on the device: the update must write nothing; None if the host decides
+    proceeds: Tensor | None = None  # `~skip`, where a kernel has computed it
 
     def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
         self._objections, self._terms = objections, terms
@@ -141,6 +142,7 @@ class Decided(NamedTuple):
     overflow: Tensor
     has_error: Tensor  # whether `Verdict.findings` will raise
     skip: Tensor  # the update must write nothing
+    proceeds: Tensor | None = None  # `~skip`, if it is computed
     clipped: "Clipped | None" = None  # the result of `scales` for the norm of the limits, if it is known
 
     @classmethod
@@ -174,7 +176,7 @@ class DeviceVerdict(Verdict):
     def __init__(self, decided: Decided, objections: Objections, terms: Terms, device: Device):
         super().__init__(decided.numbers, objections, terms, device)
         self._decided = decided
-        self.skip = decided.skip
+        self.skip, self.proceeds = decided.skip, decided.proceeds
 
     @property
     def overflow(self) -> Tensor:
@@ -199,13 +201,14 @@ class KeptDecisions:
 
     def of(self, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> Decided:
         """`Decided.of`; the next step overwrites all but `numbers`."""
-        decisions = self._for(0 if group_check is None else group_check.num_compared)
-        if decisions is None:
+        made = self._for(0 if group_check is None else group_check.num_compared)
+        if made is None:
             return Decided.of(numbers, group_check, terms)
-        decisions.write_(numbers, terms.inv_scale)
-        clipped = Clipped(self.limits.max_norm, decisions.scales)
-        norms, overflow, has_error, skip = decisions.norms, decisions.overflow, decisions.has_error, decisions.skip
-        return Decided(numbers, terms.inv_scale, norms, overflow, has_error, skip, clipped)
+        made.write_(numbers, terms.inv_scale)
+        clipped = Clipped(self.limits.max_norm, made.scales)
+        return Decided(
+            numbers, terms.inv_scale, made.norms, made.overflow, made.has_error, made.skip, made.proceeds, clipped
+        )
 
     def _for(self, num_groups: int) -> "Decisions | None":
         kernels, limits = verdict_kernels(self._device), self.limits
