@@ -3,14 +3,15 @@
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.elements import in_memory_order
 from opt_kernels.codecs import StateCodec
 
 
 def values_of(codec: StateCodec, codes: Tensor, scales: Tensor) -> Tensor:
-    """Decode `codes` to a new fp32 tensor of their shape."""
-    values = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    codec.decode_(values, codes.view(-1), scales)
-    return values.view(codes.shape)
+    """Decode `codes`, of dense memory, to a new fp32 tensor of their shape and strides: blocks are runs of memory."""
+    values = torch.empty_like(codes, dtype=torch.float32)
+    codec.decode_(in_memory_order(values), in_memory_order(codes), scales)
+    return values
 
 
 def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tensor) -> None:

@@ -16,7 +16,7 @@ from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_li
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, extra_of
-from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
+from opt_distributed.step.stored import decoded, is_by_part, kept_states, saves_values, store_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind, StateSpec
 
@@ -69,8 +69,8 @@ class PieceState(dict[str, Tensor]):
 def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> dict[str, Tensor]:
     """Return `step` (0-d fp32), the rule's state, and the main values if they are kept separately from the parameter.
 
-    Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes of a
-    DTensor parameter: copy what must outlast the next step. The result is a `PieceState` if names contain a part, else
+    Tensors share memory with the live ones, except `step`, main values joined from a remainder, and decoded codes
+    (`saves_values`): copy what must outlast the next step. The result is a `PieceState` if names contain a part, else
     a plain dict, because torch's pytrees do not traverse subclasses. With `copies_main`, main values are always
     included, as a copy.
     """
@@ -135,7 +135,7 @@ def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None
         value = _saved_value(unit, piece, entry, saved)
         if entry.spec is _OF_MAIN or value is None:
             continue
-        if is_dtensor(piece.param):
+        if saves_values(piece):
             store_(unit, piece, entry.spec.name, value)
         else:
             piece.state[entry.spec.name].copy_(value)
@@ -156,7 +156,7 @@ def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
 
 
 def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:
-    if is_dtensor(piece.param):  # scales belong to blocks of this rank's part; decoded values can be resharded
+    if saves_values(piece):
         specs = list(kept_states(unit, piece))
     else:
         specs = [spec for spec in unit.rule.state_specs if spec.name in piece.state]
@@ -191,7 +191,7 @@ def _is_like_param(piece: OwnedPiece, spec: StateSpec) -> bool:
 def _value(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
     if spec is _OF_MAIN:
         return piece.main.value()
-    return decoded(unit, piece, spec) if is_dtensor(piece.param) else piece.state[spec.name]
+    return decoded(unit, piece, spec) if saves_values(piece) else piece.state[spec.name]
 
 
 def _key(entry: _Entry, saved: Mapping[str, Any]) -> str | None:

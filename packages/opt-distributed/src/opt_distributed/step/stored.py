@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from opt_distributed.step.codes import encode_again_, values_of
+from opt_distributed.step.dtensor import is_dtensor
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.unit import Unit
+from opt_kernels.backends.elements import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared
@@ -17,6 +20,12 @@ def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[Declared]:
     for spec in unit.rule.state_specs:
         if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
             yield spec
+
+
+def saves_values(piece: OwnedPiece) -> bool:
+    """Whether a state_dict has decoded values instead of codes and scales: where another optimizer may have other
+    blocks, because they are runs of a rank's part, or of memory that is not in the order of elements."""
+    return is_dtensor(piece.param) or not all(state.is_contiguous() for state in piece.state.values())
 
 
 def is_by_part(spec: Declared, piece: OwnedPiece) -> bool:
@@ -44,4 +53,5 @@ def store_(unit: Unit, piece: OwnedPiece, name: str, value: Tensor) -> None:
     if codec is None:
         target.copy_(value.view(target.shape))
     else:
-        encode_again_(codec, target.view(-1), piece.state[scale_name(name)], value.reshape(-1).float())
+        values = torch.empty_like(target, dtype=torch.float32).copy_(value.view(target.shape))
+        encode_again_(codec, in_memory_order(target), piece.state[scale_name(name)], in_memory_order(values))
