@@ -40,6 +40,8 @@ def other(value: Any) -> Any:
             return not value
         case str():
             return "lion" if value != "lion" else "sgd"
+        case (str(), *_):  # a record of choices
+            return value[1:]
         case tuple():
             return tuple(one * 0.875 for one in value)
     return value * 0.5 if value > 1e-3 else 0.25 if isinstance(value, float) else 30

@@ -41,6 +41,7 @@ from opt_stack.chunks.wrapped import (
 from opt_stack.chunks.wrapper_fields import check_patterns
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
+from opt_stack.planning.choices import record_choices_
 from opt_stack.planning.fp8 import check_recipes, check_reused
 from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.planning.peers import check_peers, check_same_config
@@ -330,6 +331,7 @@ def plan_of(
     for group in groups:
         check_unread_numbers(group, made[group["optimizer"]])
     record_hooks_(groups, made)
+    record_choices_(groups, made)
     check_wrapped(config, chunks)
     check_blocks(chunks, groups, made, mains=config.precision.mains)
     trained = {id for group in groups for id in group["param_ids"]}

@@ -14,6 +14,7 @@ from opt_distributed.step.hyper import FIELDS
 
 FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
 """Entries that decide how parameters are laid out, clipped and updated."""
+CHOICES = "choices"  # the entry that records the structure of the rule: ("maximize=False", ...)
 _SCHEDULED = ("lr", "weight_decay")
 _FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
 
@@ -56,7 +57,7 @@ def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[st
     for name in built:
         if name not in group:
             yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
-    for name in FIXED:
+    for name in (*FIXED, CHOICES):
         if group.get(name) != built.get(name):
             yield (
                 f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which has "
@@ -70,6 +71,9 @@ def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[st
     for name in _FLAGS:
         if name in group and group[name] is not built.get(name, False):
             yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
+    for name in (text.partition("=")[0] for text in built.get(CHOICES, ())):
+        if name in group and name not in built and name not in _FLAGS:
+            yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {built[CHOICES]}"
 
 
 def _numbers(built: Mapping[str, Any]) -> str:

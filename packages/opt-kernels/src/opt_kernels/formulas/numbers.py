@@ -76,16 +76,23 @@ class Number:
 class Choice:
     """Structure of a formula, equal in all groups and steps: a constant of its source.
 
-    A choice with `off_at_zero` is False while the number of that name is zero.
+    A choice with `off_at_zero` is False while the number of that name is zero. State_dicts record all other choices,
+    unless `recorded` is False, for one that changes only how results are rounded.
     """
 
     name: str
     default: Constant
     allowed: tuple[Constant, ...] = (False, True)
     off_at_zero: str | None = None
+    recorded: bool = True
 
     def __post_init__(self) -> None:
         self.check(self.default)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether state_dicts record its value, so that state of another value is refused."""
+        return self.recorded and self.off_at_zero is None
 
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""

@@ -55,7 +55,7 @@ def drop_in(
     open_choices = [c for c in made.choices if c.off_at_zero is None and c.name not in choices]
     attributes: dict[str, Any] = {
         "formula": made,
-        "fixed": (*base.fixed, *(c.name for c in made.choices if c.off_at_zero is None and c.name != "order")),
+        "fixed": (*base.fixed, *(choice.name for choice in made.choices if choice.is_recorded)),
         "__signature__": _signature(made, open_choices),
         "__doc__": made.description + COMMON.format(states=_states_in_words(made)),
         "__module__": sys._getframe(1).f_globals["__name__"],

@@ -12,9 +12,8 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import Overrides, get_optimizer
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.hooks import HOOKS
 from opt_stack.rules.registry import Registry
-from opt_stack.state.local_state import HELD
+from opt_stack.state.local_state import HELD, OF_RULE
 
 _MISSING = object()
 
@@ -148,8 +147,8 @@ def _names(optimizer: Optimizer) -> list[str]:
 
 
 def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The hyper-parameters of a group, without its name and hooks, which depend on the grouping and on code."""
-    return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
+    """The hyper-parameters of a group, without its name and `OF_RULE`, which depend on the grouping and on code."""
+    return ((key, value) for key, value in group.items() if key not in (*HELD, *OF_RULE, "name"))
 
 
 def _saved(state_dict: Mapping[str, Any], key: str) -> Any:

@@ -17,7 +17,7 @@ from opt_stack.rules.built_in import RuleEntry
 HYPER_KEYS = ("betas", "eps", "momentum")
 """The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
 
-_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config")
+_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config", "choices")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
 _OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from opt_distributed.step.scaler import Scaler
 from opt_paramgroups import ParamId
+from opt_stack.planning.choices import CHOICES
 from opt_stack.planning.hooks import HOOKS
 
 logger = logging.getLogger("opt_stack")
 
 Group = Mapping[str, Any]
 HELD = ("params", "param_ids", "param_names")  # keys of a group that list its parameters
+OF_RULE = (HOOKS, CHOICES)  # keys of a group that record how its rule was built
 RULE = "optimizer"  # a group's key that names its rule; groups of torch's optimizers have none
 NUMBERS = ("lr", "weight_decay", "eps", "momentum")  # keys of a saved group that must be numbers
 
@@ -158,9 +160,9 @@ def saved_scaler(state_dict: Group, scaler: Scaler) -> dict[str, Any]:
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
-    """Copy a saved group's hyper-parameters to `group`, but not its hooks. Tensors are written in place."""
+    """Copy a saved group's hyper-parameters to `group`, but not `OF_RULE`. Tensors are written in place."""
     for key, value in saved.items():
-        if key in HELD or key == HOOKS:
+        if key in HELD or key in OF_RULE:
             continue
         if isinstance(group.get(key), Tensor):
             group[key].fill_(float(value))

@@ -26,9 +26,10 @@ from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
-from opt_stack.planning.hooks import HOOKS, warn_of_other_hooks
+from opt_stack.planning.choices import check_choices, warn_of_other_choices
+from opt_stack.planning.hooks import warn_of_other_hooks
 from opt_stack.rules.entries import check_loaded_numbers
-from opt_stack.state.local_state import RULE, saved_scaler
+from opt_stack.state.local_state import OF_RULE, RULE, saved_scaler
 
 logger = logging.getLogger(__name__)
 VERSION = 1
@@ -130,12 +131,16 @@ def load_sharded_(
         untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
         apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
         check_loaded_numbers(zip(groups, untouched, strict=True), rules)
+        for group, before in _saved_by_group(loaded["groups"], groups, names):
+            check_choices(group, before, rules)
         scale = saved_scaler(loaded, scaler)
     except ValueError as refusal:
         error = refusal
     agree(everyone, error)
     _warn_of_another_rule(loaded, groups, names)
-    _warn_of_other_hooks(loaded["groups"], groups, names)
+    for group, before in _saved_by_group(loaded["groups"], groups, names):
+        warn_of_other_hooks(group["name"], group, before)
+        warn_of_other_choices(group, before)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
     for (unit, piece), values in pieces:
         read_piece(unit, piece).take_(values)
@@ -160,28 +165,30 @@ def _warn_of_another_rule(
         logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
 
 
-def _warn_of_other_hooks(
+def _saved_by_group(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> None:
-    """Log a warning for each current group and each set of other hooks that its parameters were saved with."""
+) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Yield each current group with each of the saved groups of its parameters, one for each record of a rule."""
     then = {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
     for group, own in zip(groups, names, strict=True):
-        of_group = {str(then[name].get(HOOKS)): then[name] for name in own if name in then}
-        for before in of_group.values():
-            warn_of_other_hooks(group["name"], group, before)
+        yield from ((group, one) for one in {_record(then[name]): then[name] for name in own if name in then}.values())
+
+
+def _record(group: Mapping[str, Any]) -> str:
+    return str([group.get(key) for key in (RULE, *OF_RULE)])
 
 
 def _of_same_rule(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Return the saved groups without hooks and without parameters that another rule updates now, because learning
+    """Return the saved groups without `OF_RULE` and without parameters that another rule updates now, because learning
     rates of one rule do not fit another. Empty if no groups were saved, as in converted checkpoints."""
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [
         [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
         for group, own in zip(saved.get("groups", ()), saved.get("names", ()), strict=True)
     ]
-    without = [{key: value for key, value in group.items() if key != HOOKS} for group in saved.get("groups", ())]
+    without = [{k: value for k, value in group.items() if k not in OF_RULE} for group in saved.get("groups", ())]
     return {"groups": without, "names": kept}
 
 

@@ -13,6 +13,7 @@ from opt_distributed.step.stepper import Stepper
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
+from opt_stack.planning.choices import check_choices, warn_of_other_choices
 from opt_stack.planning.hooks import warn_of_other_hooks
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import check_loaded_numbers
@@ -187,6 +188,7 @@ class StateDicts(torch.optim.Optimizer):
             load_state_(unit, piece, loaded.by_id.get(id, {}))
         for group, saved in zip(self.param_groups, loaded.groups, strict=True):
             warn_of_other_hooks(group["name"], group, saved)
+            warn_of_other_choices(group, saved)
             set_group_(group, saved)
         self.stepper.accept_flags(self.param_groups)
         if loaded.scaler:
@@ -198,6 +200,8 @@ class StateDicts(torch.optim.Optimizer):
         groups = match_groups(state_dict, self.param_groups)
         by_id = match_state(state_dict, self.param_groups, groups)
         check_loaded_numbers(zip(self.param_groups, groups), self._rules())
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            check_choices(group, saved, self._rules())
         for id, (unit, piece) in self._held.items():
             check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
         return _Matched(groups, by_id, saved_scaler(state_dict, self.stepper.scaler))

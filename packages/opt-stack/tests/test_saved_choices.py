@@ -1,0 +1,189 @@
+"""A state that was saved under another choice of the rule is refused by name, or continues with a warning."""
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stack_models import make_model, train
+from torch import nn
+
+from opt_checkpoint import load, save, sharded_model
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_kernels.formulas import Choice, Formula, Number, State, fma, sign
+from opt_stack import Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
+
+
+def scalars(*, lr: float, weight_decay: float, momentum: float) -> dict[str, float]:
+    return {"lr": lr, "decay": 1 - lr * weight_decay, "weight": 1 - momentum}
+
+
+def update(p: Any, g: Any, trace: Any, *, lr: Any, decay: Any, weight: Any, variant: Any) -> Any:
+    if variant == "sum":
+        trace = trace + g
+    if variant == "mean":
+        trace = fma(weight, g - trace, trace)
+    return p * decay - lr * sign(trace), trace
+
+
+FORMULA = Formula(
+    name="tracing",
+    states=(State("trace"),),
+    numbers=(Number("momentum", 0.9),),
+    choices=(Choice("variant", "mean", ("mean", "sum")),),
+    scalars=scalars,
+    update=update,
+)
+RULES = Registry().with_formula(FORMULA)
+CHOSEN = {  # fields, the same with another choice, how the choices are named
+    "maximize": (
+        {"optimizer": "lion"},
+        {"optimizer": "lion", "optimizer_options": {"maximize": True}},
+        "was saved with maximize=False, but optimizer 'lion' has maximize=True",
+    ),
+    "a choice of a user's formula": (
+        {"optimizer": "tracing"},
+        {"optimizer": "tracing", "optimizer_options": {"variant": "sum"}},
+        "was saved with variant='mean', but optimizer 'tracing' has variant='sum'",
+    ),
+    "a field of the configuration": (
+        {"weight_decay": 0.1},
+        {"weight_decay": 0.1, "decoupled_weight_decay": False},
+        "was saved with decoupled_weight_decay=True, but optimizer 'adam' has decoupled_weight_decay=False",
+    ),
+}
+WARNED = {
+    "muon": (
+        {"optimizer": "muon"},
+        {"optimizer": "muon", "muon_num_ns_steps": 6},
+        "continues with num_ns_steps=6, but was saved with num_ns_steps=5",
+    ),
+    "soap": (
+        {"optimizer": "soap"},
+        {"optimizer": "soap", "soap_order": "megatron"},
+        "continues with order='megatron', but was saved with order='paper'",
+    ),
+}
+
+
+def built(fields: dict[str, Any], comm: Comm | None = None, model: nn.Module | None = None) -> tuple[Any, Optimizer]:
+    torch.manual_seed(0)
+    model = make_model() if model is None else model
+    axes = Axes(dp=comm or Alone(), tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=comm or Alone())
+    return model, get_optimizer(OptimizerConfig(lr=1e-2, **fields), [model], rules=RULES, pg_collection=roles)
+
+
+def saved(fields: dict[str, Any]) -> dict[str, Any]:
+    model, optimizer = built(fields)
+    train(model, optimizer, range(2))
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights = sharded_model(model)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+
+@pytest.mark.parametrize(("before", "after", "message"), CHOSEN.values(), ids=CHOSEN)
+def test_another_choice_of_a_formula_is_refused_by_name(
+    before: dict[str, Any], after: dict[str, Any], message: str
+) -> None:
+    """Both were loaded without a word: the momentum of a minimizing run would have been ascended."""
+    state, (model, optimizer) = saved(before), built(after)
+    present = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert str(optimizer.state_dict()) == str(present)
+    for group in state["param_groups"]:
+        del group["choices"]  # as in an older version, and the way to continue nevertheless
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(2, 3))
+    assert optimizer.param_groups[0]["choices"] == present["param_groups"][0]["choices"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("before", "after", "message"), CHOSEN.values(), ids=CHOSEN)
+def test_every_rank_refuses_a_checkpoint_of_another_choice(
+    before: dict[str, Any], after: dict[str, Any], message: str, num_ranks: int, tmp_path: Path
+) -> None:
+    models = [built({})[0] for _ in range(num_ranks)]
+    sharded = {"use_distributed_optimizer": True}
+    model, optimizer = built(before)
+    train(model, optimizer, range(2))
+    save(state_of(model, optimizer), tmp_path / "saved")
+    read = [load(state_of(*built(before)), tmp_path / "saved").state["optimizer"] for _ in models]
+
+    def resume(comm: ThreadComm) -> tuple[str, Any]:
+        model, optimizer = built({**after, **sharded}, comm, models[comm.rank])
+        optimizer.sharded_state_dict(sharded_model(model))
+        groups = copy.deepcopy(read[comm.rank]["groups"])
+        empty = {**read[comm.rank], "state": {}, "groups": groups}  # groups are what this test is about
+        with pytest.raises(ValueError, match=r"saved with|other rank") as caught:
+            optimizer.load_state_dict(empty)
+        for group in groups["groups"]:
+            del group["choices"]
+        optimizer.load_state_dict(empty)
+        return str(caught.value), optimizer.param_groups[0]["choices"]
+
+    found = run_threads(num_ranks, resume)
+    assert all(message in text for text, _ in found)
+    assert len({choices for _, choices in found}) == 1
+
+
+@pytest.mark.parametrize(("before", "after", "message"), WARNED.values(), ids=WARNED)
+def test_other_options_of_a_matrix_rule_log_a_warning(
+    before: dict[str, Any], after: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    state, (_, optimizer) = saved(before), built(after)
+    with caplog.at_level(logging.WARNING):
+        optimizer.load_state_dict(state)
+    assert message in caplog.text
+    caplog.clear()
+    model, first = built(before)
+    save(state_of(model, first), tmp_path / "saved")
+    model, other = built(after)
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(load(state_of(model, other), tmp_path / "saved").state["optimizer"])
+    assert message in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        built(before)[1].load_state_dict(state)
+    assert "continues with" not in caplog.text
+
+
+def test_state_of_another_rule_still_starts_a_run_with_a_warning(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model, first = built({"optimizer": "lion", "optimizer_options": {"maximize": True}})
+    train(model, first, range(2))
+    save(state_of(model, first), tmp_path / "saved")
+    model, other = built({"optimizer": "signum"})
+    with caplog.at_level(logging.WARNING):
+        other.load_state_dict(load(state_of(model, other), tmp_path / "saved", strict="return_all").state["optimizer"])
+    assert "maximize" not in caplog.text
+
+
+def test_choices_that_only_round_differently_are_not_recorded() -> None:
+    state = saved({})
+    assert "order" not in str(state["param_groups"][0]["choices"])
+    built({"optimizer_options": {"order": "te"}})[1].load_state_dict(state)
+
+
+def test_groups_of_another_optimizer_get_the_record_of_their_new_rule() -> None:
+    model, first = built({"optimizer": "lion", "optimizer_options": {"maximize": True}})
+    config = OptimizerConfig(optimizer="lion", lr=1e-2)
+    second = get_optimizer_based_on_param_groups(config, [model], first.param_groups)
+    assert second.param_groups[0]["choices"] == ("maximize=False",)
+
+
+def test_a_choice_that_is_written_to_a_group_is_refused() -> None:
+    model, optimizer = built({"optimizer": "tracing"})
+    optimizer.param_groups[0]["variant"] = "sum"
+    with pytest.raises(ValueError, match="variant='sum' was added, but it was chosen when the optimizer was built"):
+        train(model, optimizer, range(1))
