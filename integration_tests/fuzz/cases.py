@@ -143,6 +143,7 @@ class Setup:
     processes: bool = False  # ranks are gloo processes; else threads
     late: bool = False  # threads: an asynchronous collective delivers when it is waited for, and not before
     groups_none: bool = False  # pg_collection=None: the world is data parallel
+    on_host: float = 0.0  # optimizer_offload_fraction; 0: no optimizer_cpu_offload
     layout: str = "plain"  # of processes: DTensors by "fsdp2", "hsdp", "tp_plan", "fsdp2_x_tp"
 
     @property

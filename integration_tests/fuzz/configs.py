@@ -27,6 +27,8 @@ def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
         "fp32": {},
         "bf16": {"bf16": True},
         "bf16_remainder": {"bf16": True, "use_precision_aware_optimizer": True},
+        "bf16_short": {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
+        "bf16_scaled": {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
         "bf16_grads": {"bf16": True, "use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
         "bf16_narrow": {
             "bf16": True,
@@ -68,6 +70,8 @@ def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
         use_layer_wise_distributed_optimizer=setup.sharding == "whole",
         overlap_param_gather=setup.overlap_gather,
         overlap_param_gather_with_optimizer_step=setup.gathers_with_step,
+        optimizer_cpu_offload=setup.on_host > 0,
+        optimizer_offload_fraction=setup.on_host,
         **numbers,
     )
     if case.mistake is not None and case.mistake.rank in (None, rank):

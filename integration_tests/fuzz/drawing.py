@@ -54,6 +54,7 @@ GRIDS = (
 NUMBERS = ("fp32", "fp32", "bf16", "bf16", "bf16_remainder", "fp16", "fp16_constant", "bf16_narrow", "bf16_grads")
 
 
+NARROW_MAINS = ("bf16_short", "bf16_scaled")
 SAME_MAINS = ("bf16", "bf16_remainder", "bf16_grads")  # numbers between which nothing is lost
 
 
@@ -62,6 +63,9 @@ def draw(seed: int) -> Case:
     rng = random.Random(seed)
     rule = rng.choice((*RULES[:4], *RULES))
     numbers = _numbers(rng, rule)
+    own = random.Random(f"main values of {seed}")  # so that these choices change no other
+    if numbers in ("bf16", "bf16_remainder") and own.random() < 0.4:
+        numbers = own.choice(NARROW_MAINS)
     setup = _setup(rng, rule, numbers)
     params = _params(rng, numbers, setup)
     case = Case(
@@ -120,7 +124,9 @@ def _setup(rng: random.Random, rule: str, numbers: str, *, processes: bool | Non
     )
     if grid.size <= 4 and (rng.random() < 0.2 if processes is None else processes):
         setup = _in_processes(rng, setup)
-    return _wrapped(rng, numbers, setup) if setup.wrapped else setup
+    setup = _wrapped(rng, numbers, setup) if setup.wrapped else setup
+    own = random.Random(f"offload of {setup}")
+    return dataclasses.replace(setup, on_host=own.choice((0.0, 0.0, 0.0, 0.3, 0.7, 1.0)))
 
 
 def _in_processes(rng: random.Random, setup: Setup) -> Setup:

@@ -32,6 +32,7 @@ from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
+from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.stepper import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
@@ -281,6 +282,7 @@ class Run:
             is_whole=matrices_whole if setup.sharding == "whole" and self.case.rule in MATRIX_RULES else nothing_whole,
             calculate_per_token_loss=setup.per_token,
             chunk=chunk,
+            shard_multiple=128 if self.case.numbers == "bf16_scaled" else SHARD_MULTIPLE,
         )
 
     def _optimizer(self) -> Optimizer:
