@@ -202,8 +202,9 @@ def test_errors_of_a_compiled_step_are_those_of_the_step(build: Callable[[nn.Mod
 
 
 def wrapped() -> tuple[nn.Module, Any]:
+    """The gradients in its buffer are being reduced when the step begins."""
     net = nn.Linear(3, 2)
-    chunk = DistributedDataParallel(DistributedDataParallelConfig(), net)
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(overlap_grad_reduce=True), net)
     return net, get_optimizer(OptimizerConfig(lr=0.1), [chunk])
 
 
@@ -243,4 +244,53 @@ def test_the_step_in_a_graph_reduces_and_gathers_over_ranks() -> None:
         found = run_threads(2, partial(flat_shards, backend="aot_eager"))
     for (weights, results), of_step in zip(found, expected, strict=True):
         assert all(map(torch.equal, weights, of_step[0]))
+        assert results == of_step[1]
+
+
+WRAPPED = {
+    "reduced": {},
+    "ZeRO-1": {"use_distributed_optimizer": True},
+    "fp32 sums": {"use_distributed_optimizer": True, "reduce_scatter_with_fp32_accumulation": True},
+    "16-bit gradients": {"param_name_patterns_for_fp32_local_accumulation": ("*bias",)},
+}
+
+
+def of_wrapped(comm: ThreadComm, *, wrapping: str, backend: Any) -> tuple[list[Tensor], list[Any]]:
+    """Weights, gradients and results of three steps, with a backward pass before each. The function changes
+    gradients in the buffer, and reads weights and gradients after the step."""
+    model, roles = nn.Linear(3, 2).bfloat16(), roles_over(comm)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.arange(param.numel()).view_as(param) / 4)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **WRAPPED[wrapping])
+    chunk = DistributedDataParallel(config, model, groups=roles)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True), [chunk], {}, pg_collection=roles)
+
+    def run(x: Tensor) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            model.bias.main_grad.mul_(2.0)
+        result = optimizer.step()
+        return model.weight.detach() * x, result
+
+    step = run if backend is None else torch.compile(run, backend=backend)
+    found, results = [], []
+    for number in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
+        product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
+        found += [product, *(part.clone() for buffer in chunk.synced_buffers for part in buffer.results())]
+        results.append(result)
+        chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+    return [*found, *(param.detach().clone() for param in model.parameters())], list(map(tuple, results))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("wrapping", WRAPPED)
+def test_a_step_of_a_wrapped_chunk_in_a_graph_is_the_step(wrapping: str, backend: str) -> None:
+    expected = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=None))
+    with without_breaks():
+        found = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=backend))
+    for (tensors, results), of_step in zip(found, expected, strict=True):
+        assert all(map(torch.equal, tensors, of_step[0]))
         assert results == of_step[1]

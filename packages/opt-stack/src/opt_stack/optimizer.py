@@ -16,12 +16,11 @@ from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_kernels.backends.triton.objects import same_objects
-from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.optim.in_graphs import handle_of
 from opt_kernels.optim.observed import observed
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
-from opt_stack.in_graphs import GraphResults, step_in_graph
+from opt_stack.in_graphs import GraphResults, fits_graphs, step_in_graph
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
@@ -95,7 +94,7 @@ class Optimizer(GradientStatistics, StateDicts):
         )
         self.graph_results, self.last_graph_result = GraphResults(), 0
         self._handle = handle_of(self)
-        self._fits_graphs = not wrapped and are_plain(self._params)
+        self._fits_graphs = fits_graphs(self._params, wrapped)
         self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -122,9 +121,9 @@ class Optimizer(GradientStatistics, StateDicts):
     ) -> StepResult:
         """Run `closure` with gradients enabled, if it is given, then take one step. Every rank gets the same result.
 
-        Under torch.compile a step is one operation of the graph, see `opt_stack.in_graphs`; with a closure, wrapped
-        chunks, or parameters of tensor subclasses, the graph breaks here. Warns once if parameters were unfrozen after
-        the optimizer was built: they are not trained.
+        Under torch.compile a step is one operation of the graph, see `opt_stack.in_graphs`; with a closure, chunks
+        wrapped with an overlap, or parameters of tensor subclasses, the graph breaks here. Warns once if parameters
+        were unfrozen after the optimizer was built: they are not trained.
 
         Raises:
             ValueError: the loss scale is set, and `closure` has not read it.
