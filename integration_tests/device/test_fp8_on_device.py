@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fp8_training import Stored, fp8_params, stored
-from on_device import NUM_ORDERS, LaunchedRule, launched_stats
+from on_device import NUM_ORDERS, LaunchedRule, launched
 from parity import roles_over
 from torch import Tensor, nn
 
@@ -18,11 +18,11 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.comm.deferred import DeferredComm, DeferredRank, run_deferred
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import stats
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_kernels.quantized import RECIPES, quantize_linears_
 from opt_stack import get_optimizer
 
+pytestmark = pytest.mark.usefixtures(launched.__name__)
 RANKS, STEPS, BAD_STEP = 2, 3, 1
 SHAPES = ((8, 32), (4, 32))
 ZERO = {"use_distributed_optimizer": True}
@@ -32,11 +32,6 @@ PLACES: dict[str, tuple[dict[str, Any], bool]] = {
     "wrapped": (ZERO, True),
     "overlapped": ({**ZERO, "overlap_param_gather": True}, True),
 }
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
 
 
 class Trained(NamedTuple):

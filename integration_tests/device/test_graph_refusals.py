@@ -11,7 +11,7 @@ from on_device import (
     SHAPES,
     SIZE,
     equal,
-    launched_stats,
+    launched,
 )
 from parity import Numbers, grads_of, roles_over
 from torch import Tensor, nn
@@ -28,17 +28,14 @@ from opt_distributed.comm.deferred import (
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.graph import GraphError
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import graphed, stats
+from opt_distributed.step import graphed
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.hyper_table import HyperTable
 from opt_stack import Optimizer, get_optimizer
 
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+pytestmark = pytest.mark.usefixtures(launched.__name__)
 
 
 def numbers_are_frozen(patch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from on_device import (
     built,
     equal,
     every_layout,
-    launched_stats,
+    launched,
     outcome,
     sweep_stats,
 )
@@ -47,10 +47,7 @@ from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
 from opt_stack import Optimizer
 
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+pytestmark = pytest.mark.usefixtures(launched.__name__)
 
 
 def cases() -> Iterator[Case]:

@@ -10,29 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from on_device import SHAPES, SIZE, LaunchedRule, built, launched_stats
+from on_device import SHAPES, SIZE, LaunchedRule, built, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
-from opt_distributed.step import last_verdict, stats
+from opt_distributed.step import last_verdict
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.verdict import DeviceVerdict
 from opt_stack import Optimizer
 
+pytestmark = pytest.mark.usefixtures(launched.__name__)
 ORDERS = range(4)
 SCALE = 2.0**8
 CASE = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
 GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "graph"])
-
-
-@pytest.fixture(autouse=True)
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
 
 
 def begun(one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN) -> tuple[nn.Module, Optimizer]:

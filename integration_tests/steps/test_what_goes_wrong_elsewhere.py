@@ -1,7 +1,6 @@
 """Failures of Megatron-Core or of earlier runs: each docstring describes the failure, each test the behaviour here."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from parity import LR, Net, grads_of, roles_over
 from torch import Tensor, nn
+from worlds import refusal
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -349,11 +349,3 @@ def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:
     assert refusal(lambda: get_optimizer(muon, [wrapper])).endswith(
         "pass is_whole=opt_stack.matrices_whole to DistributedDataParallel"
     )
-
-
-def refusal(build: Callable[[], object]) -> str:
-    try:
-        build()
-    except ValueError as error:
-        return str(error)
-    return "built"

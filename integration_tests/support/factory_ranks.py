@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from worlds import joined_batch, make_model, weights
+from worlds import joined_batch, make_model, refusal, weights
 
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import Optimizer, ProcessGroups, get_optimizer, get_optimizer_based_on_param_groups
@@ -54,15 +54,7 @@ def with_empty_ranks(config: OptimizerConfig, dtype: torch.dtype, empty: tuple[i
 
 def refusals() -> dict[str, str]:
     """Each rank's error message, for mistakes that only one rank, or only a comparison of ranks, can detect."""
-    return {name: _message_of(build) for name, build in REFUSED.items()}
-
-
-def _message_of(build: Callable[[], Any]) -> str:
-    try:
-        build()
-    except ValueError as error:
-        return str(error)
-    return "built"
+    return {name: refusal(build) for name, build in REFUSED.items()}
 
 
 def _only_rank_1(yes: Any, no: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from worlds import refusal
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm
@@ -250,15 +251,7 @@ BUILDS: Mapping[str, Callable[[], Any]] = {
 
 def build_all() -> dict[str, str]:
     """The message of each rank, by build."""
-    return {name: _outcome(build) for name, build in BUILDS.items()}
-
-
-def _outcome(build: Callable[[], Any]) -> str:
-    try:
-        build()
-    except ValueError as error:
-        return str(error)
-    return "built"
+    return {name: refusal(build) for name, build in BUILDS.items()}
 
 
 def broadcasts_in_pairs() -> list[int]:
@@ -282,4 +275,4 @@ def device_of_a_rank_without_tensors() -> str:
 def chunks_on_different_devices() -> str:
     """Each rank's error message if one of them has its model on another device."""
     device = "meta" if dist.get_rank() == 2 else "cpu"
-    return _outcome(lambda: _device([Mlp().to(device)], world()))
+    return refusal(lambda: _device([Mlp().to(device)], world()))

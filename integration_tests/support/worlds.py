@@ -84,6 +84,15 @@ def _result(path: Path, rank: int) -> Any:
     return pickle.loads(path.read_bytes())
 
 
+def refusal(build: Callable[[], object]) -> str:
+    """Return the message of the ValueError that `build` raises on this rank, or "built" if it raises none."""
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
 # --- the model ------------------------------------------------------------------------------------
 
 DIM, CONTEXT, VOCAB = 16, 12, 31

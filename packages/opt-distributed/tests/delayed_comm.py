@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import Op, Pending
 
@@ -86,3 +87,12 @@ class DelayedComm:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, value]
+
+
+def publish(ddp: DistributedDataParallel, value: float) -> None:
+    """Write and publish this rank's shards, as a step does. The other half is NaN until it is awaited."""
+    for buffer in ddp.synced_buffers:
+        for index in range(len(buffer.plan.layout.buckets)):
+            buffer.memory.param_bucket(index).fill_(float("nan"))
+            buffer.memory.param_shard(index, 0).fill_(value)
+        buffer.publish_()

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_net import over
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -14,19 +15,13 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.stored import StorageError
-from opt_distributed.comm.collectives import Alone, Comm, Pending
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.collectives import Alone, Pending
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 Config = DistributedDataParallelConfig
 SHARDED = Config(use_distributed_optimizer=True)
 OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=20)
-
-
-def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
 
 
 def backward(loss: Tensor) -> None:

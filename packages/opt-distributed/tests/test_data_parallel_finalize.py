@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from data_parallel_net import over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
@@ -18,11 +19,6 @@ CONFIGS = {
     "replicated": DistributedDataParallelConfig(),
     "flat": DistributedDataParallelConfig(use_distributed_optimizer=True),
 }
-
-
-def over(dp: Comm) -> Roles:
-    axes = Axes(dp=dp, tp=Alone())
-    return Roles(dense=axes, expert=axes, everyone=dp)
 
 
 def backward(loss: Tensor) -> None:

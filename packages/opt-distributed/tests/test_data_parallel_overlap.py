@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from delayed_comm import DELAY, DelayedComm, Timeline
+from delayed_comm import DELAY, DelayedComm, Timeline, publish
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
@@ -169,15 +169,6 @@ def test_buckets_follow_the_order_of_use_rather_than_of_registration() -> None:
 
 
 # --- nothing is read before it has arrived -----------------------------------------------------------------
-
-
-def publish(ddp: DistributedDataParallel, value: float) -> None:
-    """Write and publish this rank's shards, as a step does. The other half arrives when it is awaited."""
-    for buffer in ddp.synced_buffers:
-        for index in range(len(buffer.plan.layout.buckets)):
-            buffer.memory.param_bucket(index).fill_(float("nan"))
-            buffer.memory.param_shard(index, 0).fill_(value)
-        buffer.publish_()
 
 
 def wrapped(model: nn.Module) -> DistributedDataParallel:

@@ -1,5 +1,6 @@
 """The fake accelerator: work runs later, in order within a stream, in any order between streams."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -194,3 +195,31 @@ def test_an_order_repeats_with_its_seed() -> None:
 
     for seed in SEEDS:
         assert run_deferred(2, rank_main, seed=seed) == run_deferred(2, rank_main, seed=seed)
+
+
+class Cycle:
+    """Garbage that only the collector can free, whose finalizer reads a tensor."""
+
+    def __init__(self, finalized: list[float]):
+        self.itself, self.finalized, self.value = self, finalized, torch.ones(())
+
+    def __del__(self) -> None:
+        self.finalized.append(float(self.value + 1))
+
+
+def test_no_finalizer_runs_in_the_middle_of_a_task() -> None:
+    """The finalizer of another test's optimizer read its last step, and took the task that was about to run."""
+    finalized: list[float] = []
+
+    def rank_main(one: DeferredRank) -> int:
+        garbage = [Cycle(finalized) for _ in range(5)]
+        garbage.clear()
+        young, old, _ = gc.get_threshold()
+        cells = [[number] for number in range(3 * young * old)]  # enough for collections of both generations
+        return len(finalized) * len(cells)
+
+    assert run_deferred(1, rank_main, seed=0) == [0]
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        run_deferred(1, lambda one: 1 / 0, seed=0)
+    assert gc.isenabled()

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from data_parallel_net import over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import GradientError, main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
@@ -36,11 +36,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.first(x) + self.second(x)).sum()  # type: ignore[no-any-return]
-
-
-def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
 
 
 def wrap(comm: Comm, dtype: torch.dtype = BF16, **fields: Any) -> DistributedDataParallel:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_parallel_net import over
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -13,8 +14,7 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.comm.collectives import Alone, Comm, Pending
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.collectives import Alone, Pending
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
 REPLICATED = DistributedDataParallelConfig()
@@ -23,11 +23,6 @@ OVERLAP = DistributedDataParallelConfig(
     use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20
 )
 CONFIGS = {"replicated": REPLICATED, "sharded": SHARDED, "overlap": OVERLAP}
-
-
-def over(comm: Comm) -> Roles:
-    axes = Axes(dp=comm, tp=Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
 
 
 def backward(loss: Tensor, **kwargs: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from delayed_comm import DelayedComm, Timeline
+from delayed_comm import DelayedComm, Timeline, publish
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -56,15 +56,6 @@ class Model(nn.Module):
 def wrap(model: nn.Module) -> DistributedDataParallel:
     axes = Axes(dp=DelayedComm(Timeline()), tp=Alone())
     return DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes, expert=axes, everyone=axes.dp))
-
-
-def publish(ddp: DistributedDataParallel, value: float) -> None:
-    """Write this rank's shards as a step does. The other half is NaN until it is awaited."""
-    for buffer in ddp.synced_buffers:
-        for index in range(len(buffer.plan.layout.buckets)):
-            buffer.memory.param_bucket(index).fill_(float("nan"))
-            buffer.memory.param_shard(index, 0).fill_(value)
-        buffer.publish_()
 
 
 def are(tensors: Any, value: float) -> bool:

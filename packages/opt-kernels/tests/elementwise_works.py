@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.codecs.remainder import split_
+from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
@@ -97,7 +97,16 @@ def written(work: Work) -> list[Tensor]:
     return [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
 
 
-def _cut(work: Work, part: slice, block: int = 1) -> Work:
+def main_of(work: Work) -> Tensor:
+    """The main values, in float64."""
+    if work.main is not None:
+        return work.main.double()
+    assert work.out is not None
+    assert work.remainder is not None
+    return join(work.out, work.remainder).double()
+
+
+def cut(work: Work, part: slice, block: int = 1) -> Work:
     scales = slice(part.start // block, -(-part.stop // block))
     return Work(
         grad=work.grad[part],

@@ -7,7 +7,7 @@ import torch
 from hook_oracle import BETAS, EPS, LR, MOMENTUM, WD
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs.remainder import split_
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -33,14 +33,6 @@ class Kept:
         like = start.float() if main is None else main
         grad = torch.zeros_like(start, dtype=self.grad)
         return Work(grad=grad, main=main, out=out, remainder=remainder, state=rule.init_state(like))
-
-
-def value(work: Work) -> Tensor:
-    if work.main is not None:
-        return work.main.double()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out, work.remainder).double()
 
 
 def start_of(shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:

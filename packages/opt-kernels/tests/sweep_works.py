@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.reference import update as reference
 from opt_kernels.backends.triton import update as triton
 from opt_kernels.codecs import StateCodec, codec_for
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs.remainder import split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
@@ -152,11 +152,3 @@ def snapshot(works: list[Work]) -> list[Tensor]:
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def main_of(work: Work) -> Tensor:
-    if work.main is not None:
-        return work.main.double()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out, work.remainder).double()

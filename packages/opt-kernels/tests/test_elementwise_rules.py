@@ -15,8 +15,9 @@ from elementwise_works import (
     RULES,
     Kept,
     Make,
-    _cut,
+    cut,
     gradients,
+    main_of,
     run,
     start_of,
     written,
@@ -24,11 +25,10 @@ from elementwise_works import (
 from torch import Tensor
 
 from opt_kernels.backends.torch_native.tiles import TILE_NUMEL
-from opt_kernels.codecs.remainder import join
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.works import Batch, Work
+from opt_kernels.works import Batch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SIZES = [0, 1, 63, 1025, 65537]
@@ -41,15 +41,6 @@ TORCH: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd-dampening": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, momentum=0.8, dampening=0.3),
     "sgd-plain": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1),
 }
-
-
-def value(work: Work) -> Tensor:
-    """The main, in float64."""
-    if work.main is not None:
-        return work.main.double()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out, work.remainder).double()
 
 
 @ON_RULES
@@ -65,7 +56,7 @@ def test_every_backend_and_dtype_agrees_with_the_float64_reference(
     # Three steps: a rounding of the main each (2^-24, or 2^-9 for a bfloat16 main), and the moments' own of 2^-24 of an
     # update of at most lr * |m| / sqrt(v) < 10 lr.
     rounding = 2.0**-8 if kept.main is torch.bfloat16 else 2.0**-22
-    close = torch.isclose(value(work), value(truth), rtol=3 * rounding, atol=3 * rounding * 0.1)
+    close = torch.isclose(main_of(work), main_of(truth), rtol=3 * rounding, atol=3 * rounding * 0.1)
     # A sum that is zero but for its rounding has either sign, and Lion and Adam's first step move by the sign; a
     # bfloat16 main that passes zero has the rounding of what it was before.
     few = make in (RULES["lion"], RULES["adam-l2"]) or kept.main is torch.bfloat16
@@ -83,7 +74,7 @@ def test_the_formula_is_torchs_where_torch_has_it(name: str, backend: str) -> No
         theirs.grad = grad
         optimizer.step()
     # Our moments are float32 beside a float64 main: 2^-24 of an update of about lr, a few times over.
-    torch.testing.assert_close(value(run(rule, work)), theirs.detach(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(main_of(run(rule, work)), theirs.detach(), rtol=0, atol=1e-7)
 
 
 def test_float32_adamw_has_the_bits_of_torchs_fused_adamw() -> None:
@@ -128,14 +119,14 @@ def test_narrow_moments_stay_close_and_are_cut_at_blocks_without_a_trace(
     whole = run(rule, whole, scale=0.5)
     for step, grad in enumerate(gradients((size,), kept.grad), start=1):
         parts = [slice(0, 128), slice(128, 128 * 20), slice(128 * 20, size)]
-        works = [_cut(replace(pieces, grad=grad), part, 128) for part in parts]
+        works = [cut(replace(pieces, grad=grad), part, 128) for part in parts]
         rule.update_([Batch(replace(HYPER, step=step), works)], grad_scale=0.5)
     for one, other in zip(written(whole), written(pieces), strict=True):
         assert torch.equal(one, other)
     exact = run(Adam(backend="reference"), KEPT["fp64"].work(Adam(), start), scale=0.5)
     # Two of three steps see rounded moments, each within `rounding` of its block's largest; an element far below it
     # moves by at most as much as a large one, lr.
-    typical = (value(whole) - value(exact)).abs().median()
+    typical = (main_of(whole) - main_of(exact)).abs().median()
     assert typical < 1e-2 * (4 * rounding) + (2.0**-8 if kept.main is torch.bfloat16 else 0)
 
 
@@ -159,7 +150,7 @@ def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str
     work = kept.work(rule, start_of((70,)))
     work.grad.fill_(1.0)[[3, 69]] = torch.nan
     rule.update_([Batch(HYPER, [work])])
-    for weight in (value(work), work.out):
+    for weight in (main_of(work), work.out):
         assert weight is None or weight.isnan().nonzero().flatten().tolist() == [3, 69]
 
 
@@ -169,7 +160,7 @@ def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, ba
     rule = make(backend=backend)
     work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
     rule.update_([Batch(replace(HYPER, weight_decay=0.0), [work])])
-    assert bool((value(work) == -torch.inf).all())
+    assert bool((main_of(work) == -torch.inf).all())
 
 
 @ON_BACKENDS
@@ -178,7 +169,7 @@ def test_an_infinite_parameter_stays_infinite_under_decoupled_decay(name: str, b
     rule = RULES[name](backend=backend)
     work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
     rule.update_([Batch(HYPER, [work])])
-    assert bool((value(work) == -torch.inf).all())
+    assert bool((main_of(work) == -torch.inf).all())
 
 
 @ON_BACKENDS
@@ -187,7 +178,7 @@ def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))
     SGD(backend=backend).update_([Batch(HYPER, [replace(lazy, grad=torch._neg_view(-lazy.grad))])])
     SGD(backend=backend).update_([Batch(HYPER, [plain])])
-    assert torch.equal(value(lazy), value(plain))
+    assert torch.equal(main_of(lazy), main_of(plain))
 
 
 @ON_RULES
@@ -213,13 +204,13 @@ def test_stochastic_rounding_is_right_on_average_whatever_the_cut(backend: str) 
     whole, pieces = (KEPT["bf16"].work(rule, start) for _ in range(2))
     for step in range(1, 21):
         grad = torch.ones(size, dtype=torch.bfloat16)
-        works = [_cut(replace(pieces, grad=grad), part) for part in (slice(0, 64 * 7), slice(64 * 7, size))]
+        works = [cut(replace(pieces, grad=grad), part) for part in (slice(0, 64 * 7), slice(64 * 7, size))]
         rule.update_([Batch(replace(hyper, step=step), [replace(whole, grad=grad)])])
         rule.update_([Batch(replace(hyper, step=step), works)])
-    assert torch.equal(value(whole), value(pieces))
+    assert torch.equal(main_of(whole), main_of(pieces))
     # Each step moves by lr = 1e-4, far below the spacing 2^-8 under 1: nearest rounding would never move at all. The
     # mean of 3200 walks of 20 steps has a deviation of about sqrt(20 * 2^-8 * 1e-4 / 3200) = 5e-5.
-    assert abs(value(whole).mean() - (1 - 20e-4)) < 4 * 5e-5
+    assert abs(main_of(whole).mean() - (1 - 20e-4)) < 4 * 5e-5
 
 
 def test_stochastic_rounding_goes_on_counting_from_tile_to_tile() -> None:
@@ -229,5 +220,5 @@ def test_stochastic_rounding_goes_on_counting_from_tile_to_tile() -> None:
     grad = gradients((size,), torch.bfloat16)[0]
     rule.update_([Batch(HYPER, [replace(whole, grad=grad)])])
     parts = [slice(0, TILE_NUMEL - 64), slice(TILE_NUMEL - 64, size)]
-    rule.update_([Batch(HYPER, [_cut(replace(pieces, grad=grad), part) for part in parts])])
-    assert torch.equal(value(whole), value(pieces))
+    rule.update_([Batch(HYPER, [cut(replace(pieces, grad=grad), part) for part in parts])])
+    assert torch.equal(main_of(whole), main_of(pieces))

@@ -16,7 +16,7 @@ from elementwise_works import (
     ON_RULES,
     Kept,
     Make,
-    _cut,
+    cut,
     gradients,
     run,
     start_of,
@@ -89,7 +89,7 @@ def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept
     whole, pieces = kept.work(rule, start_of((size,))), kept.work(rule, start_of((size,)))
     whole = run(rule, whole, scale=scale, steps=2)
     for step, grad in enumerate(gradients((size,), kept.grad, 2), start=1):
-        works = [_cut(replace(pieces, grad=grad), slice(a, b)) for a, b in pairwise(cuts)]
+        works = [cut(replace(pieces, grad=grad), slice(a, b)) for a, b in pairwise(cuts)]
         rule.update_([Batch(replace(HYPER, step=step), works)], grad_scale=scale)
     for one, other in zip(written(whole), written(pieces), strict=True):
         assert torch.equal(one, other)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from elementwise_works import main_of
 from hook_oracle import LR
-from hooked_works import SHAPE, Kept, run, start_of, value
+from hooked_works import SHAPE, Kept, run, start_of
 from torch import Tensor
 
 from opt_kernels.formulas.registry import FORMULAS
@@ -94,7 +95,7 @@ def test_rows_of_zeros_stay_under_a_floor_and_stacks_are_refused() -> None:
     subject = hooked(SGD(backend="torch"), [RowFloor(1.0)])
     grad = torch.zeros(SHAPE, dtype=torch.float64)
     grad[0], grad[1] = 1.0, 1e-3
-    moved = value(run(subject, Kept().work(subject, start_of()), [grad], weight_decay=0.0)) - start_of()
+    moved = main_of(run(subject, Kept().work(subject, start_of()), [grad], weight_decay=0.0)) - start_of()
     root = LR * grad.square().mean().sqrt()
     assert moved[:2].square().mean(1).sqrt().tolist() == pytest.approx([LR, float(root)], rel=1e-4)
     assert not moved[2:].any()

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from elementwise_works import main_of
 from hook_oracle import DIRECTIONS, LR, MAX_LR, WD, Oracle
-from hooked_works import HYPER, SHAPE, Kept, run, start_of, value
+from hooked_works import HYPER, SHAPE, Kept, run, start_of
 from torch import Tensor
 
 from opt_kernels import hooks
@@ -110,7 +111,7 @@ def test_a_hooked_rule_follows_the_papers_equations(name: str, rule: str, kept: 
     atol = 4 * rounding * 0.1
     if "CautiousUpdate" in HOOKS[name] and kept != "fp64":
         atol += 4 * LR * 4 / start_of().numel()  # an element that is masked on one side changes the factor of all
-    close = torch.isclose(value(work), oracle.p, rtol=4 * rounding, atol=atol)
+    close = torch.isclose(main_of(work), oracle.p, rtol=4 * rounding, atol=atol)
     # Lion moves by a sign, masks by another: sums that are next to zero have either sign after rounding.
     jumps = rule == "lion" or "cautious" in name or "mask" in name
     allowed = 0.02 if kept == "bf16" else 0.002
@@ -125,7 +126,7 @@ def test_elementwise_hooks_have_the_same_bits_on_every_backend(name: str, rule: 
         run(hooked(RULES[rule](backend=b), made(HOOKS[name])), Kept().work(RULES[rule](), start_of()), gradients())
         for b in ("reference", backend)
     )
-    assert torch.equal(value(found), value(expected))
+    assert torch.equal(main_of(found), main_of(expected))
     assert all(torch.equal(found.state[name], state) for name, state in expected.state.items())
 
 
@@ -136,7 +137,7 @@ def test_measured_hooks_agree_on_every_backend(name: str, backend: str) -> None:
         run(hooked(Adam(backend=b), made(HOOKS[name])), Kept(out=torch.bfloat16).work(Adam(), start_of()), gradients())
         for b in ("reference", backend)
     )
-    close = torch.isclose(value(one), value(other), rtol=1e-6, atol=1e-6)
+    close = torch.isclose(main_of(one), main_of(other), rtol=1e-6, atol=1e-6)
     assert (~close).double().mean() <= (0.002 if "mask" in name or "cautious" in name else 0)
 
 
@@ -146,21 +147,21 @@ def test_cautious_decay_that_masks_nothing_has_the_bits_of_the_rule_alone(rule: 
     start, grads = start_of().abs() + 1, [grad.abs() + 0.1 for grad in gradients()]
     alone = run(RULES[rule](), Kept().work(RULES[rule](), start), grads)
     with_hook = run(hooked(RULES[rule](), [CautiousDecay()]), Kept().work(RULES[rule](), start), grads)
-    assert torch.equal(value(alone), value(with_hook))
+    assert torch.equal(main_of(alone), main_of(with_hook))
 
 
 @needs_compiler
 def test_coupled_decay_on_adamw_is_adam_with_l2() -> None:
     l2 = run(Adam(decoupled=False), Kept().work(Adam(), start_of()), gradients())
     with_hook = run(hooked(Adam(), [CoupledDecay()]), Kept().work(Adam(), start_of()), gradients())
-    assert torch.equal(value(l2), value(with_hook))
+    assert torch.equal(main_of(l2), main_of(with_hook))
 
 
 def test_a_hyperball_keeps_the_norm_of_the_weights_over_many_steps() -> None:
     subject = hooked(Adam(backend="torch"), [Hyperball()])
     work = run(subject, Kept().work(subject, start_of()), gradients(steps=100))
-    assert value(work).norm().item() == pytest.approx(start_of().norm().item(), rel=1e-6)
-    assert not torch.allclose(value(work), start_of(), atol=0.1)
+    assert main_of(work).norm().item() == pytest.approx(start_of().norm().item(), rel=1e-6)
+    assert not torch.allclose(main_of(work), start_of(), atol=0.1)
 
 
 @pytest.mark.parametrize("name", HOOKS)
@@ -199,7 +200,7 @@ def test_stochastic_rounding_is_right_on_average(name: str) -> None:
     run(subject, work, grads)
     oracle.step(grads[0])
     for of_sign in (slice(0, None, 2), slice(1, None, 2)):
-        moved = (value(work) - start)[:, of_sign]
+        moved = (main_of(work) - start)[:, of_sign]
         assert len(moved.unique()) > 1
         # The mean of 8,192 elements that are off by at most 2^-7 each.
         assert moved.mean().item() == pytest.approx((oracle.p - start)[:, of_sign].mean().item(), abs=2.0**-7 * 3 / 90)
@@ -221,7 +222,7 @@ def test_many_works_and_groups_are_updated_as_each_alone(name: str) -> None:
     for index, work in enumerate(alone):
         subject.update_([Batch(hypers[index // 2], [work])])
     for one, other in zip(together, alone):
-        assert torch.equal(value(one), value(other))
+        assert torch.equal(main_of(one), main_of(other))
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -231,17 +232,17 @@ def test_device_numbers_are_followed(name: str) -> None:
     one = run(subject, Kept().work(subject, start_of()), gradients(steps=1), scale=0.5)
     tensors = {"lr": torch.tensor(LR, dtype=torch.float64), "weight_decay": torch.tensor(WD, dtype=torch.float64)}
     other = run(subject, Kept().work(subject, start_of()), gradients(steps=1), scale=torch.tensor(0.5), **tensors)
-    assert torch.allclose(value(one), value(other), rtol=1e-6, atol=1e-7)
+    assert torch.allclose(main_of(one), main_of(other), rtol=1e-6, atol=1e-7)
 
 
 def muon_direction(rule: Any, grads: list[Tensor]) -> list[Tensor]:
     """The u of each step, from a run of the rule alone at lr 1 and no decay: its update does not depend on weights."""
     work = Kept().work(rule, torch.zeros(SHAPE, dtype=torch.float64))
-    found, before = [], value(work)
+    found, before = [], main_of(work)
     for step, grad in enumerate(grads, start=1):
         rule.update_([Batch(replace(HYPER, step=step, lr=1.0, weight_decay=0.0), [replace(work, grad=grad.float())])])
-        found.append(before - value(work))
-        before = value(work)
+        found.append(before - main_of(work))
+        before = main_of(work)
     return found
 
 
@@ -255,7 +256,7 @@ def test_matrix_rules_take_hooks(name: str, rule: Any, monkeypatch: pytest.Monke
     for grad in gradients():
         oracle.step(grad)
     # Muon at lr 1 adds up rounding of steps of size 6.
-    assert torch.allclose(value(work), oracle.p, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(main_of(work), oracle.p, rtol=1e-4, atol=1e-4)
 
 
 def test_a_matrix_rule_takes_gradient_hooks() -> None:
@@ -265,7 +266,7 @@ def test_a_matrix_rule_takes_gradient_hooks() -> None:
     other = run(
         MuonRule(weight_decay_method=Decay.L2), Kept().work(MuonRule(), start_of()), [0.5 * grad for grad in centred]
     )
-    assert torch.allclose(value(one), value(other), rtol=1e-3, atol=1e-3)
+    assert torch.allclose(main_of(one), main_of(other), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (3,)])
@@ -273,7 +274,7 @@ def test_small_and_empty_works(shape: tuple[int, ...]) -> None:
     for name in ("clip", "relative", "cautious-update", "centralized"):
         subject = hooked(Adam(backend="torch"), made(HOOKS[name]))
         work = run(subject, Kept().work(subject, start_of(shape)), gradients(shape))
-        assert value(work).isfinite().all()
+        assert main_of(work).isfinite().all()
 
 
 def test_zero_weights_and_zero_updates_stay_finite() -> None:
@@ -282,8 +283,8 @@ def test_zero_weights_and_zero_updates_stay_finite() -> None:
         subject = hooked(SGD(backend="torch"), [hook])
         for start, grads in ((zeros, gradients()), (start_of(), nothing), (zeros, nothing)):
             work = run(subject, Kept().work(subject, start), grads, weight_decay=0.0)
-            assert value(work).isfinite().all()
-            assert grads is not nothing or torch.allclose(value(work), start)
+            assert main_of(work).isfinite().all()
+            assert grads is not nothing or torch.allclose(main_of(work), start)
 
 
 FORMULAS_TRIED = [name for name in FORMULAS if name != "schedule_free"]
@@ -301,8 +302,8 @@ def test_every_formula_takes_every_hook(name: str) -> None:
         for step, grad in enumerate(grads, start=1):
             for r, work in ((rule, one), (subject, other)):
                 r.update_([Batch(replace(hyper, step=step, weight_decay=0.0), [replace(work, grad=grad.float())])])
-        assert torch.allclose(value(one), value(other), rtol=1e-5, atol=1e-6), given
-        assert not torch.allclose(value(one), start_of(), atol=1e-3)
+        assert torch.allclose(main_of(one), main_of(other), rtol=1e-5, atol=1e-6), given
+        assert not torch.allclose(main_of(one), start_of(), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["l2", "cautious-decay", "cautious-update", "centralized-l2-mask-clip"])
@@ -310,7 +311,7 @@ def test_a_rule_that_maximizes_follows_the_negative_gradient(name: str) -> None:
     up, down = (hooked(Adam(maximize=m, backend="torch"), made(HOOKS[name])) for m in (True, False))
     one = run(up, Kept().work(up, start_of()), [-grad for grad in gradients()])
     other = run(down, Kept().work(down, start_of()), gradients())
-    assert torch.allclose(value(one), value(other), rtol=1e-6, atol=1e-6)
+    assert torch.allclose(main_of(one), main_of(other), rtol=1e-6, atol=1e-6)
 
 
 def test_momentum_zero_leaves_the_buffer_of_a_hooked_rule_as_it_is() -> None:

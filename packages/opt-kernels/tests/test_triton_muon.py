@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from elementwise_works import main_of
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs.remainder import split_
 from opt_kernels.matrices.muon import Decay, Inputs, rounds
 from opt_kernels.matrices.muon import reference as slow
 from opt_kernels.matrices.muon import triton as fast
@@ -107,14 +108,6 @@ def in_float64(work: Work, momentum: torch.dtype) -> Work:
     codec.decode_(values.view(-1), codes.view(-1), work.state.get("momentum_buffer_scale"))
     state = {"momentum_buffer": values}
     return replace(work, main=main_of(work), out=None, remainder=None, state=state, grad=work.grad.double())
-
-
-def main_of(work: Work) -> Tensor:
-    if work.main is not None:
-        return work.main.double()
-    assert work.out is not None
-    assert work.remainder is not None
-    return join(work.out, work.remainder).double()
 
 
 def itself(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:

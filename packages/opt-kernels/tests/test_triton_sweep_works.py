@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from elementwise_works import main_of
 from sweep_works import (
     HYPER,
     ONE_OF_EACH,
@@ -16,7 +17,6 @@ from sweep_works import (
     Storage,
     Sweep,
     each,
-    main_of,
     make_works,
     same_bytes,
     snapshot,

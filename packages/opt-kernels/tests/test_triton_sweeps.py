@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from elementwise_works import main_of
 from sweep_works import (
     HYPER,
     ONE_OF_EACH,
@@ -15,7 +16,6 @@ from sweep_works import (
     Storage,
     Sweep,
     each,
-    main_of,
     make_works,
     same_bytes,
     snapshot,

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opt_config import OptimizerConfig
+from opt_stack import Optimizer, get_optimizer
+
 FEATURES, HIDDEN = 5, 7
 _SEEDED = threading.Lock()  # ranks that are threads share torch's generator
 
@@ -30,6 +33,14 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
+
+
+def stepped(config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
+    """A bfloat16 model and its optimizer after two steps."""
+    model = make_model(torch.bfloat16)
+    optimizer = get_optimizer(config, [model], {})
+    train(model, optimizer, range(2))
+    return model, optimizer
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import assert_equal, backward, make_model, train, weights
+from stack_models import assert_equal, backward, make_model, stepped, train, weights
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -16,7 +16,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
+from opt_stack import DistributedDataParallel, get_optimizer, release_gradients
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
 COPIES = {
@@ -29,13 +29,6 @@ LOST = r"weights were loaded into the model: '\w.\w+' has other values than its 
 
 def given(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return {name: torch.full_like(param, 0.5) for name, param in make_model(dtype).state_dict().items()}
-
-
-def stepped(config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
-    model = make_model(torch.bfloat16)
-    optimizer = get_optimizer(config, [model], {})
-    train(model, optimizer, range(2))
-    return model, optimizer
 
 
 @copies

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from stack_models import assert_equal, backward, make_model, train, weights
+from stack_models import assert_equal, backward, make_model, stepped, train, weights
 from torch import nn
 
 import opt_checkpoint
@@ -49,13 +49,6 @@ def load_by_torch(model: nn.Module, path: Path) -> None:
 
 WRITES: dict[str, Write] = {"assignment": halves, "opt_checkpoint.load": load, "torch's load": load_by_torch}
 writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-
-
-def stepped(config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
-    model = make_model(torch.bfloat16)
-    optimizer = get_optimizer(config, [model], {})
-    train(model, optimizer, range(2))
-    return model, optimizer
 
 
 @writes

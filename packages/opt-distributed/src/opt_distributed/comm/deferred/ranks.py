@@ -1,5 +1,6 @@
 """Ranks as threads, each with a device that runs work later, and collectives with the semantics of NCCL."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -274,7 +275,7 @@ def run_deferred(
             world.end(one.rank, failed=failed)
 
     threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ranks]
-    with _patched():
+    with _patched(), _without_collections():
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -288,6 +289,21 @@ def run_deferred(
 def _is_consequence(error: BaseException | None) -> bool:
     """Whether it was raised because another rank failed."""
     return error is not None and (isinstance(error, Stopped) or _is_consequence(error.__cause__))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep the garbage collector from running finalizers in the middle of a task, at a moment that no seed determines.
+
+    A finalizer that reads a tensor, as that of an optimizer whose last step nobody has read, queues and runs work.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
