@@ -121,6 +121,15 @@ def test_keys_of_schedulers_and_of_the_callers_code_are_left_alone() -> None:
     step(model, optimizer, seed=2)
 
 
+def test_a_parameter_that_was_moved_to_another_group_is_refused() -> None:
+    """Its group is fixed. The next step updated it with the numbers of the old one."""
+    model, optimizer = built("adam")
+    some, others = (group["params"] for group in optimizer.param_groups)
+    others.insert(0, some.pop())
+    with pytest.raises(UnusableGradientError, match="param_groups hold other parameters"):
+        step(model, optimizer, seed=0)
+
+
 def test_gradients_that_are_released_in_backward_are_not_used_either() -> None:
     model = make_model()
     optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model])

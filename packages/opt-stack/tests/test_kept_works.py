@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -275,6 +276,24 @@ def test_a_steady_step_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[4][0] is found[3][0]  # only the addresses of gradients have changed
     assert found[4][1] is not found[3][1]
     assert found[5] == found[4]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_steady_step_keeps_no_gradient_alive(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `zero_grad`, their memory is needed for activations."""
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    use_kernels(monkeypatch)
+    model, optimizer = build(form)
+    params = list(model.parameters())
+    presents = []
+    for step in range(5):
+        new_grads(params, step)
+        optimizer.step()
+        presents.append(optimizer.stepper._steady._present)
+    assert presents[2] is presents[3] is presents[4] is not None
+    grads = [ref(param.grad) for param in params]
+    optimizer.zero_grad()
+    assert [grad() for grad in grads] == [None] * len(params)
 
 
 @pytest.mark.parametrize("optimizer_name", ["adam", "sgd"])

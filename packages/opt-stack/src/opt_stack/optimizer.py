@@ -82,6 +82,7 @@ class Optimizer(GradientStatistics, StateDicts):
         for chunk in wrapped:
             chunk.add_optimizer(self, self._ids)
         self._built_groups = [{**group, "lr": group.get("lr") or 0.0} for group in self.param_groups]
+        self._by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in self.param_groups]
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
         self.evaluation = Evaluation(stepper)
@@ -225,9 +226,10 @@ class Optimizer(GradientStatistics, StateDicts):
         return self.param_groups if replaced is None else self._built_groups
 
     def _replaced_params(self) -> UnusableGradientError | None:
-        """The error for replaced parameters, as by Accelerate's FSDP2: the new ones would never be updated."""
-        present = [param for group in self.param_groups for param in group["params"]]
-        if same_objects(present, self._params):
+        """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group: neither would
+        have an effect."""
+        present = [list(group["params"]) for group in self.param_groups]
+        if len(present) == len(self._by_group) and all(map(same_objects, present, self._by_group)):
             return None
         return ReplacedParamsError(
             "param_groups hold other parameters than those that this optimizer was built with, as after "

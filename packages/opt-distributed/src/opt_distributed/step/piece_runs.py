@@ -10,7 +10,7 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.ready import Ready
+from opt_distributed.step.ready import LiveGrads, Ready
 from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
@@ -45,6 +45,7 @@ class PieceRun:
     kept: KeptWorks = field(init=False)
     hyper: KeptHyper = field(init=False)  # the numbers of its group
     _of: Unchanged | None = None  # proof under which works were kept
+    _last: tuple[Ready, Works] | None = None  # what stays in the next step if nothing moves
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
@@ -72,10 +73,19 @@ class PieceRun:
 
     def works(self, ready: Ready, *, states_may_change: bool) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
+        if self._last is not None and ready is self._last[0]:
+            return self._last[1]
         if ready.unchanged is not None and ready.unchanged is self._of:
-            return self.kept.proved(ready.grads, ready.grads_at)
+            return self._proved(ready)
         works = self._checked(ready.grads, states_may_change=states_may_change)
-        self._of = ready.unchanged if works.unchanged is not None else None
+        self._of, self._last = ready.unchanged if works.unchanged is not None else None, None
+        return works
+
+    def _proved(self, ready: Ready) -> Works:
+        pick = self.kept.pick
+        grads = ready.grads.at(self.indices) if isinstance(ready.grads, LiveGrads) else pick(ready.grads)
+        works = self.kept.proved(grads, tuple(pick(ready.grads_at)))
+        self._last = (ready, works) if ready.stays else None
         return works
 
     def _checked(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:

@@ -138,6 +138,9 @@ class OwnGrads:
             if of_param != slice(0, param.numel())
         ]
 
+        if not parts:
+            return ReadWhole(params)
+
         def read() -> list[Tensor | None]:
             grads: list[Tensor | None] = list(map(_GRAD, params))
             for place, of_param in parts:
@@ -151,6 +154,16 @@ class OwnGrads:
     def publish_(self) -> None:
         if self.memory is not None:
             self.memory.gather_(self.comm)
+
+
+class ReadWhole:
+    """Returns the gradients that autograd left at these parameters."""
+
+    def __init__(self, params: Sequence[Tensor]):
+        self.params = list(params)
+
+    def __call__(self) -> list[Tensor | None]:
+        return list(map(_GRAD, self.params))
 
 
 def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
-from opt_distributed.step.sources import ReadGrads, Source, check_dense, is_sparse
+from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
 from opt_kernels.backends.triton.kept_works import is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
@@ -296,6 +296,8 @@ def _reader(pieces: Sequence[OwnedPiece]) -> ReadGrads:
     ]
     if len(reads) == 1:
         return reads[0][0]
+    if all(isinstance(of_source, ReadWhole) for of_source, _ in reads):
+        return ReadWhole([piece.param for piece in pieces])
 
     def read() -> list[Tensor | None]:
         grads: list[Tensor | None] = [None] * len(pieces)

@@ -18,16 +18,16 @@ class Writes:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Tensors made in inference mode, whose writes nobody counts, are left out."""
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = array("I")
         self.accept()
 
     def count(self) -> None:
         """Count one more write of the owner to each, and accept the writes of others until now."""
-        compiled, count = compiled_snapshot(), len(self._tensors)
+        compiled, count = compiled_snapshot(), len(self.tensors)
         at = self._versions.buffer_info()[0]
-        if compiled is None or not compiled.count_writes(self._tensors, count, compiled.objects, at):
-            torch.autograd.graph.increment_version(self._tensors)
+        if compiled is None or not compiled.count_writes(self.tensors, count, compiled.objects, at):
+            torch.autograd.graph.increment_version(self.tensors)
             self.accept()
 
     def accept(self) -> None:
@@ -36,9 +36,9 @@ class Writes:
 
     def are_all_own(self) -> bool:
         """Whether nobody else has written to the tensors."""
-        compiled, count = compiled_snapshot(), len(self._tensors)
+        compiled, count = compiled_snapshot(), len(self.tensors)
         at = self._versions.buffer_info()[0]
-        if compiled is not None and compiled.same_versions(self._tensors, count, compiled.objects, at):
+        if compiled is not None and compiled.same_versions(self.tensors, count, compiled.objects, at):
             return True
         return self._present() == self._versions.tolist()
 
@@ -47,4 +47,4 @@ class Writes:
         return [now - before for now, before in zip(self._present(), self._versions, strict=True)]
 
     def _present(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors]
+        return [tensor._version for tensor in self.tensors]

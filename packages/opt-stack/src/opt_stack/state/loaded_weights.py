@@ -2,7 +2,7 @@
 
 Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
 weights agree with main values is only checked after a load, or after another write that torch counted (`_version`), and
-whether the model still has the parameters also in the first step, so that other steps cost two passes over counts.
+whether the model still has the parameters also in the first step, so that other steps only compare counts.
 
 Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
 After a write without a load of state, a step warns about these.
@@ -25,6 +25,7 @@ from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
+from opt_kernels.backends.writes import Writes
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 _VERSION = attrgetter("_version")
@@ -43,11 +44,10 @@ class LoadedWeights:
         self._copied = [piece for piece in pieces if _is_copied(piece)]
         self._averaged = averaged
         counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece.param))
-        self._counted = list(dict.fromkeys(counted))
+        self._writes = Writes(list(dict.fromkeys(counted)))
         self._has_state = False  # whether state was loaded since the last step
         self._is_in_graph = False  # whether the last step was an operation of a graph
         self._added_by_graph: list[int] | None = None  # to versions, after such a step; seen after the first
-        self._versions: list[int] = []
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
         self._num_loads = 0
@@ -56,7 +56,8 @@ class LoadedWeights:
         self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
         self._of_all = [tensor for param in trained for tensor in _counted(param)]
         self._built_at = list(map(_VERSION, self._of_all))
-        self._versions = list(map(_VERSION, self._counted))
+        compared = set(self._writes.tensors)
+        self._uncompared = Writes([tensor for tensor in self._of_all if tensor not in compared])
 
     def are_new_since_built(self) -> bool:
         """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
@@ -83,8 +84,8 @@ class LoadedWeights:
         Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
         graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
         """
-        torch.autograd.graph.increment_version(self._of_all)
-        self._versions = list(map(_VERSION, self._counted))
+        self._writes.count()
+        self._uncompared.count()
         self._has_state = self._is_in_graph = False
 
     def accept_graph(self) -> None:
@@ -94,23 +95,16 @@ class LoadedWeights:
     @property
     def are_new(self) -> bool:
         """Whether others wrote weights since the last step that was made."""
-        if not self._are_new and (added := self._added()) is not None:
-            self._are_new = not (self._is_in_graph and added == self._added_by_graph)
+        if not self._are_new and not self._writes.are_all_own():
+            self._are_new = not (self._is_in_graph and self._writes.of_others() == self._added_by_graph)
         return self._are_new
-
-    def _added(self) -> list[int] | None:
-        """The writes to each tensor since the optimizer's own; None if there were none."""
-        versions = list(map(_VERSION, self._counted))
-        if versions == self._versions:
-            return None
-        return [now - before for now, before in zip(versions, self._versions, strict=True)]
 
     @contextmanager
     def own_writes(self) -> Iterator[None]:
         """Let the optimizer write the parameters inside the context, without a step."""
         self._are_new, is_shown = self.are_new, self._shown == self._counts()
         yield
-        self._versions = list(map(_VERSION, self._counted))
+        self._writes.accept()
         if is_shown:
             self._shown = self._counts()
 
@@ -130,7 +124,7 @@ class LoadedWeights:
 
     def _counts(self) -> tuple[int, ...]:
         """Numbers that change with every load and every write."""
-        return self._num_loads, *map(_VERSION, self._counted)
+        return self._num_loads, *map(_VERSION, self._writes.tensors)
 
     def note_state(self) -> None:
         """Note that the optimizer's state was set together with the weights."""
@@ -164,7 +158,7 @@ class LoadedWeights:
                 "two optimizers"
             )
         if self._is_in_graph and self._added_by_graph is None:
-            self._added_by_graph = self._added()
+            self._added_by_graph = self._writes.of_others()
         elif not self._has_state:
             self._warn_of_averaged()
         self._are_new = False

@@ -29,7 +29,7 @@ class KeptWorks:
         is_possible: bool,  # False: nothing is ever kept
     ) -> None:
         self._make_columns = columns
-        self._pick = picker(positions)
+        self.pick = picker(positions)  # the entries of these works, of a sequence with those of all
         self._params, self._states, self._mains = params, states, mains
         self._is_possible = (
             is_possible and len(positions) > 0 and are_plain(params) and all(type(state) is dict for state in states)
@@ -47,7 +47,7 @@ class KeptWorks:
         is_held = (
             self._with_states == states_may_change
             and self._names_of(states_may_change) == self._names
-            and self._snapshot.holds(list(self._pick(grads)), self._others(states_may_change))
+            and self._snapshot.holds(list(self.pick(grads)), self._others(states_may_change))
         )
         if not is_held:
             self._snapshot = None
@@ -58,7 +58,7 @@ class KeptWorks:
         self._snapshot = None
         if not self._is_possible:
             return
-        others, present = self._others(states_may_change), self._pick(grads)
+        others, present = self._others(states_may_change), self.pick(grads)
         if not are_plain([*present, *others]):
             return
         self._snapshot = Snapshot(present, others)
@@ -70,14 +70,13 @@ class KeptWorks:
         """The works with these gradients; None if nothing is kept."""
         if self._snapshot is None or self._columns is None:
             return None
-        return self._columns.with_grads(self._pick(grads), unchanged=self._unchanged, grads_at=self._snapshot.grads_at)
+        return self._columns.with_grads(self.pick(grads), unchanged=self._unchanged, grads_at=self._snapshot.grads_at)
 
     def proved(self, grads: Sequence[Tensor], grads_at: tuple[int, ...]) -> Works:
-        """`works`, with gradients at these addresses. The caller has proved that nothing else has moved since then."""
+        """`works`, with these gradients, which `pick` has picked. The caller has proved that nothing else has moved
+        since then."""
         assert self._columns is not None
-        return self._columns.with_grads(
-            self._pick(grads), unchanged=self._unchanged, grads_at=tuple(self._pick(grads_at))
-        )
+        return self._columns.with_grads(grads, unchanged=self._unchanged, grads_at=grads_at)
 
     def _others(self, with_states: bool) -> list[Tensor]:
         if not with_states:
