@@ -122,7 +122,7 @@ def an_update_does_not_wait_for_the_reduction(patch: pytest.MonkeyPatch) -> None
 
 def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
     advance = StepCount.advance
-    patch.setattr(StepCount, "advance", lambda count, proceeds: advance(count, None))
+    patch.setattr(StepCount, "advance", lambda count, *flags: advance(count, None))
 
 
 @pytest.mark.parametrize(

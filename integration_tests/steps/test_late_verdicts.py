@@ -101,7 +101,7 @@ def test_a_save_right_after_a_step_has_its_counts_and_scale(bad: bool, read: Rea
 
 def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
     advance = StepCount.advance
-    patch.setattr(StepCount, "advance", lambda count, proceeds: advance(count, None))
+    patch.setattr(StepCount, "advance", lambda count, *flags: advance(count, None))
 
 
 def a_scale_is_read_too_early(patch: pytest.MonkeyPatch) -> None:

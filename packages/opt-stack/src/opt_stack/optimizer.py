@@ -226,8 +226,8 @@ class Optimizer(GradientStatistics, StateDicts):
         return self.param_groups if replaced is None else self._built_groups
 
     def _replaced_params(self) -> UnusableGradientError | None:
-        """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group: neither would
-        have an effect."""
+        """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
+        would follow either."""
         present = [list(group["params"]) for group in self.param_groups]
         if len(present) == len(self._by_group) and all(map(same_objects, present, self._by_group)):
             return None

@@ -34,9 +34,10 @@ class LastVerdict:
 
     def forget(self) -> None:
         """Drop the verdict, because another step begins. Raises its errors if nobody has read them."""
-        if self._is_unread and self.verdict is not None:
-            self.read(self.verdict)
-        self.verdict = None
+        verdict, is_unread = self.verdict, self._is_unread
+        self.verdict, self._is_unread = None, False
+        if verdict is not None and is_unread:
+            verdict.check()
 
     def read(self, verdict: Verdict) -> Findings:
         """Return the content of `verdict`. Raises its errors."""

@@ -42,7 +42,7 @@ class Sums(NamedTuple):
     @classmethod
     def of(cls, numbers: Sequence[float] | Tensor, *, num_slots: int) -> "Sums":
         """Split the result of `reduce_stats`, on the device or on the host."""
-        nonfinite, zeros, refused, moved = (numbers[num_slots + index] for index in range(4))
+        nonfinite, zeros, refused, moved = numbers[num_slots : num_slots + 4]
         return cls(numbers[:num_slots], nonfinite, zeros, refused, moved, numbers[num_slots + 4 :])
 
 

@@ -129,13 +129,17 @@ class Stepper:
         if self._entries is not None:
             self._entries.accept_flags(groups)
 
-    @torch.no_grad()
     def step(self, groups: Groups) -> StepResult:
         """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.
 
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
-        verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
+        records = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)  # takes a quarter of the time of `torch.no_grad`
+        try:
+            verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
+        finally:
+            torch.set_grad_enabled(records)
         if verdict.is_own and self.everyone.size == 1:
             self.last.read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
@@ -261,10 +265,15 @@ class Stepper:
             decided = graphed.step(ready, hypers, self._known_numbers(objections), limits, check)
         terms = Terms(len(limits.slots), decided.inv_scale, limits.skip_above)
         verdict = DeviceVerdict(decided, objections, terms, self._queues)
-        self.last.set(verdict, step=self.num_begun, is_unread=True)
+        self._note(verdict)
         for unit in self.units:
             self._publish(unit)
         return verdict
+
+    def _note(self, verdict: Verdict) -> None:
+        # Without other ranks, only an objection of this one can be an error.
+        may_raise = verdict.is_own or self.everyone.size > 1
+        self.last.set(verdict, step=self.num_begun, is_unread=self._queues.is_asynchronous and may_raise)
 
     def _begin(self) -> None:
         self.last.forget()
@@ -280,7 +289,7 @@ class Stepper:
         inv_scale = 1.0 / self.scaler.factor
         verdict, ready = self._judged(groups, inv_scale, wrong)
         self.scaler.update(verdict.overflow, unless=verdict.has_error)
-        self.last.set(verdict, step=self.num_begun, is_unread=self._queues.is_asynchronous)
+        self._note(verdict)
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
         return verdict
 

@@ -80,7 +80,13 @@ class Verdict:
 
     @property
     def findings(self) -> Findings:
-        """The content of the verdict. The host waits for it.
+        """The content of the verdict. The host waits for it. Raises the errors of `check`."""
+        if self._findings is None:
+            self._findings = _judged(self.check(), inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
+        return self._findings
+
+    def check(self) -> Sums:
+        """Return the statistics, for which the host waits.
 
         Raises:
             UnusableGradientError: the gradients or the groups of another rank, or the gradients of this one, must not
@@ -89,11 +95,18 @@ class Verdict:
             StorageError: a parameter of a rank has left the memory that updates write to.
             HyperError: ranks would update a group with different numbers.
         """
-        if self._findings is None:
-            sums = Sums.of(self._copy.wait().tolist(), num_slots=self._terms.num_slots)
-            self._raise_for(sums)
-            self._findings = _judged(sums, inv_scale=self.inv_scale, skip_above=self._terms.skip_above)
-        return self._findings
+        refused, moved, group_check, groups = self._objections
+        sums = Sums.of(self._copy.wait().tolist(), num_slots=self._terms.num_slots)
+        if sums.num_refused:
+            raise refused or UnusableGradientError(
+                f"{int(sums.num_refused)} other rank(s) refused their gradients or parameter groups; the message there "
+                "names them. Nothing was updated"
+            )
+        if sums.num_moved:
+            raise StorageError(_moved_in_words(moved, int(sums.num_moved)))
+        if group_check is not None:
+            group_check.check(sums.flags, groups)
+        return sums
 
     def arrives(self, within: float) -> bool:
         """Wait at most `within` seconds until `findings` can be read without waiting. Return whether it can."""
@@ -112,18 +125,6 @@ class Verdict:
         norms = zip(self.findings.norms, clips, strict=True)
         inv_scale = self.inv_scale
         return [inv_scale * (clip_coefficient(norm, max_norm) if clips else 1.0) for norm, clips in norms]
-
-    def _raise_for(self, sums: Sums) -> None:
-        refused, moved, group_check, groups = self._objections
-        if sums.num_refused:
-            raise refused or UnusableGradientError(
-                f"{int(sums.num_refused)} other rank(s) refused their gradients or parameter groups; the message there "
-                "names them. Nothing was updated"
-            )
-        if sums.num_moved:
-            raise StorageError(_moved_in_words(moved, int(sums.num_moved)))
-        if group_check is not None:
-            group_check.check(sums.flags, groups)
 
 
 class Clipped(NamedTuple):
