@@ -17,16 +17,22 @@ from opt_kernels.backends.dispatch import Backend, BackendError, version
 CPU = [torch.ones(2)]
 
 
+def forget() -> None:
+    """Forget what is installed, and which warnings were logged."""
+    for cached in (dispatch._chosen, dispatch._available, dispatch._function, dispatch._warn_without_triton):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
     """Says whether there is a C++ compiler."""
 
     def there_is(one: bool) -> None:
         monkeypatch.setitem(dispatch._REQUIRED, Backend.CPP, lambda: one)
-        dispatch._available.cache_clear()
+        forget()
 
     yield there_is
-    dispatch._available.cache_clear()
+    forget()
 
 
 def test_the_device_decides_and_an_explicit_choice_wins(compiler: Callable[[bool], None]) -> None:
@@ -51,7 +57,6 @@ def test_without_a_compiler_torch_does_it_and_the_log_says_so(
     compiler: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler(False)
-    dispatch._function.cache_clear()
     with caplog.at_level(logging.INFO, logger="opt_kernels.backends.dispatch"):
         version("update", "update_", backend=None, tensors=CPU)
     assert caplog.messages == ["update runs as torch_native.update_"]
@@ -67,10 +72,10 @@ def test_cpp_sweeps_cpu_memory_only(compiler: Callable[[bool], None]) -> None:
 
 def test_triton_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "find_spec", lambda name: None if name == "triton" else find_spec(name))
-    dispatch._available.cache_clear()
+    forget()
     with pytest.raises(BackendError, match="install triton"):
         version("update", "update_", backend="triton", tensors=CPU)
-    dispatch._available.cache_clear()
+    forget()
 
 
 def on_a_gpu() -> list[torch.Tensor]:
@@ -92,22 +97,19 @@ def test_a_gpu_without_triton_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(dispatch._REQUIRED, Backend.TRITON, lambda: False)
-    for cached in (dispatch._available, dispatch._warn_without_triton):
-        cached.cache_clear()
+    forget()
     with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.dispatch"):
         for op in ("update", "muon", "update"):
             assert "torch_native" in version(op, f"{op}_", backend=None, tensors=on_a_gpu()).__module__
     [message] = caplog.messages
     assert "steps on GPUs run on torch's operations" in message
-    for cached in (dispatch._available, dispatch._warn_without_triton):
-        cached.cache_clear()
+    forget()
 
 
 def test_the_log_says_once_which_version_runs(
     compiler: Callable[[bool], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler(True)
-    dispatch._function.cache_clear()
     with caplog.at_level(logging.INFO, logger="opt_kernels.backends.dispatch"):
         for _ in range(3):
             version("update", "update_", backend=None, tensors=CPU)

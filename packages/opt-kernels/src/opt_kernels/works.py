@@ -136,11 +136,11 @@ class Works(Sequence[Work]):
     host's work. A column that none of the works has is None.
     """
 
-    __slots__ = ("firsts", "grads", "grads_at", "mains", "matrices", "outs", "remainders", "states", "unchanged")
+    __slots__ = ("_grads", "firsts", "grads_at", "mains", "matrices", "outs", "remainders", "states", "unchanged")
 
     def __init__(
         self,
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor] | Callable[[], Sequence[Tensor]],  # a function is called only if a caller reads them
         *,
         mains: Sequence[Tensor] | None,
         states: Sequence[Mapping[str, Tensor]],
@@ -149,9 +149,9 @@ class Works(Sequence[Work]):
         matrices: Sequence[MatrixSpec] | None = None,
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
         unchanged: Unchanged | None = None,  # None: tensors may have moved since the last call
-        grads_at: tuple[int, ...] = (),  # with `unchanged`, the addresses of the gradients
+        grads_at: Hashable = None,  # with `unchanged`: equal to that of an earlier call if all gradients were there
     ) -> None:
-        self.grads = grads
+        self._grads = grads
         self.mains = mains
         self.states = states
         self.outs = outs
@@ -161,7 +161,26 @@ class Works(Sequence[Work]):
         self.unchanged = unchanged
         self.grads_at = grads_at
 
-    def with_grads(self, grads: Sequence[Tensor], *, unchanged: Unchanged | None, grads_at: tuple[int, ...]) -> "Works":
+    @property
+    def grads(self) -> Sequence[Tensor]:
+        """The gradients."""
+        if callable(self._grads):
+            self._grads = self._grads()
+        return self._grads
+
+    @property
+    def anchors(self) -> Sequence[Tensor]:
+        """A tensor of each work: the main, else the out. Reads no gradients if there is either."""
+        found = self.outs if self.mains is None else self.mains
+        return self.grads if found is None else found
+
+    def with_grads(
+        self,
+        grads: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
+        *,
+        unchanged: Unchanged | None,
+        grads_at: Hashable = None,
+    ) -> "Works":
         """The same columns with these gradients."""
         return Works(
             grads, mains=self.mains, states=self.states, outs=self.outs, remainders=self.remainders,
@@ -169,10 +188,10 @@ class Works(Sequence[Work]):
         )  # fmt: skip
 
     def __len__(self) -> int:
-        return len(self.grads)
+        return len(self.states)
 
     def __iter__(self) -> Iterator[Work]:
-        return map(self.__getitem__, range(len(self.grads)))
+        return map(self.__getitem__, range(len(self.states)))
 
     @overload
     def __getitem__(self, index: int) -> Work: ...

@@ -88,31 +88,35 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 
     Raises BackendError if that version does not exist or its requirement is not installed.
     """
-    chosen = parse_backend(backend) or _suited(op, tensors)
+    return _chosen(op, function, backend, tensors[0].device.type if tensors else None)
+
+
+@cache  # every step asks several times
+def _chosen(op: str, function: str, backend: str | None, device: str | None) -> Callable[..., Any]:
+    chosen = parse_backend(backend) or _suited(op, device)
     if not _available(op, chosen):
         raise BackendError(
             f"backend={chosen.value!r} is not available for {op!r}: {_what_is_missing(op, chosen)}, "
             "or pass backend=None to choose by device"
         )
-    if chosen is Backend.CPP and tensors and tensors[0].device.type != "cpu":
+    if chosen is Backend.CPP and device not in ("cpu", None):
         raise BackendError(
-            f"backend='cpp' with tensors on {tensors[0].device}: it sweeps CPU memory; pass backend=None to choose by "
-            "device"
+            f"backend='cpp' with tensors on {device}: it sweeps CPU memory; pass backend=None to choose by device"
         )
     return _function(op, function, chosen)
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
-    """One gradient of the batches, if there is any, to determine the device."""
+    """One tensor of the batches, if there is any, to determine the device."""
     for _, works in batches:
         if works:
-            return [works.grads[0] if isinstance(works, Works) else works[0].grad]
+            return [works.anchors[0] if isinstance(works, Works) else works[0].grad]
     return []
 
 
-def _suited(op: str, tensors: Sequence[Tensor]) -> Backend:
-    """The backend for the device of the first tensor. Without tensors nothing needs to be compiled."""
-    suited = _OF_DEVICE.get(tensors[0].device.type) if tensors else None
+def _suited(op: str, device: str | None) -> Backend:
+    """The backend for a type of devices. Without tensors nothing needs to be compiled."""
+    suited = None if device is None else _OF_DEVICE.get(device)
     if suited is None or not _is_written(op, suited):
         return Backend.TORCH
     if _available(op, suited):

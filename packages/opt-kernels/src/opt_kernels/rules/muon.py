@@ -48,10 +48,13 @@ class MuonRule:
     momentum_buffer_dtype: torch.dtype = torch.float32  # float32, bfloat16, float16, float8_e4m3fn, float8_e5m2, int8
     backend: str | None = None  # "reference", "torch", "triton"; None: by device
     orthogonalization: Orthogonalization = field(init=False, repr=False, compare=False)
+    codecs: dict[str, StateCodec] = field(init=False, repr=False, compare=False)
+    """The codecs of the states, by name."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "muon")
-        codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
+        codec = codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
+        object.__setattr__(self, "codecs", {MOMENTUM: codec})
         object.__setattr__(self, "orthogonalization", self._orthogonalization())
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
@@ -63,11 +66,6 @@ class MuonRule:
     @property
     def needs(self) -> Needs:
         return Needs.MATRICES
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """The codecs of the states, by name."""
-        return {MOMENTUM: codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)}
 
     def _orthogonalization(self) -> Orthogonalization:
         steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
@@ -133,18 +131,23 @@ class MuonRule:
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
         """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
         work = tasks[0].work
+        if inputs.dim() == 3 and not work.matrix.split_rows:
+            return self._orthogonalised(work, inputs, normalised)
         parts = split(inputs, work.matrix)
         orthogonal: dict[int, Tensor] = {}
         for same in _of_equal_shape(parts):
             stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
-            done = self.orthogonalization(
-                stacked,
-                cut_dim=cut_of_parts(work),
-                tensor_parallel=work.matrix.tensor_parallel,
-                normalised=normalised,
-            )
+            done = self._orthogonalised(work, stacked, normalised)
             orthogonal.update(zip(same, done.chunk(len(same)) if len(same) > 1 else (done,)))
         return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
+
+    def _orthogonalised(self, work: Work, stacked: Tensor, normalised: bool) -> Tensor:
+        return self.orthogonalization(
+            stacked,
+            cut_dim=cut_of_parts(work),
+            tensor_parallel=work.matrix.tensor_parallel,
+            normalised=normalised,
+        )
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(

@@ -20,7 +20,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from opt_kernels.devices import launching_on
+from opt_kernels.devices import is_cuda, launching_on
 
 T = TypeVar("T")
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
@@ -119,7 +119,7 @@ def chunk_records(
 
 def is_capturing(device: torch.device) -> bool:
     """Whether launches on `device` are being captured in a CUDA graph."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return False
     with launching_on(device):
         return torch.cuda.is_current_stream_capturing()
@@ -127,7 +127,7 @@ def is_capturing(device: torch.device) -> bool:
 
 def current_stream(device: torch.device) -> int:
     """The current stream of `device`; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return torch.cuda.current_stream(device).cuda_stream if is_cuda(device) else 0
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
@@ -138,7 +138,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
             "the last step, or there was none; run one step before the capture and keep gradients in place "
             "(zero_grad(set_to_none=False), or flat buffers)"
         )
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if is_cuda(device) else host.to(device)
 
 
 class DeviceTables(Generic[T]):

@@ -5,10 +5,11 @@ device tensors: no synchronization is needed, and a captured step uses their cur
 products are computed in float64 and rounded once, as a host would.
 """
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from functools import cache
-from operator import attrgetter
-from typing import Any, NamedTuple
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +37,6 @@ LR_DECAY: tl.constexpr = tl.constexpr(13)  # lr * weight_decay
 MOMENTUM: tl.constexpr = tl.constexpr(14)
 STEP: tl.constexpr = tl.constexpr(15)  # an int32 in the float's bits
 
-Rows = tuple[tuple[float | Tensor, ...], ...]
-
 HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 numbers per row that the host provides
 
 
@@ -48,7 +47,7 @@ class FrozenHyperError(ValueError):
 @jit
 def fill_scalars(
     block: tl.tensor,  # (rows, 16) float32, written
-    host: tl.tensor,  # (rows, 8) float64: lr, weight decay, step, beta1, beta2, eps, momentum, grad scale
+    host: tl.tensor,  # (rows, 8) float64: lr, weight decay, step, grad scale, beta1, beta2, eps, momentum
     lr: tl.tensor,  # (rows,), or None: then the host's
     weight_decay: tl.tensor,
     step: tl.tensor,
@@ -62,9 +61,9 @@ def fill_scalars(
     lr64 = tl.load(source + 0) if lr is None else tl.load(lr + row).to(tl.float64)
     decay64 = tl.load(source + 1) if weight_decay is None else tl.load(weight_decay + row).to(tl.float64)
     count = tl.load(source + 2).to(tl.int64) if step is None else tl.load(step + row).to(tl.int64)
-    scale64 = tl.load(source + 7) if grad_scale is None else tl.load(grad_scale).to(tl.float64)
-    beta1 = tl.load(source + 3)
-    beta2 = tl.load(source + 4)
+    scale64 = tl.load(source + 3) if grad_scale is None else tl.load(grad_scale).to(tl.float64)
+    beta1 = tl.load(source + 4)
+    beta2 = tl.load(source + 5)
     correction1 = 1.0 - power(beta1, count)
     correction2 = 1.0 - power(beta2, count)
     tl.store(target + PROCEED, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))
@@ -75,13 +74,13 @@ def fill_scalars(
     tl.store(target + ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32))
     tl.store(target + BETA2, beta2.to(tl.float32))
     tl.store(target + ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32))
-    tl.store(target + EPS, tl.load(source + 5).to(tl.float32))
+    tl.store(target + EPS, tl.load(source + 6).to(tl.float32))
     tl.store(target + CORRECTION1, correction1.to(tl.float32))
     tl.store(target + CORRECTION2, correction2.to(tl.float32))
     tl.store(target + ROOT_CORRECTION2, tl.sqrt(correction2).to(tl.float32))
     tl.store(target + STEP_SIZE, (lr64 / correction1).to(tl.float32))
     tl.store(target + LR_DECAY, (lr64 * decay64).to(tl.float32))
-    tl.store(target + MOMENTUM, tl.load(source + 6).to(tl.float32))
+    tl.store(target + MOMENTUM, tl.load(source + 7).to(tl.float32))
     tl.store(target + STEP, count.to(tl.int32).to(tl.float32, bitcast=True))
 
 
@@ -131,47 +130,50 @@ def scalar_block(
 
     Raises FrozenHyperError if a CUDA graph is being captured and lr, weight decay or step is a host number.
     """
-    own = [(*hyper.betas[:2], hyper.eps, hyper.momentum) for hyper in hypers]
-    columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
-    # `fill_scalars` reads the gradient scale last.
-    rows: Rows = tuple((*row[:3], *numbers, row[3]) for row, numbers in zip(columns.host, own, strict=True))
-    block = torch.empty(len(hypers), WIDTH.value, dtype=torch.float32, device=device)
-    fill_scalars[(len(hypers),)](block, rows_on(device, rows, is_new=columns.is_new), *columns.on_device)
+    rows = [(h.lr, h.weight_decay, h.step, grad_scale, *h.betas[:2], h.eps, h.momentum) for h in hypers]
+    block = torch.empty((len(rows), WIDTH.value), dtype=torch.float32, device=device)
+    fill_scalars[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
     return block
 
 
-class Given(NamedTuple):
-    """The numbers that may be device tensors, as arguments of the kernels that compute scalars."""
-
-    host: tuple[tuple[float, ...], ...]  # lr, weight decay, step, gradient scale of each row; 0 where on the device
-    on_device: tuple[Tensor | None, ...]  # lr, weight decay, step, gradient scale, skip flag
-
-    @property
-    def is_new(self) -> bool:
-        """Whether the host's numbers include the step, so that they are not needed twice."""
-        return self.on_device[2] is None
+Row = tuple[float | Tensor, ...]  # lr, weight decay, step, gradient scale, then other numbers
+NUM_CHANGING = 3  # the first numbers of a row, which may be device tensors that differ from row to row
+_OF_HOST = frozenset({float, int})
 
 
-def given_columns(
-    hypers: Sequence[Hyper], *, grad_scale: float | Tensor, skip: Tensor | None, device: torch.device
-) -> Given:
-    """Numbers of the host and of the device. Raises FrozenHyperError as `scalar_block` does."""
-    rows = list(map(_CHANGING, hypers))
-    columns = [_on_device(column, device) for column in zip(*rows)]
+def fill_arguments(
+    rows: Sequence[Row], *, skip: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The arguments, after the block, of the kernels that compute scalars: the numbers of the host, float64 row by row
+    on `device`, then lr, weight decay, step, gradient scale and skip flag where these are device tensors.
+
+    Raises FrozenHyperError as `scalar_block` does.
+    """
+    skip = None if skip is None else skip.to(device)
+    numbers: list[Any] = list(chain.from_iterable(rows))
+    if not _OF_HOST.issuperset(map(type, numbers)):
+        return (*_mixed(rows, device), skip)
     if multi_tensor.is_capturing(device):
-        _refuse_host_numbers(**dict(zip(("lr", "weight_decay", "step"), columns)))
-    scale = grad_scale.to(device) if isinstance(grad_scale, Tensor) else None
-    of_host = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+        _refuse_host_numbers(lr=None, weight_decay=None, step=None)
+    # Not cached: the numbers include the step.
+    host = torch.frombuffer(array("d", numbers), dtype=torch.float64)
+    return to_device(host, device), None, None, None, None, skip
+
+
+def _mixed(
+    rows: Sequence[Row], device: torch.device
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """`fill_arguments` without the skip flag, of rows with device tensors. The host's numbers are 0 in their place."""
+    lr, weight_decay, step = (_on_device(column, device) for column in islice(zip(*rows), NUM_CHANGING))
+    if multi_tensor.is_capturing(device):
+        _refuse_host_numbers(lr=lr, weight_decay=weight_decay, step=step)
+    given = rows[0][NUM_CHANGING]  # one gradient scale for all rows
+    columns = (lr, weight_decay, step, given.to(device) if isinstance(given, Tensor) else None)
     host = tuple(
-        [
-            (*[0.0 if column is not None else float(value) for value, column in zip(row, columns)], of_host)
-            for row in rows
-        ]
+        (*(0.0 if column is not None else number for number, column in zip(row, columns)), *row[len(columns) :])
+        for row in rows
     )
-    return Given(host, (*columns, scale, None if skip is None else skip.to(device)))
-
-
-_CHANGING: Callable[[Hyper], tuple[Any, ...]] = attrgetter("lr", "weight_decay", "step")
+    return (_rows_on(device, host, is_new=step is None), *columns)
 
 
 def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> Tensor | None:
@@ -189,15 +191,16 @@ def _on_device(values: Sequence[float | int | Tensor], device: torch.device) -> 
     return torch.stack([t.reshape(()).to(device, None if same else torch.float64) for t in tensors])
 
 
-def rows_on(device: torch.device, rows: Rows, *, is_new: bool = False) -> Tensor:
+def _rows_on(device: torch.device, rows: tuple[Row, ...], *, is_new: bool) -> Tensor:
     """`rows` on `device`, (rows, numbers) float64. With `is_new` the cache is bypassed."""
-    if any(isinstance(value, Tensor) for row in rows for value in row):
-        stacked = _on_device([value for row in rows for value in row], device)
+    if any(isinstance(number, Tensor) for row in rows for number in row):
+        stacked = _on_device([number for row in rows for number in row], device)
         assert stacked is not None
         return stacked.to(torch.float64).view(len(rows), -1)
+    numbers = tuple(tuple(map(float, row)) for row in rows)
     if is_new:
-        return to_device(torch.tensor(rows, dtype=torch.float64), device)
-    return known_rows(device).get(rows, lambda: to_device(torch.tensor(rows, dtype=torch.float64), device))
+        return to_device(torch.tensor(numbers, dtype=torch.float64), device)
+    return known_rows(device).get(numbers, lambda: to_device(torch.tensor(numbers, dtype=torch.float64), device))
 
 
 @cache

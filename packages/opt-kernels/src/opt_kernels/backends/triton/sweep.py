@@ -6,15 +6,15 @@ a step: it processes whole columns and creates no object per tensor.
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, reduce
-from itertools import chain
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from opt_kernels import devices
 from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.backends.triton.columns import (
     Call,
     Item,
@@ -76,7 +76,17 @@ class Launches(list[Launch]):
         self.derived: dict[Hashable, Any] = {}
 
 
-Cutting = Callable[[int, int], Iterable[Cut]]  # arguments: index of a work and its number of elements
+class Cutting(Protocol):
+    """How works are cut into runs. Compared by identity where tensors have not moved."""
+
+    @property
+    def key(self) -> Hashable:
+        """What it depends on, apart from the sizes of the works."""
+        ...
+
+    def __call__(self, work: int, numel: int) -> Iterable[Cut]:
+        """The runs of a work of `numel` elements, given by its index."""
+        ...
 
 
 class _Part(NamedTuple):
@@ -99,6 +109,7 @@ class _Found(NamedTuple):
 class _KnownCall(NamedTuple):
     """Cached data of a call, valid while its tensors, except the gradients, stay in place."""
 
+    device: torch.device
     layouts: Layouts  # of all tensors, gradients included
     parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # key: whether each gradient is aligned; None if all are
     launches: DeviceTables[_Found]  # by the addresses of the gradients
@@ -172,65 +183,44 @@ def cut_sweeps(
     pieces: list[tuple[int, Works]],  # with their rows of the scalar block
     codecs: Mapping[str, StateCodec],
     cutting: Cutting | None = None,  # None: every work is one run
-    cut_by: Hashable = None,  # what `cutting` depends on, apart from the sizes of the works
 ) -> Launches | None:
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
-        return _unchanged_sweeps(pieces, codecs, cutting, cut_by)
+        return _unchanged_sweeps(pieces, codecs, cutting)
     call = call_of(pieces, codecs)
     if not call.grads:
         return Launches([])
-    device = call.grads[0].device
-    known = known_calls(device).get(
-        _key(call, codecs, cut_by),
-        lambda: _new_known(call, device),
-        holds=lambda known: known.layouts.same(call.tensors),
-    )
-    found = known.launches.get(call.grads_at, lambda: _Found(_launches(known, call, codecs, cutting, device)))
-    return found.launches
+    known = _known(call, codecs, cutting)
+    return known.launches.get(call.grads_at, lambda: _launches(known, call, codecs, cutting)).launches
 
 
 def _unchanged_sweeps(
-    pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None, cut_by: Hashable
+    pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None
 ) -> Launches | None:
     """Like `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
-    device = first.grads[0].device
-    found = first.unchanged.cache if first.unchanged is not None else {}
-    which = (tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cut_by)
-    placed: _Placed | None = found.get(which)
-    key = _key(call_of(pieces, codecs), codecs, cut_by) if placed is None else placed.key
-    known = known_calls(device).get(
-        key,
-        lambda: _new_known(call_of(pieces, codecs), device),
-        # Other code may have swept the same memory with another layout since then.
-        holds=lambda known: (
-            (placed is not None and known is placed.known) or known.layouts.same(call_of(pieces, codecs).tensors)
-        ),
-    )
-    if placed is None or known is not placed.known:
-        found[which] = _Placed(key, known)
-    grads_at = first.grads_at if len(pieces) == 1 else tuple(chain.from_iterable(works.grads_at for _, works in pieces))
-    placed_at = known.launches.get(
-        grads_at, lambda: _Found(_launches(known, call_of(pieces, codecs), codecs, cutting, device))
-    )
-    return placed_at.launches
+    assert first.unchanged is not None
+    device, found = first.anchors[0].device, first.unchanged.cache
+    which = (
+        tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cutting,
+        multi_tensor.current_stream(device),
+    )  # fmt: skip
+    known: _KnownCall | None = found.get(which)
+    if known is None or multi_tensor.is_capturing(device):  # what a capture uses is kept for ever, see `DeviceTables`
+        known = found[which] = _known(call_of(pieces, codecs), codecs, cutting)
+    grads_at = first.grads_at if len(pieces) == 1 else tuple([works.grads_at for _, works in pieces])
+    return known.launches.get(grads_at, lambda: _launches(known, call_of(pieces, codecs), codecs, cutting)).launches
 
 
-class _Placed(NamedTuple):
-    """The cached result of a look-up for works with fixed tensors."""
-
-    key: Hashable  # in `known_calls`
-    known: _KnownCall
-
-
-def _key(call: Call, codecs: Mapping[str, StateCodec], cut_by: Hashable) -> Hashable:
+def _known(call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _KnownCall:
+    """The cached data of a call, for tensors that other code may have swept with another layout."""
+    device = call.grads[0].device
     kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in call.pieces])
-    return call.others_at, kinds, tuple(codecs.items()), cut_by
-
-
-def _new_known(call: Call, device: torch.device) -> _KnownCall:
-    return _KnownCall(Layouts(call.tensors), {}, DeviceTables(device, capacity=8))
+    return known_calls(device).get(
+        (call.others_at, kinds, tuple(codecs.items()), None if cutting is None else cutting.key),
+        lambda: _KnownCall(device, Layouts(call.tensors), {}, DeviceTables(device, capacity=8)),
+        holds=lambda known: known.layouts.same(call.tensors),
+    )
 
 
 @cache
@@ -312,21 +302,21 @@ def _part(
     )
 
 
-def _launches(
-    known: _KnownCall, call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
-) -> Launches | None:
+def _launches(known: _KnownCall, call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _Found:
     """The launches of all parts, with the current addresses of gradients."""
     aligned = None
     if reduce(or_, call.grads_at) % ALIGNMENT:
         aligned = tuple([at % ALIGNMENT == 0 for at in call.grads_at])
     if aligned not in known.parts:
-        known.parts[aligned] = _parts(call, codecs, cutting, device)
+        known.parts[aligned] = _parts(call, codecs, cutting, known.device)
     parts = known.parts[aligned]
     if parts is None:
-        return None
+        return _Found(None)
     grads_at = torch.tensor(call.grads_at)
-    columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, device) for part in parts]
-    return Launches(
-        Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
-        for part, column in zip(parts, columns)
+    columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device) for part in parts]
+    return _Found(
+        Launches(
+            Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
+            for part, column in zip(parts, columns)
+        )
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import Kernels, kernels_of
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.backends.triton.scalars import Rows, given_columns, rows_on
+from opt_kernels.backends.triton.scalars import fill_arguments
 from opt_kernels.backends.triton.sweep import launch
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
@@ -72,13 +72,10 @@ def filled(
     device: torch.device,
 ) -> Tensor:
     """The scalar block of the formula, (rows, row_width) float32, computed without synchronizing."""
-    columns = given_columns(hypers, grad_scale=grad_scale, skip=skip, device=device)
-    numbers = [[_number(read(hyper)) for read in kernels.own] for hyper in hypers]
-    rows: Rows = tuple((*row, *of_row) for row, of_row in zip(columns.host, numbers, strict=True))
-    block = torch.empty(len(hypers), kernels.row_width, dtype=torch.float32, device=device)
-    kernels.fill[(len(hypers),)](block, rows_on(device, rows, is_new=columns.is_new), *columns.on_device)
+    rows = [
+        (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
+        for hyper in hypers
+    ]
+    block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
+    kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
     return block
-
-
-def _number(value: float | Tensor | str) -> float | Tensor:
-    return value if isinstance(value, Tensor) else float(value)

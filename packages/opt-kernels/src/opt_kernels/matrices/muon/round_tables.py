@@ -9,16 +9,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
-from opt_kernels.backends.triton.sweep import CALLS, Cut, Launches, launch_options
+from opt_kernels.backends.triton.formats import triton_dtype
+from opt_kernels.backends.triton.multi_tensor import ChunkTable, DeviceTables, to_device
+from opt_kernels.backends.triton.quantize import GROUP, scheme
+from opt_kernels.backends.triton.sweep import CALLS, Cut, Launch, Launches, launch_options
+from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon.rounds import Round, Stack
+
+
+class MomentumSweep(NamedTuple):
+    """The sweep over all works of one combination of dtypes."""
+
+    table: ChunkTable
+    sums: Tensor  # (num_chunks,) float64, a view of `RoundTables.sums`
+    num_scales: int  # of u
+    options: dict[str, Any]
 
 
 class Share(NamedTuple):
     """The chunks of one stack in one sweep."""
 
     sweep: int
-    begin: int  # the first of them, in the sweep
+    first_scale: int  # of the first of them, among the scales of the sweep
     records: Tensor  # (num_chunks, WIDTH) int64
     to_normalise: dict[str, Any]  # arguments of the sweeps over these chunks
     to_descend: dict[str, Any]
@@ -29,59 +41,95 @@ class Share(NamedTuple):
 
 
 class RoundTables(NamedTuple):
-    """Tables and scratch memory of a round, on the device of its tensors."""
+    """Tables, arguments and scratch memory of a round, on the device of its tensors."""
 
+    u: torch.dtype
     sums: Tensor  # (chunks of all sweeps,) float64, scratch
-    sums_of_sweeps: tuple[Tensor, ...]  # views of `sums`
     totals: Tensor  # (slots,) float64, scratch
     bounds: Tensor  # (slots, 2) int64: first and last + 1 chunk of each slot, counted over all sweeps
     factors: Tensor  # (slots,) float32
+    momentum_sweeps: list[MomentumSweep]
     shares: dict[int, list[Share]]  # by the first slot of each stack
 
 
-def tables_of(one: Round, launches: Launches, device: torch.device) -> RoundTables:
-    """The tables of a round with these launches, which are those of equal rounds only."""
+def tables_of(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
+    """The tables of a round with these launches, which are those of equal rounds with this codec only."""
     found: RoundTables | None = launches.derived.get(tables_of)
     if found is None:
-        found = launches.derived[tables_of] = _made(one, launches, device)
+        found = launches.derived[tables_of] = _made(one, launches, codec)
     return found
 
 
-def _made(one: Round, launches: Launches, device: torch.device) -> RoundTables:
+def _made(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
+    device = launches[0].table.grads.device
     of_sweeps = tuple([ranges(sweep.cuts, sweep.table.chunk) for sweep in launches])
     counts = [sweep.table.num_chunks for sweep in launches]
     sums = torch.empty(sum(counts), dtype=torch.float64, device=device)
+    of_u = _OptionsOfU.of(one, codec)
     return RoundTables(
+        u=of_u.dtype,
         sums=sums,
-        sums_of_sweeps=torch.split(sums, counts),
         totals=torch.empty(one.num_slots, dtype=torch.float64, device=device),
         bounds=bounds(of_sweeps, one.num_slots, device),
         factors=factors_on(device, one),
-        shares={stack.first_slot: _shares(stack, launches, of_sweeps) for stack in one.stacks},
+        momentum_sweeps=[
+            MomentumSweep(launch.table, part, count * of_u.scales_of(launch), of_u.to_accumulate(launch, codec))
+            for launch, part, count in zip(launches, torch.split(sums, counts), counts)
+        ],
+        shares={stack.first_slot: _shares(stack, launches, of_sweeps, of_u) for stack in one.stacks},
     )
 
 
-def _shares(stack: Stack, launches: Launches, of_sweeps: Sequence[Sequence["Range"]]) -> list[Share]:
+class _OptionsOfU(NamedTuple):
+    """The arguments of sweeps that depend on how u is stored."""
+
+    is_narrow: bool
+    x: torch.dtype
+    tag: int  # the lane of a record that holds the number of its slot
+
+    @classmethod
+    def of(cls, one: Round, codec: StateCodec) -> "_OptionsOfU":
+        # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
+        # precision.
+        is_narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
+        return cls(is_narrow, one.inputs.dtype, 4 if codec.block else 3)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.is_narrow else self.x
+
+    @property
+    def scheme(self) -> str:
+        return "half" if self.is_narrow else "plain"
+
+    def scales_of(self, launch: Launch) -> int:
+        """Number of scales of a chunk."""
+        return launch.table.chunk // GROUP.value if self.is_narrow else 0
+
+    def to_accumulate(self, launch: Launch, codec: StateCodec) -> dict[str, Any]:
+        return {
+            "MOMENTUM": triton_dtype(launch.formats.states[0]), "SCHEME": scheme(codec),
+            "U": triton_dtype(self.dtype), "SCHEME_U": self.scheme,
+            **launch_options(launch.formats, launch.table),
+        }  # fmt: skip
+
+
+def _shares(stack: Stack, launches: Launches, of_sweeps: Sequence[Sequence["Range"]], of_u: _OptionsOfU) -> list[Share]:
     wanted, shares = stack.slots_of_all, []
     for number, (sweep, of_slots) in enumerate(zip(launches, of_sweeps)):
         first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
         if first < stop:
             begin, end = of_slots[first].begin, of_slots[stop - 1].end
             options = launch_options(sweep.formats, sweep.table)
-            shares.append(
-                Share(
-                    number,
-                    begin,
-                    sweep.table.records[begin:end],
-                    {name: options[name] for name in (*_OF_ALL, *_OF_COMPILER)},
-                    {name: options[name] for name in (*_OF_ALL, "MAIN", "OUT", "REMAINDER", *_OF_COMPILER)},
-                )
-            )
+            common = {"TAG": of_u.tag} | {name: options[name] for name in _OF_ALL}
+            of_u_alone = {"X": triton_dtype(of_u.x), "SCHEME_U": of_u.scheme}
+            of_mains = {name: options[name] for name in ("MAIN", "OUT", "REMAINDER")}
+            records = sweep.table.records[begin:end]
+            shares.append(Share(number, begin * of_u.scales_of(sweep), records, common | of_u_alone, common | of_mains))
     return shares
 
 
-_OF_ALL = ("WIDTH", "CHUNK", "BLOCK", "E")
-_OF_COMPILER = ("num_warps", "enable_fp_fusion")
+_OF_ALL = ("WIDTH", "CHUNK", "BLOCK", "E", "num_warps", "enable_fp_fusion")
 
 
 class Range(NamedTuple):

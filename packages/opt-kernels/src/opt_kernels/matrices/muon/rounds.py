@@ -5,9 +5,8 @@ is divided by one norm: a matrix, or a split part of one, whose rows need not be
 consecutive in the chunk table, and every chunk record holds the number of its slot after the addresses.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -58,7 +57,6 @@ class Round(NamedTuple):
     inputs: Inputs
     stacks: list[Stack]
     numel: int  # of u
-    pieces: list[tuple[int, Works]] | None = None  # all works with their rows of the scalar block; None: of the stacks
 
     @property
     def num_slots(self) -> int:
@@ -123,13 +121,14 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def swept(one: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches:
-    """The launches of the round. Every run of a slot is a separate run of the chunk table."""
-    pieces = one.pieces
-    if pieces is None:
-        pieces = [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
-    cut_by = (one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks))
-    found = cut_sweeps(pieces, {MOMENTUM: codec}, partial(_cuts, one, codec), cut_by)
+def pieces_of(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, Works]]:
+    """All works of the round as columns, with their rows of the scalar block."""
+    return [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
+
+
+def swept(pieces: list[tuple[int, Works]], slots: "SlotRuns") -> Launches:
+    """The launches of a round. Every run of a slot is a separate run of the chunk table."""
+    found = cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots)
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
@@ -151,19 +150,33 @@ def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Tas
     return [(key[0], list(alike)) for key, alike in groupby(tasks, kind)]
 
 
-def _cuts(one: Round, codec: StateCodec, work: int, numel: int) -> Iterator[Cut]:
-    """The runs of one work, slot by slot."""
-    stack, number = one.place_of(work)
-    item_bytes = one.inputs.dtype.itemsize
-    begin_of_work = stack.begin + number * numel
-    for index, slot in enumerate(stack.slots):
-        for begin, length in slot.runs:
-            if codec.block and begin % codec.block:
-                raise LayoutError(
-                    f"matrices of {length} elements within one parameter share blocks of {codec.block} momentum codes; "
-                    "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
+class SlotRuns:
+    """The runs of the works of a round, slot by slot."""
+
+    def __init__(self, one: Round, codec: StateCodec) -> None:
+        self.codec = codec
+        self._round = one
+
+    @property
+    def key(self) -> Hashable:
+        """What it depends on, apart from the sizes of the works."""
+        one = self._round
+        return one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks)
+
+    def __call__(self, work: int, numel: int) -> Iterator[Cut]:
+        """The runs of one work."""
+        one, block = self._round, self.codec.block
+        stack, number = one.place_of(work)
+        item_bytes = one.inputs.dtype.itemsize
+        begin_of_work = stack.begin + number * numel
+        for index, slot in enumerate(stack.slots):
+            for begin, length in slot.runs:
+                if block and begin % block:
+                    raise LayoutError(
+                        f"matrices of {length} elements within one parameter share blocks of {block} momentum codes; "
+                        "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
+                    )
+                first = begin_of_work + begin
+                yield Cut(
+                    work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
                 )
-            first = begin_of_work + begin
-            yield Cut(
-                work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
-            )

@@ -11,18 +11,17 @@ from torch import Tensor
 
 from opt_kernels import devices
 from opt_kernels.backends.triton import scalars
-from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
+from opt_kernels.backends.triton.formats import ALIGNMENT
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
-from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
+from opt_kernels.backends.triton.quantize import GROUP, read_state, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
-from opt_kernels.backends.triton.sweep import Launch, launch_options
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, OfLayouts, Transform
-from opt_kernels.matrices.muon.kept_rounds import kept_rounds
-from opt_kernels.matrices.muon.round_tables import tables_of
-from opt_kernels.matrices.muon.rounds import Round, Stack, rounds, swept, with_ordered_grads
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.matrices.muon.kept_rounds import kept_rounds, rounds_of
+from opt_kernels.matrices.muon.round_tables import RoundTables, tables_of
+from opt_kernels.matrices.muon.rounds import Round, Stack, with_ordered_grads
+from opt_kernels.works import Batch, Work
 
 SUM_BLOCK = 1024  # chunks that are added at a time
 LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every layout
@@ -223,15 +222,17 @@ def muon_(
     matrices in the format that `inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a matrix
     that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
-    kept = kept_rounds(batches, inputs, factors) if adapt_ is None and isinstance(transform, OfLayouts) else None
+    kept = None
+    if adapt_ is None and isinstance(transform, OfLayouts):
+        kept = kept_rounds(batches, inputs, factors, momentum_codec)
     if kept is None:
         batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
-    for one in rounds(batches, inputs, factors) if kept is None else kept:
-        device = one.stacks[0].tasks[0].work.grad.device
+    for one, launches in rounds_of(batches, inputs, factors, momentum_codec) if kept is None else kept:
+        device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
-            u = _Inputs(one, hypers, momentum_codec, device)
+            u = _Inputs(one, tables_of(one, launches, momentum_codec))
             u.accumulate_(block, nesterov=nesterov, decay=decay)
             for stack in one.stacks:
                 directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
@@ -244,33 +245,22 @@ def muon_(
 class _Inputs:
     """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
-    def __init__(self, one: Round, hypers: Sequence[Hyper], codec: StateCodec, device: torch.device) -> None:
-        self._wanted = one.inputs
-        self._codec = codec
-        # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
-        # precision.
-        self._narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
-        self._sweeps = swept(one, hypers, codec)
-        self._tables = tables_of(one, self._sweeps, device)
-        words = torch.empty(one.numel, dtype=torch.int16 if self._narrow else one.inputs.dtype, device=device)
-        self._u = words.view(torch.float16) if self._narrow else words
-        self._x = words.view(one.inputs.dtype)  # overwrites u, element for element
-        groups = [sweep.table.num_chunks * self._groups_of(sweep) for sweep in self._sweeps]
-        self._scales = [torch.empty(count, dtype=torch.float32, device=device) for count in groups]
-
-    def _groups_of(self, sweep: Launch) -> int:
-        """Number of scales of a chunk of u."""
-        return sweep.table.chunk // GROUP.value if self._narrow else 0
+    def __init__(self, one: Round, tables: RoundTables) -> None:
+        self._wanted, self._tables = one.inputs, tables
+        device = tables.sums.device
+        self._x = torch.empty(one.numel, dtype=one.inputs.dtype, device=device)
+        self._u = self._x if tables.u is self._x.dtype else self._x.view(tables.u)  # x overwrites it, one by one
+        self._scales = [
+            torch.empty(sweep.num_scales, dtype=torch.float32, device=device) for sweep in tables.momentum_sweeps
+        ]
 
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Update all momenta, write u, and sum its squares for each matrix."""
         tables = self._tables
-        for (formats, table, _), scales, sums in zip(self._sweeps, self._scales, tables.sums_of_sweeps):
+        for (table, sums, _, options), scales in zip(tables.momentum_sweeps, self._scales):
             momentum_sweep[(table.num_chunks,)](
                 table.records, table.grads, block, self._u, scales, sums,
-                MOMENTUM=triton_dtype(formats.states[0]), SCHEME=scheme(self._codec),
-                U=triton_dtype(self._u.dtype), SCHEME_U="half" if self._narrow else "plain",
-                NESTEROV=nesterov, DECAY=decay.value, **launch_options(formats, table),
+                NESTEROV=nesterov, DECAY=decay.value, **options,
             )  # fmt: skip
         if self._wanted.normalised:
             slot_totals[(len(tables.totals),)](
@@ -284,28 +274,21 @@ class _Inputs:
             if stack.inputs.all_reduce is not None:
                 totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
             for share in self._tables.shares[stack.first_slot]:
-                sweep, scales = self._sweeps[share.sweep], self._scales[share.sweep]
-                begin = share.begin * self._groups_of(sweep)
+                scales = self._scales[share.sweep]
                 normalise_sweep[(share.num_chunks,)](
-                    share.records, self._u, scales[begin:] if begin else scales, x, totals, self._wanted.eps,
-                    X=triton_dtype(x.dtype), SCHEME_U="half" if self._narrow else "plain", TAG=self._tag,
-                    **share.to_normalise,
+                    share.records, self._u, scales[share.first_scale :] if share.first_scale else scales, x, totals,
+                    self._wanted.eps, **share.to_normalise,
                 )  # fmt: skip
-        of_stack = x.narrow(0, stack.begin, stack.numel)
+        of_stack = x if stack.numel == len(x) else x[stack.begin : stack.begin + stack.numel]
         return of_stack.view(len(stack.tasks), *stack.tasks[0].work.grad.shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
         for share in self._tables.shares[stack.first_slot]:
             descent_sweep[(share.num_chunks,)](
-                share.records, block, directions, stack.begin, self._tables.factors, DECAY=decay.value, TAG=self._tag,
+                share.records, block, directions, stack.begin, self._tables.factors, DECAY=decay.value,
                 **share.to_descend,
             )  # fmt: skip
-
-    @property
-    def _tag(self) -> int:
-        """The lane of a record that holds the number of its slot."""
-        return 4 if self._codec.block else 3
 
 
 def _aligned(directions: Tensor) -> Tensor:
