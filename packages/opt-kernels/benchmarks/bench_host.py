@@ -1,9 +1,9 @@
 """Host time of a step over 290 tensors on a GPU, without the launches of kernels: `--json` writes the figures.
 
 No GPU is needed: the tensors are small ones in CPU memory, the Triton backend is selected by name, and kernels are
-replaced by functions that do nothing. What remains is the work between `step()` and the launches: collecting gradients,
-states, addresses and hyper-parameters. A step has two launches (three more with statistics), whose time in Triton's
-launcher is not included. Ratios are relative to 150 us, the budget of a whole step.
+replaced by functions that do nothing. Matrices are stacked as on a GPU. What remains is the work between `step()` and
+the launches: collecting gradients, states, addresses and hyper-parameters. A step has two launches (three more with
+statistics), whose time in Triton's launcher is not included. Ratios are relative to 150 us, the budget of a whole step.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from opt_kernels.backends.triton import scalars
 from opt_kernels.backends.triton import update as update_kernels
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.formulas.adam import ADAM
+from opt_kernels.matrices import stacks
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.orthogonalization import Orthogonalization
 from opt_kernels.optim import AdamW, Muon
@@ -70,6 +71,7 @@ def unlaunch() -> None:
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
     Orthogonalization.__call__ = lambda self, x, **options: x
+    stacks.STACK_NUMEL_ON_CPU = stacks.STACK_NUMEL_ELSEWHERE
 
 
 def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:

@@ -324,6 +324,44 @@ def test_rounds_that_are_kept_keep_no_gradients_alive() -> None:
     assert [grad() for grad in grads] == [None, None]
 
 
+@pytest.mark.parametrize("build", [adamw, muon])
+def test_gradients_at_new_and_old_places_are_read_where_they_are(build: Any) -> None:
+    """Launches are kept for some sets of addresses: here more than there is room for, in no order."""
+
+    def trained(*, kept: bool) -> list[Any]:
+        params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        optimizer = build([{"params": params[1:]}, {"params": params[:1], "lr": 0.2}])
+        places = [[torch.zeros(shape) for shape in SHAPES] for _ in range(10)]
+        for step in (0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8, 9, 0, 3, 3):
+            for param, grad in zip(params, places[step], strict=True):
+                param.grad = grad
+            new_grads(params, step)
+            if not kept:
+                optimizer._forget_rows()
+            optimizer.step()
+        return params
+
+    assert same(trained(kept=True), trained(kept=False))
+
+
+@pytest.mark.parametrize("build", [adamw, muon])
+def test_a_steady_step_reads_no_gradient_in_python(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = build([{"params": params}])
+    for step in range(3):
+        new_grads(params, step)
+        optimizer.step()
+    monkeypatch.setattr("opt_kernels.works.Works.grads", property(lambda works: pytest.fail("a gradient was read")))
+    before = [param.clone() for param in params]
+    optimizer.step()
+    assert not any(map(torch.equal, before, params))
+    moved = params[0].grad
+    assert moved is not None
+    params[0].grad = moved.clone()
+    with pytest.raises(pytest.fail.Exception, match="a gradient was read"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_a_state_that_was_taken_once_may_be_moved_at_any_time(name: str) -> None:
     param = nn.Parameter(torch.ones(4))

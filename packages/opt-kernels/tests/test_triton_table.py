@@ -4,6 +4,8 @@ import gc
 import math
 import weakref
 from collections.abc import Sequence
+from decimal import Decimal
+from fractions import Fraction
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from opt_kernels.backends.triton.multi_tensor import (
     moved,
     record_width,
 )
-from opt_kernels.works import Hyper
+from opt_kernels.works import Hyper, Unchanged, Works
 
 COLUMNS = (Column(item_bytes=4), Column(item_bytes=2), Column(item_bytes=4, elements=128))
 
@@ -173,7 +175,7 @@ def test_a_table_that_no_longer_holds_is_built_anew() -> None:
 
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from opt_kernels.backends.triton import scalars  # noqa: E402
+from opt_kernels.backends.triton import scalars, sweep  # noqa: E402
 
 
 def single(value: float) -> float:
@@ -232,3 +234,30 @@ def test_any_skip_flag_but_zero_stops_every_row(flag: float, proceed: float, ker
     skip = torch.tensor(flag, device=kernel_device)
     block = scalars.scalar_block([Hyper(lr=1.0)] * 3, grad_scale=1.0, skip=skip, device=kernel_device)
     assert block[:, scalars.PROCEED.value].tolist() == [proceed] * 3
+
+
+def test_numbers_of_any_kind_on_the_host_are_uploaded_alike(kernel_device: torch.device) -> None:
+    def block(number: type, lr: object) -> torch.Tensor:
+        hyper = Hyper(lr=lr, weight_decay=number(0), step=3, eps=number(1))  # type: ignore[arg-type]
+        return scalars.scalar_block([hyper], grad_scale=0.5, skip=None, device=kernel_device)
+
+    expected = block(float, 0.25)
+    for number, lr in ((int, Fraction(1, 4)), (bool, torch.tensor(0.25, dtype=torch.float64)), (Decimal, 0.25)):
+        assert torch.equal(block(number, lr), expected), number
+
+
+def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, grad = torch.zeros(8), torch.ones(8)
+    pieces = [(0, Works([grad], mains=[main], states=[{}], unchanged=Unchanged(), grads_at="here"))]
+    kept = sweep.KeptSweeps(main.device, {}, None)
+    kept.launches("here", lambda: pieces)
+    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+    [launch] = kept.launches("here", lambda: pieces) or []
+    table = weakref.ref(launch.table.grads)
+    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: False)
+    sweep.known_calls(main.device)._tables.clear()  # as if other works had used all room
+    sweep.known_calls(main.device)._last = None
+    del kept, launch
+    pieces.clear()
+    gc.collect()
+    assert table() is not None

@@ -195,8 +195,8 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self._adopt_changes()
         self._on_device.upload(self.param_groups)
         if self._on_device.is_captured:
-            grads = self._current_gradients()
-            if grads is None or addresses(grads) != self._captured_at:
+            grads = [param.grad for param in params_of(self.param_groups)]
+            if self._current_rows() is None or addresses(grads) != self._captured_at:
                 raise CaptureError(
                     "gradients or states moved since the step was captured: other parameters have gradients, "
                     "zero_grad() released them, or a state_dict was loaded; run one step, then capture again"
@@ -364,23 +364,22 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each
         parameter, unless `made` (0-d, on the device) is zero."""
-        grads = self._current_gradients()
-        if self._param_rows is None or grads is None:
-            self._param_rows = self._new_rows()
-            grads = [param.grad for param in params_of(self.param_groups)]
-        self._param_rows.written.begin_update_()
-        return self._param_rows.batches(grads, self._hyper_of, made, write_steps=self._states_may_change)
+        rows = self._current_rows()
+        if rows is None:
+            rows = self._param_rows = self._new_rows()
+        rows.written.begin_update_()
+        return rows.batches(self._hyper_of, made, write_steps=self._states_may_change)
 
     def _new_rows(self) -> ParamRows:
         states, before = self._states, self._param_rows
         return ParamRows(self.param_groups, states, self._member_of, steps_on_device=self.capturable, before=before)
 
-    def _current_gradients(self) -> list[Tensor | None] | None:
-        """The gradients of all parameters. None if there are no rows yet, or outdated ones."""
-        if self._param_rows is None:
+    def _current_rows(self) -> ParamRows | None:
+        """The rows of the last step, if they are up to date."""
+        rows, state = self._param_rows, self.__dict__["state"]
+        if rows is None or not rows.hold(self.param_groups, state, states_may_change=self._states_may_change):
             return None
-        may_change = self._states_may_change
-        return self._param_rows.gradients(self.param_groups, self.__dict__["state"], states_may_change=may_change)
+        return rows
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
         groups = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)

@@ -17,6 +17,7 @@ from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
 from opt_kernels.optim.state import STEP
+from opt_kernels.optim.steady_rows import SteadyRows, steady_rows
 from opt_kernels.optim.written_params import WrittenParams
 from opt_kernels.works import Batch, Hyper, Works
 
@@ -58,45 +59,45 @@ class ParamRows:
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
         self._distributed = any(map(is_dtensor, self._params))
-        self._kept = [row.kept() for row in self._rows]
+        self._steady: SteadyRows | None = None  # once a second step has found the same rows
 
-    def gradients(
+    def hold(
         self,
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, dict[str, Tensor]],
         *,
         states_may_change: bool = True,  # False: no other code had access to them
-    ) -> list[Tensor | None] | None:
-        """The gradients of all parameters; None if the rows are outdated: other parameters, gradients or
-        states."""
+    ) -> bool:
+        """Whether the rows are up to date: the same parameters have gradients, and their states are the same objects.
+        Of a row that other code counted a step for, or whose layout a sweep depends on, see `SteadyRows`."""
+        if [len(group["params"]) for group in groups] != self._sizes:
+            return False
         params = params_of(groups)
-        if not same_objects(params, self._params) or [len(group["params"]) for group in groups] != self._sizes:
-            return None
-        grads: list[Any] = list(map(_GRAD, params))
-        if any(grads[position] is not None for position in self._without_grad):
-            return None  # a parameter has its first gradient; `hold` looks at those of members alone
+        if not same_objects(params, self._params):
+            return False
+        if any(params[position].grad is not None for position in self._without_grad):
+            return False  # its first gradient
         if states_may_change and not self._has_states_of(state):
-            return None
-        if self._kept and all(kept.hold(grads, states_may_change=states_may_change) for kept in self._kept):
-            return grads
-        if list(map(is_, grads, repeat(None))) != self._missing:
-            return None
-        if not all(row.holds(grads[row.positions[0]]) for row in self._rows):
-            return None
-        for kept in self._kept:
-            kept.begin(grads, states_may_change=states_may_change)
-        return grads
+            return False
+        if self._steady is not None and self._steady.with_states == states_may_change and self._steady.hold():
+            return True
+        self._steady = None
+        if list(map(is_, map(_GRAD, params), repeat(None))) != self._missing:
+            return False
+        if states_may_change and not same_objects([of_member[STEP] for of_member in self._of_members], self._steps):
+            return False
+        if not all(row.holds(params[row.positions[0]].grad) for row in self._rows):
+            return False
+        self._steady = steady_rows(self._rows, with_states=states_may_change)
+        return True
 
     def _has_states_of(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        return (
-            same_objects(list(state.values()), self._states)
-            and same_objects([of_member[STEP] for of_member in self._of_members], self._steps)
-            and all(row.steps.are_as_counted() for row in self._rows)
+        return same_objects(list(state.values()), self._states) and all(
+            row.steps.are_as_counted() for row in self._rows
         )
 
     def batches(
         self,
-        grads: Sequence[Tensor | None],
         hyper: Callable[[int, Sweep, float | Tensor], Hyper],
         made: Tensor | None = None,
         *,
@@ -105,11 +106,10 @@ class ParamRows:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
         `Hyper`; `made` is passed to `Steps.count`. Without `write_steps`, call `write_steps_` to update the states."""
         found: dict[Sweep, list[Batch]] = {}
-        for row, kept in zip(self._rows, self._kept):
-            works = kept.works(grads)
+        all_works = map(self._works, self._rows) if self._steady is None else self._steady.works()
+        for row, works in zip(self._rows, all_works, strict=True):
             step = row.steps.count(made, write=write_steps)
-            batch = Batch(hyper(row.group, row.sweep, step), self._works(row, grads) if works is None else works)
-            found.setdefault(row.sweep, []).append(batch)
+            found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
         return found
 
     def write_steps_(self) -> None:
@@ -117,10 +117,10 @@ class ParamRows:
         for row in self._rows:
             row.steps.write_()
 
-    def _works(self, row: Row, grads: Sequence[Tensor | None]) -> Works:
+    def _works(self, row: Row) -> Works:
         """The works of a row, for tensors at any address."""
         params: list[Tensor] = row.params
-        of_row: list[Any] = [grads[position] for position in row.positions]
+        of_row: list[Any] = list(map(_GRAD, params))
         if self._distributed:
             params, of_row = list(map(local, params)), list(map(local, of_row))
         return row.works(params, of_row)

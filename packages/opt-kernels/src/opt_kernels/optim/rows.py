@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.dtensor import Span
 from opt_kernels.optim.mains import REMAINDER
 from opt_kernels.optim.state import STEP
@@ -96,21 +95,11 @@ class Row(NamedTuple):
         """Whether all have the same step count, and are on the device of their first gradient."""
         return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
 
-    def kept(self) -> KeptWorks:
-        """Works of this row that steps can keep; none are kept yet."""
-        return KeptWorks(
-            lambda: self.columns(self.params),
-            positions=self.positions,
-            params=self.params,
-            states=self.states,
-            is_possible=self.spans is None and is_launched(*self.sweep),
-        )
-
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """The works of these tensors, which are the local shards of DTensors."""
         if self.spans is not None:
             return self._works_by_span(params, grads, self.spans)
-        return self.columns(params).with_grads(grads, unchanged=None, grads_at=())
+        return self.columns(params).with_grads(grads, unchanged=None)
 
     def columns(self, params: Sequence[Tensor]) -> Works:
         """All columns except the gradients."""

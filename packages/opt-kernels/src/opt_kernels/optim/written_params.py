@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import flat
+from opt_kernels.backends.writes import Writes
 from opt_kernels.dtensor import local
 from opt_kernels.optim.mains import MAIN
 from opt_kernels.optim.rows import Member
@@ -27,7 +28,7 @@ class WrittenParams:
     def __init__(self, members: Sequence[Member], followed: Mapping[Tensor, int]):
         """`followed` are the versions of parameters to which earlier steps adapted their mains."""
         self._others = followed
-        self._params = [member.param for member in members]
+        self._writes = Writes([member.param for member in members])
         self._copied = [member for member in members if MAIN in member.state]
         with torch.no_grad():  # else `to_local` returns an alias with a version of its own
             self._shards = [local(member.param) for member in self._copied]
@@ -49,7 +50,7 @@ class WrittenParams:
             for member, shard, before, now in zip(self._copied, self._shards, self._followed, present, strict=True):
                 if before != now:
                     follow_(member.state[MAIN], shard)
-        torch.autograd.graph.increment_version(self._params)
+        self._writes.count()
         self._followed = list(map(_VERSION, self._shards))
 
 

@@ -187,11 +187,7 @@ def cut_sweeps(
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
     if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
         return _unchanged_sweeps(pieces, codecs, cutting)
-    call = call_of(pieces, codecs)
-    if not call.grads:
-        return Launches([])
-    known = _known(call, codecs, cutting)
-    return known.launches.get(call.grads_at, lambda: _launches(known, call, codecs, cutting)).launches
+    return _found(pieces, codecs, cutting).launches
 
 
 def _unchanged_sweeps(
@@ -200,16 +196,37 @@ def _unchanged_sweeps(
     """Like `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
     first = pieces[0][1]
     assert first.unchanged is not None
-    device, found = first.anchors[0].device, first.unchanged.cache
-    which = (
-        tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cutting,
-        multi_tensor.current_stream(device),
-    )  # fmt: skip
-    known: _KnownCall | None = found.get(which)
-    if known is None or multi_tensor.is_capturing(device):  # what a capture uses is kept for ever, see `DeviceTables`
-        known = found[which] = _known(call_of(pieces, codecs), codecs, cutting)
-    grads_at = first.grads_at if len(pieces) == 1 else tuple([works.grads_at for _, works in pieces])
-    return known.launches.get(grads_at, lambda: _launches(known, call_of(pieces, codecs), codecs, cutting)).launches
+    which = (tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cutting)
+    kept: KeptSweeps | None = first.unchanged.cache.get(which)
+    if kept is None:
+        kept = first.unchanged.cache[which] = KeptSweeps(first.anchors[0].device, codecs, cutting)
+    return kept.launches(tuple([works.grads_at for _, works in pieces]), lambda: pieces)
+
+
+class KeptSweeps:
+    """The launches of works whose tensors have not moved, by the addresses of gradients."""
+
+    def __init__(self, device: torch.device, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> None:
+        self._device, self._codecs, self._cutting = device, codecs, cutting
+        self._tables: DeviceTables[_Found] = DeviceTables(device, capacity=8)
+
+    def launches(self, grads_at: Hashable, pieces: Callable[[], list[tuple[int, Works]]]) -> Launches | None:
+        """Like `cut_sweeps`. `pieces` is called if there are no launches for gradients at these addresses yet."""
+
+        def found() -> _Found:
+            return _found(pieces(), self._codecs, self._cutting)
+
+        # A graph may be replayed after these works are gone: it uses the tables of the process.
+        return (found() if multi_tensor.is_capturing(self._device) else self._tables.get(grads_at, found)).launches
+
+
+def _found(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _Found:
+    """The launches of works at any address, from the cache of the process."""
+    call = call_of(pieces, codecs)
+    if not call.grads:
+        return _Found(Launches([]))
+    known = _known(call, codecs, cutting)
+    return known.launches.get(call.grads_at, lambda: _launches(known, call, codecs, cutting))
 
 
 def _known(call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _KnownCall:

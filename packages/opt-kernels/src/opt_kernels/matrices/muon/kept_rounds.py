@@ -9,10 +9,11 @@ from torch import Tensor
 
 from opt_kernels.backends.triton.columns import lies_in_order, uniform
 from opt_kernels.backends.triton.kept_works import picker
-from opt_kernels.backends.triton.sweep import Launches
+from opt_kernels.backends.triton.sweep import KeptSweeps, Launches
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs
-from opt_kernels.matrices.muon.rounds import Round, SlotRuns, alike_tasks, pieces_of, rounds, swept
+from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.muon.rounds import Round, SlotRuns, alike_tasks, in_order, pieces_of, rounds, swept
 from opt_kernels.works import Batch, Unchanged, Work, Works
 
 
@@ -45,12 +46,12 @@ class RoundPlan(NamedTuple):
 
     round: Round
     pieces: list[_Piece]
-    slots: SlotRuns
+    kept: KeptSweeps
 
-    def sweeps(self, all_works: Sequence[Works]) -> RoundSweeps:
+    def sweeps(self, all_works: Sequence[Works], grads_at: Hashable) -> RoundSweeps:
         """The sweeps over the works of this step."""
-        grads_at = tuple([works.grads_at for works in all_works])
-        return RoundSweeps(self.round, swept([piece.works(all_works, grads_at) for piece in self.pieces], self.slots))
+        launches = self.kept.launches(grads_at, lambda: [piece.works(all_works, grads_at) for piece in self.pieces])
+        return RoundSweeps(self.round, in_order(launches))
 
 
 class _Plan(NamedTuple):
@@ -84,7 +85,10 @@ def kept_rounds(
     plan: _Plan | None = cache.get(key)
     if plan is None or plan[:3] != (inputs, factors, codec):
         plan = cache[key] = _Plan(inputs, factors, codec, _planned(batches, columns, inputs, factors, codec))
-    return None if plan.rounds is None else (one.sweeps(columns) for one in plan.rounds)
+    if plan.rounds is None:
+        return None
+    grads_at = tuple([works.grads_at for works in columns])
+    return (one.sweeps(columns, grads_at) for one in plan.rounds)
 
 
 def _planned(
@@ -110,7 +114,8 @@ def _planned(
             )
             for row, tasks in alike_tasks(one, hypers)
         ]
-        plans.append(RoundPlan(one, pieces, SlotRuns(one, codec)))
+        device = one.stacks[0].tasks[0].work.grad.device
+        plans.append(RoundPlan(one, pieces, KeptSweeps(device, {MOMENTUM: codec}, SlotRuns(one, codec))))
     return plans
 
 

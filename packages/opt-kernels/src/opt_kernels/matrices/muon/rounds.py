@@ -128,7 +128,11 @@ def pieces_of(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, Works]]:
 
 def swept(pieces: list[tuple[int, Works]], slots: "SlotRuns") -> Launches:
     """The launches of a round. Every run of a slot is a separate run of the chunk table."""
-    found = cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots)
+    return in_order(cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots))
+
+
+def in_order(found: Launches | None) -> Launches:
+    """These launches. Raises LayoutError if there are none because a tensor is not contiguous."""
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
