@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.backends.triton.multi_tensor import (
@@ -244,6 +246,22 @@ def test_numbers_of_any_kind_on_the_host_are_uploaded_alike(kernel_device: torch
     expected = block(float, 0.25)
     for number, lr in ((int, Fraction(1, 4)), (bool, torch.tensor(0.25, dtype=torch.float64)), (Decimal, 0.25)):
         assert torch.equal(block(number, lr), expected), number
+
+
+class NoReads(TorchDispatchMode):
+    """Forbids to read the value of a tensor on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a tensor was read"
+        return func(*args, **(kwargs or {}))
+
+
+def test_numbers_on_the_device_are_not_read() -> None:
+    lr, step, scale, eps = torch.tensor([0.5, 3.0, 0.25, 0.125], dtype=torch.float64).unbind()
+    with NoReads():
+        numbers, *on_device = scalars.fill_arguments([(lr, 0.0, step, scale, eps)], skip=None, device=lr.device)
+    assert numbers.tolist() == [[0.0, 0.0, 0.0, 0.0, 0.125]]
+    assert [None if one is None else one.item() for one in on_device] == [0.5, None, 3.0, 0.25, None]
 
 
 def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
