@@ -1,16 +1,31 @@
 """What a formula from outside may do that none of ours does: on every backend the bits of the reference."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.formulas import Formula, FormulaError, Number, State, floor, fma, power, where
+from opt_kernels.formulas import (
+    Formula,
+    FormulaError,
+    Number,
+    State,
+    absolute,
+    floor,
+    fma,
+    maximum,
+    minimum,
+    power,
+    where,
+)
 from opt_kernels.hooks import CautiousUpdate, HookError, hooked
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
+NO_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({})
 BACKENDS = [
     "torch",
     pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no working C++ compiler")),
@@ -18,12 +33,14 @@ BACKENDS = [
 ]
 
 
-def moved(formula: Formula, backend: str, **numbers: float) -> list[torch.Tensor]:
+def moved(
+    formula: Formula, backend: str, *, dtypes: Mapping[str, torch.dtype] = NO_DTYPES, **numbers: float
+) -> list[torch.Tensor]:
     """The weights and states after each of five steps."""
     if backend == "triton":
         pytest.importorskip("triton")
     generator = torch.Generator().manual_seed(0)
-    rule = elementwise(formula, backend=backend)
+    rule = elementwise(formula, backend=backend, **dtypes)
     main = torch.randn(130, generator=generator)
     state = rule.init_state(main)
     found = []
@@ -128,3 +145,51 @@ def test_an_operator_that_formulas_lack_is_refused_with_another() -> None:
         Formula(name="halving", states=(), scalars=halving, update=plain)
     with pytest.raises(FormulaError, match="calls floor on elements, but only scalars may"):
         Formula(name="floors", states=(), scalars=only_lr, update=floors)
+
+
+def counting_scalars(*, lr: float, step: float) -> dict[str, float]:
+    return {"lr": lr, "half": step / 2}
+
+
+def counting(p: Any, g: Any, seen: Any, one: Any, peak: Any, *, lr: Any, half: Any) -> Any:
+    """A state of scalars alone, one of literals alone, and maxima whose first argument is a scalar."""
+    seen = half
+    peak = maximum(half, minimum(lr, absolute(g)) + peak)
+    return p - lr * g * seen, seen, 0.5, peak
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_may_be_scalars(backend: str, dtype: torch.dtype) -> None:
+    """The interpreter of Triton could not store them, and the reference resized their scales."""
+    states = (State("seen"), State("one"), State("peak"))
+    formula = Formula(name="counting", states=states, scalars=counting_scalars, update=counting)
+    found = moved(formula, backend, dtypes={"seen_dtype": dtype, "one_dtype": dtype})
+    wanted = moved(formula, "reference", dtypes={"seen_dtype": dtype, "one_dtype": dtype})
+    assert all(map(torch.equal, found, wanted))
+    if dtype.is_floating_point and dtype is not torch.float16:
+        *_, seen, one, _ = found
+        assert torch.equal(seen, torch.full_like(seen, 2.5))
+        assert torch.equal(one, torch.full_like(one, 0.5))
+
+
+def inverse_scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
+    return {"lr": lr, "decay": 1 - lr * weight_decay}
+
+
+def inverse(p: Any, g: Any, size: Any, ratio: Any, *, lr: Any, decay: Any) -> Any:
+    size = fma(0.1, absolute(g) - size, size)
+    return p * decay - lr * g / size, size, 1 / size
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_formula_makes_of_zeros_does_not_reach_the_scale_of_the_last_block(
+    backend: str, dtype: torch.dtype
+) -> None:
+    """On Triton 1 / 0 beyond the end of a parameter made the scale of its last block NaN, and with it the state."""
+    states = (State("size", signed=False), State("ratio"))
+    formula = Formula(name="inverse", states=states, scalars=inverse_scalars, update=inverse)
+    found = moved(formula, backend, dtypes={"ratio_dtype": dtype})
+    assert all(value.float().isfinite().all() for value in found)
+    assert all(map(torch.equal, found, moved(formula, "reference", dtypes={"ratio_dtype": dtype})))

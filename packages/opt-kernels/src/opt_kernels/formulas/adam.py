@@ -54,8 +54,6 @@ ADAM = Formula(
     name="adam", title="Adam", scalars=scalars, update=update,
     states=(State("exp_avg"), State("exp_avg_sq", signed=False), State("max_exp_avg_sq", signed=False, when="amsgrad")),
     numbers=(Number("lr", 1e-3), Number("betas", (0.9, 0.999)), Number("eps", 1e-8), Number("weight_decay", 0.0)),
-    choices=(
-        Choice("amsgrad", False), Choice("decoupled_weight_decay", True),
-        Choice("order", "torch", ("torch", "te"), recorded=False),
-    ),
+    choices=(Choice("amsgrad", False), Choice("decoupled_weight_decay", True),
+             Choice("order", "torch", ("torch", "te"), recorded=False)),
 )  # fmt: skip

@@ -27,6 +27,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
@@ -311,7 +312,14 @@ class Formula:
         numbers = {name: constants[name] if name in constants else p.new_full((1,), scalars[name]) for name in named}
         new = self.update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
-        return [results[name] for name in self.result_names]
+        return [_like(results[name], p) for name in self.result_names]
+
+
+def _like(result: Any, p: Tensor) -> Tensor:
+    """A result with an element for each of `p`. One of scalars alone has one element, one of literals is a number."""
+    if isinstance(result, Tensor) and result.shape == p.shape:
+        return result
+    return torch.as_tensor(result, dtype=p.dtype, device=p.device).expand(p.shape).clone()
 
 
 def _parts(number: Number) -> set[str]:

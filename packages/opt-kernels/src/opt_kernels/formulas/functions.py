@@ -5,6 +5,7 @@ On float32 tensors each is rounded once, so that torch's operations give the bit
 
 import math
 from fractions import Fraction
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +28,13 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 
 def _wide(x: Any) -> Any:
-    return x.double() if isinstance(x, Tensor) else x
+    return x.double() if isinstance(x, Tensor) else _rounded(x)
+
+
+@cache
+def _rounded(x: float) -> float:
+    """A literal as the float32 number that it is in compiled sweeps."""
+    return float(torch.tensor(x, dtype=torch.float32))
 
 
 def sqrt(x: Number) -> Number:

@@ -168,6 +168,30 @@ def body_and_results(
     return body, [result for name, result in zip((main, *states), results) if name in names]
 
 
+def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[str]:
+    """The names that have one value for each element, whichever branches run: `elements`, and variables that are
+    computed from such names in every assignment. Others may be scalars."""
+    assignments = [
+        (node.targets[0] if isinstance(node, ast.Assign) else node.target, node)
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Assign | ast.AugAssign)
+    ]
+    found = {*elements, *(target.id for target, _ in assignments if isinstance(target, ast.Name))}
+    while True:
+        scalar = {target.id for target, node in assignments if isinstance(target, ast.Name) and not reads(node, found)}
+        if scalar.isdisjoint(found):
+            return found
+        found -= scalar
+
+
+def reads(node: ast.AST, names: Collection[str]) -> bool:
+    """Whether an expression or assignment reads one of `names`."""
+    target = node.target.id if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) else None
+    read = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    return not (read | {target}).isdisjoint(names)
+
+
 def check(
     update: Callable[..., Any], names: Sequence[str], scalars: frozenset[str], constants: Mapping[str, Constant]
 ) -> None:

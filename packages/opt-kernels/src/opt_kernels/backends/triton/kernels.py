@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import assigned, scalar_expressions
-from opt_kernels.formulas.translate import Dialect, body_and_results
+from opt_kernels.formulas.translate import Dialect, body_and_results, elements_among, reads
 from opt_kernels.works import Hyper
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
@@ -201,7 +201,14 @@ def _tile(formula: Formula) -> list[str]:
         return [*(f"x_{name} = tl.load(row + {SCALARS_AT + scalars.index(name)})" for name in new), *lines]
 
     steps = [line for one in body for line in with_loads(dialect.statements([one], frozenset(scalars)))]
-    values = [dialect.expression(result) for result in results]
+    elements = elements_among(body, ("p", "g", *(state.name for state in formula.states)))
+    values = [
+        # A state may be a scalar: broadcast it, which stores need.
+        dialect.expression(result)
+        if reads(result, elements)
+        else f"tl.where(at >= 0, {dialect.expression(result)}, 0.0)"
+        for result in results
+    ]
     states = list(enumerate(formula.states))
     return [
         "@jit",

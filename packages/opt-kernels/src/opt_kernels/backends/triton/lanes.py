@@ -83,10 +83,10 @@ def sign(x: tl.tensor) -> tl.tensor:
 @jit
 def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The larger of the two; NaN if either is NaN."""
-    return tl.where((a > b) | (a != a), a, b)
+    return tl.where(a != a, a, tl.where(a > b, a, b))  # not `|`: either may be a scalar
 
 
 @jit
 def smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The smaller of the two; NaN if either is NaN."""
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.where(a != a, a, tl.where(a < b, a, b))

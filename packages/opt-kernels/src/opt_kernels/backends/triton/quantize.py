@@ -71,7 +71,7 @@ def read_state(
 def write_state(
     codes: tl.tensor,  # pointer
     scales: tl.tensor,  # pointer to float32; written if the scheme has scales
-    x: tl.tensor,  # (BLOCK,) float32; zero beyond the end of the run
+    x: tl.tensor,  # (BLOCK,) float32
     start: tl.tensor,
     n: tl.tensor,
     DTYPE: tl.constexpr,  # of the codes
@@ -86,6 +86,8 @@ def write_state(
     if SCHEME == "plain":
         store(codes, at, n, nearest(x, DTYPE), FULL)
     else:
+        if not FULL:  # a formula may compute anything from the zeros beyond the end of the run
+            x = tl.where(at < n, x, 0.0)
         if not SIGNED:
             x = root(x, IEEE)
         largest = largest_of_groups(x, BLOCK)
