@@ -70,27 +70,32 @@ FLAT = Case(
 )  # fmt: skip
 
 
-def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only exception: errors of other ranks must be raised even if results are never read."""
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only exception: errors of other ranks must be raised even if results are never read. A process without other
+    ranks waits for nothing."""
+    waited: list[HostCopy] = []
+    wait = HostCopy.wait
+    monkeypatch.setattr(HostCopy, "wait", lambda copy: (waited.append(copy), wait(copy))[1])
 
     def rank_main(one: DeferredRank) -> list[bool]:
-        waited: list[Any] = []
-        wait = HostCopy.wait
-        model, optimizer = built(FLAT, one.comm)
+        model, optimizer = built(replace(FLAT, size=size), one.comm)
         for unit in optimizer.stepper.units:
             unit.rule = LaunchedRule(unit.rule)
-        before: list[Any] = []
+        expected: list[HostCopy] = []
         found = []
-        with pytest.MonkeyPatch.context() as patch, one.device.host_reads_forbidden():
-            patch.setattr(HostCopy, "wait", lambda copy: (waited.append(copy), wait(copy))[1])
+        with one.device.host_reads_forbidden():
             for step in range(STEPS):
                 iterate(model, optimizer, step, one.comm)
-                found.append(waited == before)
-                verdict, waited = optimizer.stepper.last.verdict, []
-                before = [copy for copy in (verdict._copy, verdict._copy_of_scale) if copy is not None]
+                found.append([copy for copy in waited if copy._device is one.device] == expected)
+                verdict = optimizer.stepper.last.verdict
+                assert verdict is not None
+                expected += [verdict._copy] if size > 1 else []
         return found
 
-    assert run_deferred(1, rank_main, seed=0) == [[True] * STEPS]
+    assert run_deferred(size, rank_main, seed=0) == [[True] * STEPS] * size
 
 
 def a_step_count_is_read(patch: pytest.MonkeyPatch) -> None:
