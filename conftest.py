@@ -5,12 +5,11 @@ Triton reads the variable when a kernel is defined, so it is set before any test
 
 import gc
 import os
-import sys
-from functools import cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
+
+from installed_packages import read_entry_points_once
 
 if find_spec("torch") is not None:  # opt-scheduler is also tested without it
     import torch
@@ -32,17 +31,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # at exit, extension modules print what they take for leaks
-
-
-def read_entry_points_once() -> None:
-    """Keep the entry points of each `sys.path`: every optimizer looks for rules of installed packages.
-
-    Reading the metadata of all packages for each takes a tenth of the time of the integration tests.
-    """
-    registry = sys.modules.get("opt_stack.rules.registry")
-    if registry is not None:
-        read = cache(lambda path, group: entry_points(group=group))
-        registry.entry_points = lambda group: read(tuple(sys.path), group)
 
 
 def enter_device_functions_faster() -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from installed_packages import read_entry_points_once
 from programs import fork_server
 
 from fuzz.cases import Grid, Place
@@ -84,6 +85,7 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[
 
 def _work(pipe: Connection, port: int) -> None:
     torch.set_num_threads(1)
+    read_entry_points_once()
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from installed_packages import read_entry_points_once
 from programs import fork_server
 from torch import Tensor, nn
 
@@ -66,6 +67,7 @@ def _all_jobs(jobs: Mapping[str, Job]) -> dict[str, Any]:
 
 def _rank(rank: int, size: int, port: int, folder: str, rank_main: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    read_entry_points_once()
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
