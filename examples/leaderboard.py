@@ -38,7 +38,7 @@ class Contender:
     optimizer: str  # of opt_kernels.optim
     lr: float
     options: dict[str, Any] = field(default_factory=dict)
-    matrices: bool = False  # given the model, and moves what is not a matrix by Adam
+    matrices: bool = False  # takes the model; non-matrix parameters use Adam
     is_scheduled: bool = True  # False: a constant learning rate
 
     def build(self, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:

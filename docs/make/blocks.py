@@ -67,7 +67,7 @@ def _adjacent(page: str, first: Block, second: Block) -> bool:
 
 
 def run(page: Path, folder: Path) -> None:
-    """Run every block of `page` with `folder` as the current directory, where the programs beside the page are too.
+    """Run every block of `page` with `folder` as the current directory, which also has the programs next to the page.
 
     Raises AssertionError, with the line of the page, where a block prints something else or cannot be run at all.
     """

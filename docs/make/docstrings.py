@@ -42,7 +42,7 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 
 
 def _section(title: str, lines: list[str]) -> Iterator[str]:
-    """The items of a section as a list; text without items as it is."""
+    """The items of a section as a list; text without items unchanged."""
     yield from ("", f"**{title}**", "")
     body = _dedented(lines)
     items: list[list[str]] = []

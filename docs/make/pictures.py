@@ -22,7 +22,7 @@ THEMES = {
 LEFT, WIDTH, BAR, GAP, TOP = 128, 560, 16, 4, 46
 
 Span = tuple[float, float]  # of a parameter, as fractions of its elements
-Held = Mapping[str, Sequence[Span]]  # by parameter; what is not in it is not held
+Held = Mapping[str, Sequence[Span]]  # by parameter; parameters that are absent are not held
 
 
 @dataclass(frozen=True)

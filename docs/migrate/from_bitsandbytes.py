@@ -1,4 +1,4 @@
-"""AdamW with 8-bit moments: bytes, and the loss beside that of bitsandbytes where it is installed."""
+"""AdamW with 8-bit moments: its bytes, and its loss compared with that of bitsandbytes if it is installed."""
 
 from importlib.util import find_spec
 

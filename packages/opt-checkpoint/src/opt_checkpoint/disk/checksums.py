@@ -20,7 +20,7 @@ except ImportError:
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, bit-reversed
 _ONE = 1 << 31  # x^0 in that order of bits
 HASH_PIECE_BYTES = 16 << 20  # hashed at once; each call takes the interpreter lock again
-PIECE_BYTES = 1 << 20  # every run of so many bytes of a stored tensor has its checksum in the manifest
+PIECE_BYTES = 1 << 20  # the manifest has a checksum of each run of this many bytes of a stored tensor
 
 
 def _multiply(a: int, b: int) -> int:

@@ -17,7 +17,7 @@ class Writes:
     """Counts the writes of the owner to some tensors, and notices those of others. Keeps the tensors alive."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors made in inference mode, whose writes nobody counts, are left out."""
+        """Tensors made in inference mode, whose writes are not counted, are left out."""
         self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._versions = array("I")
         self.accept()
@@ -35,7 +35,7 @@ class Writes:
         self._versions = array("I", self._present())
 
     def are_all_own(self) -> bool:
-        """Whether nobody else has written to the tensors."""
+        """Whether no other code has written to the tensors."""
         compiled, count = compiled_snapshot(), len(self.tensors)
         at = self._versions.buffer_info()[0]
         if compiled is not None and compiled.same_versions(self.tensors, count, compiled.objects, at):

@@ -29,7 +29,7 @@ from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledD
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work, Works
 
-ALIGNED = 64  # each direction begins at a multiple of so many elements
+ALIGNED = 64  # each direction begins at a multiple of this many elements
 
 
 def scalars(*, lr: float, weight_decay: float) -> dict[str, float]:

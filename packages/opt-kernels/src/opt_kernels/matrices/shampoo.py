@@ -162,7 +162,7 @@ class Shampoo:
 
 
 def into_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
-    """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis stays as it is."""
+    """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis is left unchanged."""
     x = states.load("Q_L").mT @ x if LEFT in sides else x
     return x @ states.load("Q_R") if RIGHT in sides else x
 

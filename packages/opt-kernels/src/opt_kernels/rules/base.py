@@ -38,7 +38,7 @@ class Rule(Protocol):
 
     @property
     def codecs(self) -> Mapping[str, StateCodec]:
-        """The codecs of the states, by name. A state without one is stored as it is."""
+        """The codecs of the states, by name. A state without a codec is stored unchanged."""
         ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
