@@ -70,8 +70,30 @@ def test_defaults_and_what_is_read_are_accepted(options: dict[str, Any]) -> None
 def test_a_saved_weight_decay_without_effect_does_not_make_a_checkpoint_unreadable() -> None:
     optimizer = Undecayed([weight()])
     optimizer.step()
-    optimizer.param_groups[0]["weight_decay"] = 0.1  # as a scheduler does, unseen
-    Undecayed([weight()]).load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["weight_decay"] = 0.1  # as of a version that did not refuse it
+    resumed = Undecayed([weight()])
+    resumed.load_state_dict(optimizer.state_dict())
+    resumed.step()
+
+
+@pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("betas", (0.9, 0.5))])
+def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_step(name: str, value: Any) -> None:
+    """A scheduler of weight decay ran over a rule without one, in silence."""
+    param = weight()
+    optimizer = Undecayed([param], lr=0.5)
+    optimizer.step()
+    before = param.detach().clone()
+    present = optimizer.param_groups[0][name]
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(NumberError, match="never reads"):
+        optimizer.step()
+    assert torch.equal(param, before)
+    optimizer.param_groups[0][name] = 0.0 * present if name == "weight_decay" else (0.5, present[1])
+    optimizer.step()
+    hooked_one = Undecayed([weight()], hooks=(CautiousDecay(),))
+    hooked_one.step()
+    hooked_one.param_groups[0]["weight_decay"] = 0.1
+    hooked_one.step()
 
 
 @pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()], ids=repr)

@@ -6,16 +6,22 @@ a change of it would have no effect.
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from opt_distributed.step.hyper import FIELDS
+from opt_kernels.formulas import NumberError
+from opt_kernels.hooks import check_unread, reads_weight_decay
+from opt_kernels.rules.base import Rule
 
 FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
 """Entries that decide how parameters are laid out, clipped and updated."""
 CHOICES = "choices"  # the entry that records the structure of the rule: ("maximize=False", ...)
-_SCHEDULED = ("lr", "weight_decay")
+WEIGHT_DECAY = "weight_decay"
+_SCHEDULED = ("lr", WEIGHT_DECAY)
+NO_RULES: Mapping[int, Rule] = MappingProxyType({})
 _FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
 
 
@@ -26,10 +32,16 @@ class GroupError(ValueError):
 class GroupEntries:
     """The entries of the groups as they were built, and as the last step saw them."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], rules: Mapping[int, Rule] = NO_RULES) -> None:
+        """`rules` are those that update this rank's parameters, by the indices of their groups."""
+        self._rules = rules
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
-        # Schedulers write the others in every step; `lr` and `weight_decay` may be any number.
-        self._watched = [[name for name in built if name not in _SCHEDULED] for built in self._built]
+        # Schedulers write the others in every step; they may be any number, if the rule reads them.
+        unread = {index for index, rule in rules.items() if not reads_weight_decay(rule)}
+        self._watched = [
+            [name for name in built if name not in _SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
+            for index, built in enumerate(self._built)
+        ]
         self._seen: list[tuple[Any, ...]] = [() for _ in groups]
 
     def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -39,18 +51,33 @@ class GroupEntries:
             seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
                 built = self._built[index]
-                for problem in _problems(built, group):
+                for problem in (*_problems(built, group), *self._without_effect(index, group)):
                     raise GroupError(f"group {built.get('name', index)!r}: {problem}")
                 self._seen[index] = present
+
+    def _without_effect(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why weight decay or betas that were changed would have no effect."""
+        built = self._built[index]
+        changed = {name: group[name] for name in (WEIGHT_DECAY, "betas") if name in group and name in built}
+        changed = {name: value for name, value in changed.items() if _on_host(value) and value != built[name]}
+        if changed and index in self._rules:
+            try:
+                check_unread(self._rules[index], changed)
+            except NumberError as error:
+                yield str(error)
 
     def as_built(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The groups with the entries that they were built with."""
         return [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
 
-    def accept_flags(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keep torch's flags that a load wrote to the groups, which the load has checked."""
+    def accept_loaded(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
+        they do not make a checkpoint unreadable."""
         for built, group in zip(self._built, groups, strict=True):
             built.update({name: group[name] for name in _FLAGS if name in group})
+            for name in (WEIGHT_DECAY, "betas"):
+                if name in group and name in built and _has_form_of(group[name], built[name]):
+                    built[name] = group[name]
 
 
 def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
@@ -85,6 +112,10 @@ def _has_form_of(value: Any, built: Any) -> bool:
     if isinstance(built, tuple | list):
         return isinstance(value, tuple | list) and len(value) == len(built) and all(map(_is_number, value))
     return value is None or _is_number(value)
+
+
+def _on_host(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
 def _is_number(value: Any) -> bool:

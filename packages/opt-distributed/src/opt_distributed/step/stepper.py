@@ -116,7 +116,8 @@ class Stepper:
     def compare_groups(self, groups: Groups) -> None:
         """Let every step compare the numbers of `groups` between ranks, and their other entries with the present ones.
         Collective: all ranks call it."""
-        self._entries = GroupEntries(groups)
+        rules = {piece.group: unit.rule for unit in self.units for piece in unit.pieces}
+        self._entries = GroupEntries(groups, rules)
         self._group_check = GroupCheck(
             groups,
             applied=self._applied,
@@ -124,10 +125,10 @@ class Stepper:
             everyone=self.everyone,
         )
 
-    def accept_flags(self, groups: Groups) -> None:
-        """Accept flags of torch's optimizers that a load has checked and written to `groups`."""
+    def accept_loaded(self, groups: Groups) -> None:
+        """Accept entries without effect that a load has checked and written to `groups`."""
         if self._entries is not None:
-            self._entries.accept_flags(groups)
+            self._entries.accept_loaded(groups)
 
     def step(self, groups: Groups) -> StepResult:
         """Make one step. After an overflow, or with a norm above the limit, no parameter or state changes.

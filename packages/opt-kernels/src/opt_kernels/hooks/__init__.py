@@ -4,7 +4,7 @@
 formula (`compose`). Hooks that need norms write the direction to a buffer first (`measured`, `sums`, `factors`).
 """
 
-from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, shape_problem
+from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, reads_weight_decay, shape_problem
 from opt_kernels.hooks.measured import HookedUpdate
 from opt_kernels.hooks.values import (
     CautiousDecay,
@@ -27,5 +27,5 @@ from opt_kernels.hooks.values import (
 __all__ = [
     "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay", "GivenHooks", "Hook",
     "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "RowFloor", "bare",
-    "check_unread", "checked", "described", "hooked", "hooks_of", "shape_problem",
+    "check_unread", "checked", "described", "hooked", "hooks_of", "reads_weight_decay", "shape_problem",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from abc import ABC
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
 
@@ -14,7 +14,7 @@ from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.entries import GroupEntries
+from opt_kernels.optim.entries import SCHEDULED, GroupEntries
 from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
 from opt_kernels.optim.groups import (
     NEUTRAL,
@@ -74,6 +74,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
     structural: ClassVar[tuple[str, ...]] = ()
 
+    # Entries of groups that schedulers may set to any number.
+    scheduled: ClassVar[tuple[str, ...]] = SCHEDULED
+
     # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
 
@@ -107,7 +110,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self._handle = handle_of(self)
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
-        self._entries = GroupEntries(list(defaults), self.param_groups)
+        self._entries = self._new_entries()
 
     @property
     def state(self) -> defaultdict[Tensor, dict[str, Tensor]]:
@@ -272,7 +275,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self._forget_rows()
         super().__setstate__({"_states_may_change": True} | state | {"_param_rows": None})
         self.defaults.pop("differentiable", None)  # added by torch; no group has it
-        self._entries = GroupEntries(list(self.defaults), self.param_groups)
+        self._entries = self._new_entries()
         self._fits_graphs = are_plain(params_of(self.param_groups))
         self._handle = handle_of(self)
 
@@ -299,12 +302,19 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             group = self.param_groups[number]
             check_flags({name: group[name] for name in names & flags})
             self._check_group(group)
+            self._check_read(group, names)
             if not names.isdisjoint((HOOKS, *self.structural)):
                 self._check_changed(group, {**self.defaults, **before})
                 for param in group["params"]:
                     self._check_param(group, param)
                 self._forget_rows()
         self._entries.accept(self.param_groups)
+
+    def _new_entries(self) -> GroupEntries:
+        return GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
+
+    def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
+        """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
 
     def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
         """Raise ValueError if existing states are of no use with changed structural entries."""

@@ -13,6 +13,7 @@ from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.numbers import Choice, Constant
 from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
+from opt_kernels.optim.entries import SCHEDULED
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 
 OF_EVERY_DROP_IN: Mapping[str, object] = MappingProxyType(
@@ -56,6 +57,7 @@ def drop_in(
     attributes: dict[str, Any] = {
         "formula": made,
         "fixed": (*base.fixed, *(choice.name for choice in made.choices if choice.is_recorded)),
+        "scheduled": SCHEDULED if made.reads_weight_decay else ("lr",),
         "__signature__": _signature(made, open_choices),
         "__doc__": made.description + COMMON.format(states=_states_in_words(made)),
         "__module__": sys._getframe(1).f_globals["__name__"],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from opt_kernels.optim.hooks import HOOKS
 
 Group = Mapping[str, Any]
-_SCHEDULED = ("lr", "weight_decay")  # read in every step, and changed too often to be compared
+SCHEDULED = ("lr", "weight_decay")  # read in every step, and changed too often to be compared
 
 
 class Change(NamedTuple):
@@ -22,11 +22,12 @@ class Change(NamedTuple):
 class GroupEntries:
     """The entries of groups in the last step. Comparing unchanged groups takes a few passes in C."""
 
-    def __init__(self, names: Sequence[str], groups: Sequence[Group]) -> None:
-        """`names` are the entries that every group must have."""
+    def __init__(self, names: Sequence[str], groups: Sequence[Group], *, scheduled: Sequence[str] = SCHEDULED) -> None:
+        """`names` are the entries that every group must have; those in `scheduled` may become any number."""
         self._names = tuple(names)
-        self._scheduled = _picker([name for name in names if name in _SCHEDULED])
-        self._watched = _picker([name for name in names if name not in _SCHEDULED])
+        self._free = tuple(scheduled)
+        self._scheduled = _picker([name for name in names if name in scheduled])
+        self._watched = _picker([name for name in names if name not in scheduled])
         self._seen: list[Group] = []
         self.accept(groups)
 
@@ -60,7 +61,7 @@ class GroupEntries:
     def _changes(self, groups: Sequence[Group]) -> Iterator[Change]:
         for index, group in enumerate(groups):
             seen: Group = self._seen[index] if index < len(self._seen) else {}
-            names = [name for name in group if name not in ("params", *_SCHEDULED) and not _is_in(seen, name, group)]
+            names = [name for name in group if name not in ("params", *self._free) and not _is_in(seen, name, group)]
             if HOOKS in seen and HOOKS not in group:
                 names.append(HOOKS)
             if names:

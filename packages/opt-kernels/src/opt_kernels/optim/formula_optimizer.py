@@ -1,6 +1,6 @@
 """`FormulaOptimizer`: base class of the drop-in optimizers of elementwise rules."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from inspect import Signature
 from typing import Any, ClassVar
 
@@ -57,6 +57,10 @@ class FormulaOptimizer(RuleOptimizer):
             self.formula.check_numbers(values)
             check_unread(with_hooks(self.rule, checked_hooks(values.get(HOOKS, self.hooks))), values)
         super().add_param_group(param_group)
+
+    def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
+        values = {name: group[name] for name in names if name in group}
+        check_unread(with_hooks(self.rule, checked_hooks(group.get(HOOKS, self.hooks))), values)
 
     def _check_group(self, group: ParamGroup) -> None:
         self.formula.check_numbers(group)

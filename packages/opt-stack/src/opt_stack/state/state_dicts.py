@@ -140,6 +140,7 @@ class StateDicts(torch.optim.Optimizer):
             raise ValueError(f"main_values={main_values!r}; {' and '.join(map(repr, MAIN_VALUES))} are allowed")
         else:
             self._load_local(state_dict, needs_mains=main_values == "saved")
+        self.stepper.accept_loaded(self.param_groups)
         self.stepper.publish_set_()
         self.loaded_weights.note_state()
         if state_dict.get(EVALUATING):
@@ -190,7 +191,6 @@ class StateDicts(torch.optim.Optimizer):
             warn_of_other_hooks(group["name"], group, saved)
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
-        self.stepper.accept_flags(self.param_groups)
         if loaded.scaler:
             self.stepper.scaler.load_state_dict(loaded.scaler)
 
