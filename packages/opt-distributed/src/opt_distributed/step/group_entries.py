@@ -5,6 +5,7 @@ a change of it would have no effect.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from types import MappingProxyType
 from typing import Any
@@ -51,7 +52,7 @@ class GroupEntries:
             seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
                 built = self._built[index]
-                for problem in (*_problems(built, group), *self._without_effect(index, group)):
+                for problem in chain(_problems(built, group), self._without_effect(index, group)):
                     raise GroupError(f"group {built.get('name', index)!r}: {problem}")
                 self._seen[index] = present
 
