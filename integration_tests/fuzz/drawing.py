@@ -212,9 +212,11 @@ def _resumed(rng: random.Random, case: Case) -> Case:
         if setup.layout != "plain" and OTHER_ORDERS in case.habits:
             continue
         if all(_fits(param, setup) for param in case.params) and (setup.layout == "plain" or case == _laid_out(case)):
-            return dataclasses.replace(
-                case, resume=setup, resume_at=rng.randrange(1, case.steps), resume_numbers=numbers
-            )
+            at, own = rng.randrange(1, case.steps), random.Random(f"numbers of the resumed run of {case.seed}")
+            in_bf16 = [*SAME_MAINS[:2], *NARROW_MAINS]
+            if numbers is None and case.numbers in in_bf16 and own.random() < 0.5:
+                numbers = own.choice(in_bf16)
+            return dataclasses.replace(case, resume=setup, resume_at=at, resume_numbers=numbers)
     return case
 
 

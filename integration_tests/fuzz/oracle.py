@@ -262,10 +262,10 @@ def _update_(case: Case, setup: Setup, param: Param, held: Expected, step: int, 
 
 def _rounding(case: Case, param: Param, largest: Tensor) -> Tensor:
     """The rounding of a main value. Those in scaled fp16 share the scale of a block, here of the largest value."""
-    numbers = "fp32" if param.wide else case.numbers
-    if numbers == "bf16_scaled" and largest.numel():
+    numbers = () if param.wide else (case.numbers, case.resume_numbers)
+    if "bf16_scaled" in numbers and largest.numel():
         return torch.full_like(largest, 2.0**-11 * float(largest.max()))
-    return (2.0**-16 if numbers == "bf16_short" else 2.0**-22) * largest
+    return (2.0**-16 if "bf16_short" in numbers else 2.0**-22) * largest
 
 
 def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *, decoupled: bool) -> Tensor:

@@ -282,7 +282,7 @@ class Run:
             is_whole=matrices_whole if setup.sharding == "whole" and self.case.rule in MATRIX_RULES else nothing_whole,
             calculate_per_token_loss=setup.per_token,
             chunk=chunk,
-            shard_multiple=128 if self.case.numbers == "bf16_scaled" else SHARD_MULTIPLE,
+            shard_multiple=128 if self.case.numbers_of(setup) == "bf16_scaled" else SHARD_MULTIPLE,
         )
 
     def _optimizer(self) -> Optimizer:
