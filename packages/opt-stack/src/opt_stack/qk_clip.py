@@ -22,6 +22,7 @@ from opt_config import ConfigError
 from opt_distributed.comm.collectives import Op, agree, agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.dtensor import is_dtensor, local
+from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.pieces import OwnedPiece
 from opt_stack.attention_rows import Attention, HeadRows, fused_qkv, latent_attention, separate_qk
 from opt_stack.optimizer import Optimizer
@@ -162,8 +163,7 @@ class QKClip:
         for rows in layer.rows:
             factors = self._factors(rows, gamma)
             for piece in self._pieces.get(id(rows.param), ()):
-                value = piece.main.value().float()
-                piece.main.set_(value * _of_piece(factors, piece).to(value))
+                _scale_(piece, _of_piece(factors, piece))
 
     def _factors(self, rows: HeadRows, gamma: Tensor) -> Tensor:
         """Return the factor of each row of the parameter on this rank, (rows,) float64."""
@@ -229,6 +229,18 @@ class QKClip:
         for group in self.optimizer.param_groups:
             for id_, param in zip(group["param_ids"], group["params"], strict=True):
                 yield str(id_), param
+
+
+def _scale_(piece: OwnedPiece, factors: Tensor) -> None:
+    """Multiply the main values of a piece, and with them the parameter, by `factors` on the device."""
+    main, value = piece.main, piece.main.value()
+    if not isinstance(main, HostMain) or value is main.target:
+        main.set_(value.float() * factors.float())
+        return
+    here = main.device.to_host(factors)
+    with main.device.on_host():
+        scaled = value.float() * here.float()
+    main.set_(scaled)
 
 
 def _of_piece(factors: Tensor, piece: OwnedPiece) -> Tensor:
