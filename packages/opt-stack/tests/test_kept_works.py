@@ -43,6 +43,7 @@ from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.triton import grad_stats as triton_stats
+from opt_kernels.backends.triton.calls import Call
 
 
 class Asynchronous(Host):
@@ -276,6 +277,38 @@ def test_a_steady_step_looks_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[4][0] is found[3][0]  # only the addresses of gradients have changed
     assert found[4][1] is not found[3][1]
     assert found[5] == found[4]
+
+
+def test_repeated_launches_follow_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing moves; a step overflows, and rates change, as numbers and in place. Two groups share a launch."""
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    use_kernels(monkeypatch)
+
+    def train(*, kept: bool) -> list[Any]:
+        model, optimizer = build("bfloat16 with mains")
+        params, (decayed, group) = list(model.parameters()), optimizer.param_groups
+        results = []
+        for step in range(10):
+            new_grads(params, step)
+            if not kept:
+                forget(optimizer)
+            if step == 4:
+                params[0].grad[0, 0] = torch.inf  # type: ignore[index]
+            if step == 6:
+                group["lr"] = 0.05
+            if step == 7:
+                decayed["lr"] = torch.tensor(0.02)
+            if step > 7:
+                decayed["lr"].mul_(1.5)
+            results.append(tuple(optimizer.step()))
+        return results + outcome(optimizer, params)
+
+    composed = []
+    init = Call.__init__
+    monkeypatch.setattr(Call, "__init__", lambda call, *a, **o: (composed.append(call), init(call, *a, **o))[1])
+    found, num_composed = train(kept=True), len(composed)
+    assert same(found, train(kept=False))
+    assert (num_composed, len(composed) - num_composed) == (5, 10)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -136,7 +136,9 @@ class Works(Sequence[Work]):
     host's work. A column that none of the works has is None.
     """
 
-    __slots__ = ("_grads", "firsts", "grads_at", "mains", "matrices", "outs", "remainders", "states", "unchanged")
+    __slots__ = (
+        "_grads", "firsts", "grads_at", "mains", "matrices", "outs", "remainders", "states", "stays", "unchanged",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -150,6 +152,8 @@ class Works(Sequence[Work]):
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
         unchanged: Unchanged | None = None,  # None: tensors may have moved since the last call
         grads_at: Hashable = None,  # with `unchanged`: equal to that of an earlier call if all gradients were there
+        stays: bool = False,  # with `unchanged`: the next call has these works again if no gradient has moved either,
+        # with the same `Hyper` object if its numbers have only been written in place. Such works hold no gradients.
     ) -> None:
         self._grads = grads
         self.mains = mains
@@ -160,6 +164,7 @@ class Works(Sequence[Work]):
         self.firsts = firsts
         self.unchanged = unchanged
         self.grads_at = grads_at
+        self.stays = stays
 
     @property
     def grads(self) -> Sequence[Tensor]:
@@ -180,11 +185,13 @@ class Works(Sequence[Work]):
         *,
         unchanged: Unchanged | None,
         grads_at: Hashable = None,
+        stays: bool = False,
     ) -> "Works":
         """The same columns with these gradients."""
         return Works(
             grads, mains=self.mains, states=self.states, outs=self.outs, remainders=self.remainders,
             matrices=self.matrices, firsts=self.firsts, unchanged=unchanged, grads_at=grads_at,
+            stays=stays,
         )  # fmt: skip
 
     def __len__(self) -> int:

@@ -84,7 +84,7 @@ class PieceRun:
     def _proved(self, ready: Ready) -> Works:
         pick = self.kept.pick
         grads = ready.grads.at(self.indices) if isinstance(ready.grads, LiveGrads) else pick(ready.grads)
-        works = self.kept.proved(grads, tuple(pick(ready.grads_at)))
+        works = self.kept.proved(grads, tuple(pick(ready.grads_at)), stays=ready.stays)
         self._last = (ready, works) if ready.stays else None
         return works
 

@@ -72,11 +72,11 @@ class KeptWorks:
             return None
         return self._columns.with_grads(self.pick(grads), unchanged=self._unchanged, grads_at=self._snapshot.grads_at)
 
-    def proved(self, grads: Sequence[Tensor], grads_at: tuple[int, ...]) -> Works:
+    def proved(self, grads: Sequence[Tensor], grads_at: tuple[int, ...], *, stays: bool) -> Works:
         """`works`, with these gradients, which `pick` has picked. The caller has proved that nothing else has moved
-        since then."""
+        since then. `stays` is described in `Works`."""
         assert self._columns is not None
-        return self._columns.with_grads(grads, unchanged=self._unchanged, grads_at=grads_at)
+        return self._columns.with_grads(grads, unchanged=self._unchanged, grads_at=grads_at, stays=stays)
 
     def _others(self, with_states: bool) -> list[Tensor]:
         if not with_states:

@@ -141,9 +141,10 @@ NUM_CHANGING = 3  # the first numbers of a row, which may be device tensors that
 _OF_HOST = frozenset({float, int})
 
 
-def fill_arguments(
-    rows: Sequence[Row], *, skip: Tensor | None, device: torch.device
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+FillArguments = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def fill_arguments(rows: Sequence[Row], *, skip: Tensor | None, device: torch.device) -> FillArguments:
     """The arguments, after the block, of the kernels that compute scalars: the numbers of the host, float64 row by row
     on `device`, then lr, weight decay, step, gradient scale and skip flag where these are device tensors.
 
@@ -158,6 +159,14 @@ def fill_arguments(
     # Not cached: the numbers include the step.
     host = torch.frombuffer(array("d", numbers), dtype=torch.float64)
     return to_device(host, device), None, None, None, None, skip
+
+
+def are_live(arguments: FillArguments, rows: Sequence[Row], *, skip: Tensor | None) -> bool:
+    """Whether the `fill_arguments` of these rows follow later writes to the device tensors among their numbers."""
+    read = {column.data_ptr() for column in arguments[1:] if column is not None}
+    given = [number for row in rows for number in row[: NUM_CHANGING + 1] if isinstance(number, Tensor)]
+    are_copied = any(isinstance(number, Tensor) for row in rows for number in row[NUM_CHANGING + 1 :])
+    return arguments[-1] is skip and not are_copied and all(number.data_ptr() in read for number in given)
 
 
 def _mixed(

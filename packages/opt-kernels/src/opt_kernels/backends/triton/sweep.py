@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from opt_kernels import devices
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.backends.triton.columns import (
@@ -20,7 +19,6 @@ from opt_kernels.backends.triton.columns import (
     Item,
     call_of,
     check_item,
-    in_order,
     items_of,
     lies_in_order,
     names_of_columns,
@@ -113,30 +111,6 @@ class _KnownCall(NamedTuple):
     layouts: Layouts  # of all tensors, gradients included
     parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # key: whether each gradient is aligned; None if all are
     launches: DeviceTables[_Found]  # by the addresses of the gradients
-
-
-def launch(
-    kernel: Any,  # a sweep: records, gradient column, scalar block, then keywords
-    batches: Sequence[Batch],
-    codecs: Mapping[str, StateCodec],  # of the states, in the order of their columns
-    options: Callable[[LaunchFormats], dict[str, Any]],  # what the kernel takes in addition to `launch_options`
-    scalar_block: Callable[[torch.device], Tensor],  # a row for each batch
-) -> None:
-    """Launch `kernel` once for every combination of dtypes among the works, without synchronizing."""
-    found = cut_sweeps(pieces_of(batches), codecs)
-    if found is None:
-        # The table holds addresses only: the copies must live until the launch.
-        batches = in_order(batches)
-        found = sweeps(batches, codecs)
-    if not found:
-        return
-    device = found[0].table.grads.device
-    with devices.launching_on(device):
-        block = scalar_block(device)
-        for formats, table, _ in found:
-            kernel[(table.num_chunks,)](
-                table.records, table.grads, block, **options(formats), **launch_options(formats, table)
-            )
 
 
 def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:

@@ -4,17 +4,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from opt_kernels.backends.triton.calls import Call, repeated
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
-from opt_kernels.backends.triton.kernels import Kernels, kernels_of
+from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.backends.triton.scalars import fill_arguments
-from opt_kernels.backends.triton.sweep import launch
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch, Hyper
+from opt_kernels.works import Batch
 
 
 def update_(
@@ -32,15 +30,14 @@ def update_(
     """
     kernels = kernels_of(formula)
 
-    of_codecs = tuple(codecs.items())
+    def compose() -> Call:
+        of_codecs = tuple(codecs.items())
+        return Call(
+            kernels, batches, codecs, lambda formats: _options(formats, of_codecs, stochastic_rounding),
+            grad_scale=grad_scale, skip=skip,
+        )  # fmt: skip
 
-    def options(formats: LaunchFormats) -> dict[str, Any]:
-        return _options(formats, of_codecs, stochastic_rounding)
-
-    def scalar_block(device: torch.device) -> Tensor:
-        return filled(kernels, [b.hyper for b in batches], grad_scale=grad_scale, skip=skip, device=device)
-
-    launch(kernels.sweep, batches, codecs, options, scalar_block)
+    repeated(batches, (kernels, *codecs.values(), stochastic_rounding, grad_scale, skip), compose).launch()
 
 
 @cache
@@ -61,21 +58,3 @@ def state_options(formats: LaunchFormats, codecs: Mapping[str, StateCodec]) -> d
         options[f"SCALE{index}"] = lane if codec.block else 0
         lane += codec.block > 0
     return options
-
-
-def filled(
-    kernels: Kernels,
-    hypers: Sequence[Hyper],
-    *,
-    grad_scale: float | Tensor,
-    skip: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """The scalar block of the formula, (rows, row_width) float32, computed without synchronizing."""
-    rows = [
-        (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
-        for hyper in hypers
-    ]
-    block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
-    kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
-    return block
