@@ -113,6 +113,17 @@ def test_it_reads_the_gradients_of_parameters() -> None:
     assert known.grads_at == tuple(param.grad.data_ptr() for param in given if param.grad is not None)
 
 
+def test_the_key_says_where_the_gradients_are() -> None:
+    given = params()
+    known = Snapshot(given, reads_grads=True)
+    keys, old, new = [known.key], given[1].grad, torch.ones(5)
+    for grad in (old, new, new, old):
+        given[1].grad = grad
+        assert known.holds([*given], [])
+        keys.append(known.key)
+    assert [key == keys[0] for key in keys] == [True, True, False, False, True]
+
+
 def no_gradient(given: list[nn.Parameter]) -> None:
     given[1].grad = None
 

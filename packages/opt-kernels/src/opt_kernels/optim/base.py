@@ -406,6 +406,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The hyper-parameters that `rule` reads from `group` in this step."""
-        own = {name: group[name] for name in getattr(rule, "hyper_names", ()) if name in group}
-        count = step if isinstance(step, Tensor) else int(step)
-        return Hyper(step=count, own=own, **{name: group[name] for name in OF_HYPER if name in group})
+        numbers = {name: group[name] for name in OF_HYPER if name in group}
+        if names := getattr(rule, "hyper_names", ()):
+            numbers["own"] = {name: group[name] for name in names if name in group}
+        return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)

@@ -39,7 +39,7 @@ class ParamRows:
     ) -> None:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
-        self._sizes = [len(group["params"]) for group in groups]
+        self._of_groups = [list(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
         self._without_grad = [position for position, is_missing in enumerate(self._missing) if is_missing]
         members = []
@@ -68,13 +68,11 @@ class ParamRows:
         *,
         states_may_change: bool = True,  # False: no other code had access to them
     ) -> bool:
-        """Whether the rows are up to date: the same parameters have gradients, and their states are the same objects.
-        Of a row that other code counted a step for, or whose layout a sweep depends on, see `SteadyRows`."""
-        if [len(group["params"]) for group in groups] != self._sizes:
+        """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states.
+        Where sweeps depend on addresses and layouts, `SteadyRows` compares those."""
+        if len(groups) != len(self._of_groups) or not all(map(same_objects, map(_PARAMS, groups), self._of_groups)):
             return False
-        params = params_of(groups)
-        if not same_objects(params, self._params):
-            return False
+        params = self._params
         if any(params[position].grad is not None for position in self._without_grad):
             return False  # its first gradient
         if states_may_change and not self._has_states_of(state):

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -10,6 +9,7 @@ from opt_kernels.backends.triton.kept_works import is_launched
 from opt_kernels.backends.triton.objects import Entries
 from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
 from opt_kernels.optim.rows import Row
+from opt_kernels.optim.state import STEP
 from opt_kernels.works import Unchanged, Works
 
 
@@ -23,7 +23,8 @@ class SteadyRows:
         self._params = [param for row in rows for param in row.params]
         self._states = [state for row in rows for state in row.states]
         self._entries = Entries(self._states) if with_states else None
-        self._others: list[Any] = self._entries.values if self._entries is not None else []
+        # Counts that other code moves are noticed by their values, see `Steps`.
+        self._others = [state[name] for state in self._states for name in state if with_states and name != STEP]
         self._snapshot = Snapshot(self._params, self._others, reads_grads=True)
         self._rows = [(row.params, row.columns(row.params), Unchanged()) for row in rows]
 
@@ -35,7 +36,7 @@ class SteadyRows:
 
     def works(self) -> list[Works]:
         """The works of each row. Sweeps read the gradients only if they have moved."""
-        grads_at = self._snapshot.grads_at
+        grads_at = self._snapshot.key
         return [
             columns.with_grads(partial(_grads_of, params), unchanged=unchanged, grads_at=grads_at)
             for params, columns, unchanged in self._rows

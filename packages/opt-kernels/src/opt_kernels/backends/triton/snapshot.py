@@ -32,15 +32,26 @@ class Snapshot:
         self._addresses = array("Q", map(Tensor.data_ptr, tensors))
         self._descriptions = array("q", bytes(8 * sum(NUM_FIELDS + 2 * tensor.dim() for tensor in tensors)))
         self._layouts = None if self._is_recorded(list(first), list(others)) else Layouts(tensors)
-        self.grads_at = tuple(self._addresses[: len(first)])
-        """The addresses of the gradients."""
+        self._grads_at: tuple[int, ...] | None = None  # not read since they moved
+        self.key = self._key_of_grads()
+        """Equal to an earlier one if all gradients are at the addresses of that time."""
+
+    @property
+    def grads_at(self) -> tuple[int, ...]:
+        """The addresses of the gradients: the same object until one has moved."""
+        if self._grads_at is None:
+            self._grads_at = tuple(self._addresses[: self._num_first])
+        return self._grads_at
+
+    def _key_of_grads(self) -> bytes:
+        return self._addresses[: self._num_first].tobytes()
 
     def holds(self, first: list[Tensor], others: list[Tensor]) -> bool:
-        """Whether nothing except addresses of gradients has changed. Updates `grads_at`, and must not be called again
-        after it returned False."""
+        """Whether nothing except addresses of gradients has changed. Updates `key` and `grads_at`. Must not be called
+        again after it returned False."""
         found = self._compared(first, others) if self._layouts is None else self._compared_in_python(first, others)
         if found == MOVED:
-            self.grads_at = tuple(self._addresses[: len(first)])
+            self.key, self._grads_at = self._key_of_grads(), None
         return found != CHANGED
 
     def _is_recorded(self, first: list[Tensor], others: list[Tensor]) -> bool:

@@ -20,6 +20,7 @@ from opt_kernels.matrices.muon.rounds import Round, Stack
 class MomentumSweep(NamedTuple):
     """The sweep over all works of one combination of dtypes."""
 
+    grid: tuple[int]
     table: ChunkTable
     sums: Tensor  # (num_chunks,) float64, a view of `RoundTables.sums`
     num_scales: int  # of u
@@ -31,13 +32,10 @@ class Share(NamedTuple):
 
     sweep: int
     first_scale: int  # of the first of them, among the scales of the sweep
+    grid: tuple[int]
     records: Tensor  # (num_chunks, WIDTH) int64
     to_normalise: dict[str, Any]  # arguments of the sweeps over these chunks
     to_descend: dict[str, Any]
-
-    @property
-    def num_chunks(self) -> int:
-        return self.records.shape[0]
 
 
 class RoundTables(NamedTuple):
@@ -73,8 +71,7 @@ def _made(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
         bounds=bounds(of_sweeps, one.num_slots, device),
         factors=factors_on(device, one),
         momentum_sweeps=[
-            MomentumSweep(launch.table, part, count * of_u.scales_of(launch), of_u.to_accumulate(launch, codec))
-            for launch, part, count in zip(launches, torch.split(sums, counts), counts)
+            of_u.momentum_sweep(launch, part, codec) for launch, part in zip(launches, torch.split(sums, counts))
         ],
         shares={stack.first_slot: _shares(stack, launches, of_sweeps, of_u) for stack in one.stacks},
     )
@@ -106,12 +103,13 @@ class _OptionsOfU(NamedTuple):
         """Number of scales of a chunk."""
         return launch.table.chunk // GROUP.value if self.is_narrow else 0
 
-    def to_accumulate(self, launch: Launch, codec: StateCodec) -> dict[str, Any]:
-        return {
+    def momentum_sweep(self, launch: Launch, sums: Tensor, codec: StateCodec) -> MomentumSweep:
+        options = {
             "MOMENTUM": triton_dtype(launch.formats.states[0]), "SCHEME": scheme(codec),
-            "U": triton_dtype(self.dtype), "SCHEME_U": self.scheme,
-            **launch_options(launch.formats, launch.table),
+            "U": triton_dtype(self.dtype), "SCHEME_U": self.scheme, **launch_options(launch.formats, launch.table),
         }  # fmt: skip
+        count = launch.table.num_chunks
+        return MomentumSweep((count,), launch.table, sums, count * self.scales_of(launch), options)
 
 
 def _shares(stack: Stack, launches: Launches, of_sweeps: Sequence[Sequence["Range"]], of_u: _OptionsOfU) -> list[Share]:
@@ -125,7 +123,8 @@ def _shares(stack: Stack, launches: Launches, of_sweeps: Sequence[Sequence["Rang
             of_u_alone = {"X": triton_dtype(of_u.x), "SCHEME_U": of_u.scheme}
             of_mains = {name: options[name] for name in ("MAIN", "OUT", "REMAINDER")}
             records = sweep.table.records[begin:end]
-            shares.append(Share(number, begin * of_u.scales_of(sweep), records, common | of_u_alone, common | of_mains))
+            first_scale, grid = begin * of_u.scales_of(sweep), (end - begin,)
+            shares.append(Share(number, first_scale, grid, records, common | of_u_alone, common | of_mains))
     return shares
 
 

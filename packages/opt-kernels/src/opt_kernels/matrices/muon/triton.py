@@ -257,8 +257,8 @@ class _Inputs:
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Update all momenta, write u, and sum its squares for each matrix."""
         tables = self._tables
-        for (table, sums, _, options), scales in zip(tables.momentum_sweeps, self._scales):
-            momentum_sweep[(table.num_chunks,)](
+        for (grid, table, sums, _, options), scales in zip(tables.momentum_sweeps, self._scales):
+            momentum_sweep[grid](
                 table.records, table.grads, block, self._u, scales, sums,
                 NESTEROV=nesterov, DECAY=decay.value, **options,
             )  # fmt: skip
@@ -275,7 +275,7 @@ class _Inputs:
                 totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
             for share in self._tables.shares[stack.first_slot]:
                 scales = self._scales[share.sweep]
-                normalise_sweep[(share.num_chunks,)](
+                normalise_sweep[share.grid](
                     share.records, self._u, scales[share.first_scale :] if share.first_scale else scales, x, totals,
                     self._wanted.eps, **share.to_normalise,
                 )  # fmt: skip
@@ -285,7 +285,7 @@ class _Inputs:
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
         for share in self._tables.shares[stack.first_slot]:
-            descent_sweep[(share.num_chunks,)](
+            descent_sweep[share.grid](
                 share.records, block, directions, stack.begin, self._tables.factors, DECAY=decay.value,
                 **share.to_descend,
             )  # fmt: skip
