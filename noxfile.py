@@ -387,7 +387,8 @@ def orders(session: nox.Session) -> None:
     """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders."""
     install(session)
     tests = ["packages/opt-distributed/tests/test_deferred_overlap.py"]
-    tests += [f"integration_tests/device/test_{name}_on_device.py" for name in ("step", "offload", "staging", "fp8")]
+    on_device = ("step", "formats", "hooks", "offload", "staging", "fp8", "qk_clip")
+    tests += [f"integration_tests/device/test_{name}_on_device.py" for name in on_device]
     tests += [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
     session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
 
