@@ -384,18 +384,24 @@ def faults(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def orders(session: nox.Session) -> None:
-    """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders."""
+    """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders.
+
+    Takes about twenty minutes on two cores.
+    """
     install(session)
     tests = ["packages/opt-distributed/tests/test_deferred_overlap.py"]
     on_device = ("step", "formats", "hooks", "offload", "staging", "fp8", "qk_clip")
     tests += [f"integration_tests/device/test_{name}_on_device.py" for name in on_device]
     tests += [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
-    session.run("pytest", *tests, *session.posargs, env={"OPT_ORDERS": "50"})
+    session.run(*TWO_AT_A_TIME, *tests, *session.posargs, env={"OPT_ORDERS": "50"})
 
 
 @nox.session(default=False)
 def modes(session: nox.Session) -> None:
-    """The verdict on every combination of modes, wrapped or not, at one to four ranks; every legal one is trained on
-    two ranks, and every four values that go together on one to four. Takes about twenty minutes."""
+    """The verdict on every combination of modes, wrapped or not, on one to four ranks; every legal one is trained on
+    two ranks, and every four values that go together on one to four.
+
+    Takes about ten minutes on two cores.
+    """
     install(session)
-    session.run("pytest", "-n", "2", "integration_tests/modes", *session.posargs, env={"OPT_MODES": "full"})
+    session.run(*TWO_AT_A_TIME, "integration_tests/modes", *session.posargs, env={"OPT_MODES": "full"})
