@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.replicas import ReplicaError
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.step import last_verdict
 from opt_distributed.step.counts import StepCount
@@ -270,3 +271,31 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
         one.device.synchronize()
 
     assert messages(lambda: (run_deferred(SIZE, rank_main, seed=0), gc.collect())) == []
+
+
+@GRAPHS
+def test_a_write_on_one_replica_is_refused_a_step_later(graphs: bool) -> None:
+    """The host learns from the verdict of a step that only one rank wrote; replicas were never compared."""
+    case = replace(CASE, spread=Spread.REPLICATED, numbers=Numbers.FP32)
+
+    def rank_main(one: DeferredRank) -> str:
+        model, optimizer = built(case, one.comm, optimizer_cuda_graph=graphs)
+        for unit in optimizer.stepper.units:
+            unit.rule = LaunchedRule(unit.rule)
+        for step in range(3):
+            backward(model, optimizer, step, one)
+            optimizer.step()
+            zero(model, optimizer)
+        if one.rank == 0:
+            with torch.no_grad():
+                next(model.parameters()).mul_(2)
+        backward(model, optimizer, 3, one)
+        optimizer.step()
+        zero(model, optimizer)
+        backward(model, optimizer, 4, one)
+        with pytest.raises(ReplicaError, match="ranks hold different values of") as refused:
+            optimizer.step()
+        return str(refused.value)
+
+    for seed in ORDERS:
+        assert len(set(run_deferred(SIZE, rank_main, seed=seed))) == 1

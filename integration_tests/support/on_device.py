@@ -55,8 +55,9 @@ class LaunchedRule:
 
         def update() -> None:
             numbers = [Batch(on_host(hyper), works) for hyper, works in batches]
-            outs = tuple(work.out for _, works in numbers for work in works if work.out is not None)
-            with torch.autograd._unsafe_preserve_version_counter(outs):  # torch does not count a kernel's writes
+            given = [of_work for _, works in numbers for work in works for of_work in (work.main, work.out)]
+            written = tuple(tensor for tensor in given if tensor is not None)
+            with torch.autograd._unsafe_preserve_version_counter(written):  # torch does not count a kernel's writes
                 self._rule.update_(numbers, grad_scale=grad_scale, skip=skip)
 
         device.mode.queue("update", update, ())

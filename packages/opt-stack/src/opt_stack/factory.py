@@ -16,6 +16,7 @@ from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.comm.collectives import Comm, agreed
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
+from opt_distributed.step.write_check import WriteCheck
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
@@ -272,6 +273,8 @@ def _build(
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
     optimizer.loaded_weights.watch(chunks)
+    if roles.everyone.size > 1:
+        stepper.write_check = WriteCheck(roles.dense, roles.everyone, compare=optimizer.replica_check())
     return optimizer
 
 

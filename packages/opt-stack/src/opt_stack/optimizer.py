@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -92,6 +93,7 @@ class Optimizer(GradientStatistics, StateDicts):
             [piece for _, piece in self._held.values()],
             trained_names(groups),
             averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
+            has_replicas=roles.everyone.size > 1,
         )
         self.graph_results, self.last_graph_result = GraphResults(), 0
         self._handle = handle_of(self)
@@ -222,6 +224,7 @@ class Optimizer(GradientStatistics, StateDicts):
         """
         self._check_replicas()
         replaced = self._replaced_params()
+        self.stepper.has_written = self._everyone.size > 1 and self.loaded_weights.has_written()
         self.stepper.objection = replaced or self._objection()
         return self.param_groups if replaced is None else self._built_groups
 
@@ -237,6 +240,11 @@ class Optimizer(GradientStatistics, StateDicts):
             "when the optimizer is built. Shard or replace the model's parameters first (`fully_shard`), then call "
             "get_optimizer"
         )
+
+    def replica_check(self) -> Callable[[], None]:
+        """A collective function that raises ReplicaError, on every rank, if replicas differ. Does not keep the
+        optimizer alive."""
+        return partial(self._replicas.compare, self._held, self.stepper.scaler)
 
     def _check_replicas(self) -> None:
         """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""

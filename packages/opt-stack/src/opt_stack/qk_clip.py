@@ -86,8 +86,11 @@ class QKClip:
         if clips:
             for chunk in self.optimizer.wrapped:
                 chunk.finish_param_sync()  # a gather under way would send what is written now
-            for layer, of_layer in zip(self.layers, torch.split(logits, [layer.num_heads for layer in self.layers])):
-                self._clip_(layer, of_layer)
+            with self.optimizer.loaded_weights.own_writes():  # with ZeRO-1, those of one replica only
+                for layer, of_layer in zip(
+                    self.layers, torch.split(logits, [layer.num_heads for layer in self.layers])
+                ):
+                    self._clip_(layer, of_layer)
             for unit in self.optimizer.stepper.units:
                 for source in unit.completes:
                     source.publish_()

@@ -70,9 +70,12 @@ class GroupCheck:
         return flags
 
     def differ(self, summed: Tensor) -> Tensor:
-        """(groups,) bool, on the device: for which groups `check` would raise, given the sum of all ranks' `flags`."""
+        """(groups,) bool, on the device: for which groups `check` would raise, given the sum of all ranks' `flags`.
+
+        Further flags may follow.
+        """
         # Integers: up to 2,048 ranks every product is exact; beyond, both sides are, modulo 2**64.
-        count, total, squares = summed.to(torch.int64).view(-1, 3).unbind(1)
+        count, total, squares = summed[: 3 * len(self._keys)].to(torch.int64).view(-1, 3).unbind(1)
         return count * squares != total * total
 
     def check(self, summed: Sequence[float], groups: Groups) -> None:

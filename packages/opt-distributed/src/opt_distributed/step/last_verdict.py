@@ -11,6 +11,7 @@ import warnings
 from weakref import WeakSet
 
 from opt_distributed.buffers.binding import GradientError
+from opt_distributed.step.stats import Sums
 from opt_distributed.step.verdict import Findings, Verdict
 
 WAIT_SECONDS = 5.0  # for the statistics of a step at the end; a collective whose peer has died never completes
@@ -32,12 +33,14 @@ class LastVerdict:
         self.verdict, self._step = verdict, step
         self._is_unread, self._is_reported = is_unread, False
 
-    def forget(self) -> None:
-        """Drop the verdict, because another step begins. Raises its errors if nobody has read them."""
+    def forget(self) -> Sums | None:
+        """Drop the verdict, because another step begins. Raises its errors if nobody has read them.
+
+        Returns the statistics if they were still to be read.
+        """
         verdict, is_unread = self.verdict, self._is_unread
         self.verdict, self._is_unread = None, False
-        if verdict is not None and is_unread:
-            verdict.check()
+        return verdict.check() if verdict is not None and is_unread else None
 
     def read(self, verdict: Verdict) -> Findings:
         """Return the content of `verdict`. Raises its errors."""

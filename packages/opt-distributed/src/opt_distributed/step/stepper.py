@@ -44,6 +44,7 @@ from opt_distributed.step.stats import (
 from opt_distributed.step.steady import Steady
 from opt_distributed.step.unit import Unit, begin_units_
 from opt_distributed.step.verdict import DeviceVerdict, KeptDecisions, Objections, Terms, Verdict
+from opt_distributed.step.write_check import WriteCheck
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -97,6 +98,8 @@ class Stepper:
         self.spans = spans
         self.num_begun = 0  # steps since construction, for errors
         self.objection: UnusableGradientError | None = None  # the caller's, for which all ranks refuse the next step
+        self.has_written = False  # whether other code has written weights or state on this rank since its last step
+        self.write_check: WriteCheck | None = None
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._steady = Steady(self.units, self.families)
@@ -277,7 +280,10 @@ class Stepper:
         self.last.set(verdict, step=self.num_begun, is_unread=self._queues.is_asynchronous and may_raise)
 
     def _begin(self) -> None:
-        self.last.forget()
+        before = self.last.verdict
+        sums = self.last.forget()
+        if before is not None and self.write_check is not None and self._queues.is_asynchronous:
+            self.write_check.check((sums or before.check()).flags)  # of that step, of which the host knows now
         self.num_begun += 1
         self._ready = None
 
@@ -289,6 +295,8 @@ class Stepper:
         self._begin()
         inv_scale = 1.0 / self.scaler.factor
         verdict, ready = self._judged(groups, inv_scale, wrong)
+        if self.write_check is not None and not self._queues.is_asynchronous:
+            self.write_check.check(verdict.check().flags)
         self.scaler.update(verdict.overflow, unless=verdict.has_error)
         self._note(verdict)
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
@@ -328,7 +336,9 @@ class Stepper:
 
     def _known_numbers(self, objections: Objections) -> list[float]:
         refused, moved, check, groups = objections
-        flags = check.flags(groups) if check is not None else ()
+        flags = check.flags(groups) if check is not None else []
+        if self.write_check is not None:
+            flags += self.write_check.flags(has_written=self.has_written)
         return known_numbers(refused=refused is not None, moved=moved is not None, flags=flags)
 
     def _reduce(self) -> UnusableGradientError | None:

@@ -1,4 +1,4 @@
-"""Compare replicas before the first step, if any rank has loaded weights or state since the optimizer was built.
+"""Compare replicas after loads: before the first step if any rank has loaded, later if only some replicas have.
 
 `get_optimizer` compares weights when it builds the optimizer. A script that then loads a checkpoint on the first rank
 only, or another checkpoint on each rank, would train replicas that differ.
@@ -29,7 +29,7 @@ LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or befo
 
 
 class LoadedReplicas:
-    """Compares weights, state and loss scale of replicas once."""
+    """Compares weights, state and loss scale of replicas."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LoadedReplicas:
         self._is_due = roles.everyone.size > 1
 
     def check(self, held: Mapping[ParamId, Held], scaler: Scaler, *, has_loaded: Callable[[], bool]) -> None:
-        """Compare, at the first call. Collective: every rank calls it before its first step.
+        """Compare, at the first call, if any rank has loaded. Collective: every rank calls it before its first step.
 
         Raises:
             ReplicaError: on every rank, if weights, state or loss scales of replicas differ.
@@ -51,9 +51,12 @@ class LoadedReplicas:
         if not self._is_due:
             return
         self._is_due = False
+        if any(self._roles.everyone.gather_objects(has_loaded())):
+            self.compare(held, scaler)
+
+    def compare(self, held: Mapping[ParamId, Held], scaler: Scaler) -> None:
+        """Compare. Collective. Raises the ReplicaError of `check`."""
         everyone = self._roles.everyone
-        if not any(everyone.gather_objects(has_loaded())):
-            return
         for chunk in self._wrapped:
             chunk.finish_param_sync()
         try:

@@ -40,11 +40,15 @@ class LoadedWeights:
         trained: Mapping[nn.Parameter, str],
         *,
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
+        has_replicas: bool = False,  # whether writes to all parameters count, because other ranks may lack them
     ):
         self._copied = [piece for piece in pieces if _is_copied(piece)]
         self._averaged = averaged
-        counted = (tensor for piece in (*self._copied, *averaged) for tensor in _counted(piece.param))
-        self._writes = Writes(list(dict.fromkeys(counted)))
+        # The elements of a sharded DTensor are on this rank only.
+        replicated = [param for param in trained if has_replicas and not is_dtensor(param)]
+        params = (*(piece.param for piece in (*self._copied, *averaged)), *replicated)
+        self._writes = Writes(list(dict.fromkeys(tensor for param in params for tensor in _counted(param))))
+        self._has_written = False  # the result of `has_written` in a step that was not made
         self._has_state = False  # whether state was loaded since the last step
         self._is_in_graph = False  # whether the last step was an operation of a graph
         self._added_by_graph: list[int] | None = None  # to versions, after such a step; seen after the first
@@ -84,9 +88,18 @@ class LoadedWeights:
         Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
         graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
         """
+        self._count_writes()
+        self._has_written = False
+
+    def _count_writes(self) -> None:
         self._writes.count()
         self._uncompared.count()
         self._has_state = self._is_in_graph = False
+
+    def has_written(self) -> bool:
+        """Whether other code wrote weights or state since the last step that was made. Call it before `problem`."""
+        self._has_written = self._has_written or self._has_state or self.are_new
+        return self._has_written
 
     def accept_graph(self) -> None:
         """Note that the last step was an operation of a graph, after which torch counts a write to each parameter."""
@@ -162,7 +175,7 @@ class LoadedWeights:
         elif not self._has_state:
             self._warn_of_averaged()
         self._are_new = False
-        self.accept_writes()
+        self._count_writes()
         return None
 
     def _warn_of_averaged(self) -> None:
