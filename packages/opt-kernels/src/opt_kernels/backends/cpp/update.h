@@ -6,7 +6,8 @@
 //   HAS_OUT              whether there is an out
 //   STOCHASTIC_ROUNDING  whether a bfloat16 main is rounded stochastically
 
-constexpr int64_t AHEAD = 4 * GROUP;  // elements by which groups are fetched before they are needed
+constexpr int64_t CHUNK = 4 * GROUP;  // elements that go through one stage together, in the first-level cache
+constexpr int64_t AHEAD = CHUNK;      // elements by which groups are fetched before they are needed
 
 // Fetches a group of elements. A group is short: the processor does not see by itself that memory is read in order.
 template <class T>
@@ -53,3 +54,23 @@ static inline float f_sign(float a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f 
 static inline float f_absolute(float a) { return __builtin_fabsf(a); }
 static inline float f_maximum(float a, float b) { return a > b || a != a ? a : b; }
 static inline float f_minimum(float a, float b) { return a < b || a != a ? a : b; }
+
+// --- roots over scalars -----------------------------------------------------------------------------------------------
+
+// Whether `root_over` may take a product for a division by y.
+static inline bool is_moderate(float y) { return y > 0x1p-40f && y < 0x1p40f; }
+
+// x / y for a root x, correctly rounded, where `inverse` is 1 / y (Markstein 1990, theorem 8.1). Neither a root, which is 0
+// or in [2^-75, 2^64), nor the error of the quotient can overflow or underflow if y is moderate. Where x is infinite, the
+// error is NaN; the comparison replaces it by a number.
+template <bool EXACT>
+static inline float root_over(float x, float y, float inverse) {
+#if defined(__FMA__) || defined(__aarch64__)
+    if (!EXACT) {
+        constexpr float lowest = -0x1.fffffep127f;
+        const float quotient = x * inverse, error = fma(quotient, y, -x);
+        return fma(-(error > lowest ? error : lowest), inverse, quotient);
+    }
+#endif
+    return x / y;
+}

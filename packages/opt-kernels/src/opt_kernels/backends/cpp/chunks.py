@@ -1,0 +1,211 @@
+"""Generates the loops of a sweep over states with codecs, which take a chunk of groups through one stage at a time.
+
+The stages of a chunk are: decode every state, run the formula up to its first roots (see `roots`), run the rest of it,
+and encode every state. Each is a loop of few operations, which keeps a processor busier than one loop of all of them.
+"""
+
+import ast
+from collections.abc import Mapping, Sequence
+
+from opt_kernels.backends.cpp.dialect import POINTERS, Cpp
+from opt_kernels.backends.cpp.roots import cut, read
+from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.numbers import Constant
+from opt_kernels.formulas.syntax import assigned
+from opt_kernels.formulas.translate import body_and_results
+
+ARGUMENTS = "const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t n"
+
+
+def coded_span(formula: Formula, num_states: int) -> list[str]:
+    """`update_span` and its stages."""
+    parts = _Parts(formula)
+    states = range(num_states)
+    return [
+        "constexpr int64_t UNIT = GROUP;",
+        *_chunk(parts, states),
+        *_before(parts),
+        *_after(parts),
+        *_span(parts, states),
+    ]
+
+
+class _Parts:
+    """A formula in two parts, with the names that each needs."""
+
+    def __init__(self, formula: Formula) -> None:
+        constants = dict(formula.constants)
+        body, results = body_and_results(formula.update, formula.result_names, constants)
+        self.constants: Mapping[str, Constant] = constants
+        self.scalars = formula.scalar_names
+        self.states = [state.name for state in formula.states]
+        self.cut = cut(body, results)
+        self.main, *self.results = self.cut.results
+        first, second = [*self.cut.before, *self.cut.roots], self.cut.after
+        self.fixed = frozenset(self.scalars) - {*assigned(first), *assigned(second)}
+        later = {*assigned(second)}
+        self.is_early = [bool(self.cut.roots) and not read(result) & later for result in self.results]
+        late = [result for result, early in zip(self.results, self.is_early) if not early]
+        needed = read(*second, self.main, *late)
+        known = ["p", "g", *self.states, *assigned(first)]
+        # Names that the second part reads from the chunk; a main that the first leaves as it is stays in memory.
+        self.kept = [
+            name for name in dict.fromkeys(known) if name in needed and (name != "p" or "p" in assigned(first))
+        ]
+        if not self.cut.roots:
+            self.kept = []
+
+    def loads_main(self) -> bool:
+        """Whether the first part reads the main."""
+        return "p" in read(*self.cut.before, *self.cut.roots)
+
+
+def _chunk(parts: _Parts, states: range) -> list[str]:
+    """The struct `Chunk`: decoded or encoded states with their largest values, and what the first part leaves."""
+    return [
+        "struct Chunk {",
+        *(f"alignas(64) float values{i}[CHUNK];" for i in states),
+        *(f"alignas(64) float y_{name}[CHUNK];" for name in parts.kept),
+        *(f"int32_t largest{i}[CHUNK / GROUP];" for i in states),
+        "};",
+    ]
+
+
+def _before(parts: _Parts) -> list[str]:
+    """The function `before`: the first part on a group, which is `begin` elements into the chunk's run."""
+    if not parts.cut.roots:
+        return []
+    dialect = Cpp(dict(parts.constants))
+    body = [*parts.cut.before, *parts.cut.roots]
+    inputs = [*(["p"] if parts.loads_main() else []), "g", *parts.states]
+    return [
+        f"static inline __attribute__((always_inline)) void before({ARGUMENTS}, int64_t at) {{",
+        POINTERS,
+        *_largest(parts, True),
+        "for (int64_t k = 0; k < n; k++) {",
+        "const int64_t i = begin + k, j = at + k;",
+        *_loaded(parts, inputs, []),
+        *_locals(parts, body, {*inputs}),
+        *dialect.statements(body, frozenset(parts.scalars)),
+        *_results(parts, dialect, True),
+        *(f"chunk.y_{name}[j] = x_{name};" for name in parts.kept),
+        "}",
+        *_stored(parts, True),
+        "}",
+    ]
+
+
+def _after(parts: _Parts) -> list[str]:
+    """The function `after`: the rest, with `EXACT` divisions by scalars where these are extreme."""
+    dialect = _After(parts)
+    is_whole = not parts.cut.roots
+    inputs = ["g", *parts.states] if is_whole else []
+    body = dialect.statements(parts.cut.after, frozenset(parts.scalars))
+    results = _results(parts, dialect, False)
+    main = dialect.expression(parts.main)
+    names = {*inputs, "p", *parts.kept}
+    return [
+        "template <bool EXACT>",
+        f"static inline __attribute__((always_inline)) void after({ARGUMENTS}, int64_t at) {{",
+        POINTERS,
+        *(f"const float inverse_{name} = 1.0f / row.s_{name};" for name in dialect.divisors),
+        *_largest(parts, False),
+        "for (int64_t k = 0; k < n; k++) {",
+        "const int64_t i = begin + k, j = at + k;",
+        *_loaded(parts, [*([] if "p" in parts.kept else ["p"]), *inputs], parts.kept),
+        *_locals(parts, parts.cut.after, names),
+        *body,
+        f"const float new_p = {main};",
+        *results,
+        "write_main<HAS_OUT, STOCHASTIC_ROUNDING>(main, out, i, new_p, run.first, step);",
+        "}",
+        *_stored(parts, False),
+        "}",
+        "static inline bool is_moderate(const Row &row) {",
+        f"return {' && '.join([f'is_moderate(row.s_{name})' for name in dialect.divisors]) or 'true'};",
+        "}",
+    ]
+
+
+class _After(Cpp):
+    """The dialect of the second part: a root divided by a scalar takes no division."""
+
+    def __init__(self, parts: _Parts) -> None:
+        super().__init__(dict(parts.constants))
+        self.roots = {*assigned(parts.cut.roots)}
+        self.scalars = parts.fixed
+        self.divisors: dict[str, None] = {}
+
+    def expression(self, node: ast.expr) -> str:
+        match node:
+            case ast.BinOp(ast.Name(root), ast.Div(), ast.Name(scalar)) if (
+                root in self.roots and scalar in self.scalars
+            ):
+                self.divisors[scalar] = None
+                return f"root_over<EXACT>(x_{root}, x_{scalar}, inverse_{scalar})"
+        return super().expression(node)
+
+
+def _loaded(parts: _Parts, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
+    """Declarations of inputs of the formula, and of what its first part has left in the chunk."""
+    sources = {"p": "read_main(main, out, i)", "g": "read(grad[i]) * row.grad_scale"}
+    sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(parts.states)}
+    return [
+        *(f"float x_{name} = {sources[name]};" for name in inputs),
+        *(f"float x_{name} = chunk.y_{name}[j];" for name in kept),
+        *(f"float x_{name} = row.s_{name};" for name in parts.scalars if name not in kept),
+    ]
+
+
+def _locals(parts: _Parts, body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
+    return [f"float x_{name} = 0.0f;" for name in assigned(body) if name not in declared | {*parts.scalars}]
+
+
+def _results(parts: _Parts, dialect: Cpp, early: bool) -> list[str]:
+    """Writes the new states that are known in this part, as they will be encoded."""
+    found = [(i, result) for i, result in enumerate(parts.results) if parts.is_early[i] is early]
+    values = [f"const float new{i} = Codec{i}::kept({dialect.expression(result)});" for i, result in found]
+    stores = [f"chunk.values{i}[j] = new{i};" for i, _ in found]
+    largest = [f"largest{i} = at_least(largest{i}, magnitude(new{i}));" for i, _ in found]
+    return [*values, *stores, *largest]
+
+
+def _largest(parts: _Parts, early: bool) -> list[str]:
+    return [f"int32_t largest{i} = 0;" for i, is_early in enumerate(parts.is_early) if is_early is early]
+
+
+def _stored(parts: _Parts, early: bool) -> list[str]:
+    chosen = [i for i, is_early in enumerate(parts.is_early) if is_early is early]
+    return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in chosen]
+
+
+def _span(parts: _Parts, states: range) -> list[str]:
+    decode = "Codec{i}::decode(run.codes{i} + at, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k, n);"
+    encode = (
+        "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
+        "Codec{i}::scale_at(run.scales{i}, at), n);"
+    )
+    calls = [
+        *(decode.format(i=i) for i in states),
+        *(["before(run, row, chunk, at, n, k);"] if parts.cut.roots else []),
+        "moderate ? after<false>(run, row, chunk, at, n, k) : after<true>(run, row, chunk, at, n, k);",
+        *(encode.format(i=i) for i in states),
+    ]
+    return [
+        "static inline __attribute__((always_inline)) void update_chunk(",
+        "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
+        "for (int64_t k = 0; k < size; k += GROUP) prefetch(run.main, begin + k + AHEAD);",
+        "for (int64_t k = 0; k < size; k += GROUP) prefetch(run.grad, begin + k + AHEAD);",
+        *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {call}" for call in calls),
+        "}",
+        "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
+        "Chunk chunk;",
+        "const bool moderate = is_moderate(row);",
+        "while (begin + GROUP <= end) {",
+        "const int64_t size = smaller((end - begin) / GROUP * GROUP, CHUNK);",
+        "update_chunk(run, row, chunk, begin, size, GROUP, moderate);",
+        "begin += size;",
+        "}",
+        "if (begin < end) update_chunk(run, row, chunk, begin, 1, end - begin, moderate);",
+        "}",
+    ]
