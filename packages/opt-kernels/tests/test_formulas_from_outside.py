@@ -9,6 +9,7 @@ import torch
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.formulas import (
+    Choice,
     Formula,
     FormulaError,
     Number,
@@ -193,3 +194,24 @@ def test_what_a_formula_makes_of_zeros_does_not_reach_the_scale_of_the_last_bloc
     found = moved(formula, backend, dtypes={"ratio_dtype": dtype})
     assert all(value.float().isfinite().all() for value in found)
     assert all(map(torch.equal, found, moved(formula, "reference", dtypes={"ratio_dtype": dtype})))
+
+
+def with_literals(p: Any, g: Any, a: Any, b: Any, c: Any, d: Any, *, lr: Any, share: Any) -> Any:
+    a = p / 0.3 + 0.7 / (absolute(g) + 0.1) - 0.3
+    b = 0.1 - g * share / (absolute(p) + 0.7)
+    c = where(g > 0.1, 0.3, p) + maximum(0.1, g) + minimum(p, 0.7) - (g - 0.1) / 0.7 + share / (absolute(p) + 0.3)
+    d = fma(g, p, 0.1) + fma(0.3, 0.7, g) + (1 / 3) * g + g / 3 - 0.1 * p**2
+    return p - lr * g * 0.1, a, b, c, d
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_literals_are_float32_numbers_in_every_operation(backend: str) -> None:
+    """torch read the literals of `fma` in float64, and rounded `0.7 / x` twice."""
+    formula = Formula(
+        name="with_literals",
+        states=tuple(map(State, "abcd")),
+        choices=(Choice("share", 0.6, (0.6, 0.7)),),
+        scalars=only_lr,
+        update=with_literals,
+    )
+    assert_as_the_reference(formula, backend)
