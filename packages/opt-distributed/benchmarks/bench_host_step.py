@@ -4,7 +4,7 @@
 
 bf16 parameters with fp32 mains, AdamW, clipping at 1.0, one process. No GPU is needed: the tensors are small ones in
 CPU memory, the step takes the path of an accelerator, where the host reads nothing, and Triton kernels are replaced by
-nothing. torch's own small operations on the device (six) run on the CPU and are included. Prints the minimum and
+nothing. torch's own small operations on the device (two) run on the CPU and are included. Prints the minimum and
 the median time of a step. Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 

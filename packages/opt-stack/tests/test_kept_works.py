@@ -394,5 +394,12 @@ def calls_of_a_step(num_params: int) -> int:
     return int(printed.split()[2])
 
 
+MOST_CALLS = (
+    320  # 460 where works were only compared, 306 where launches are repeated; some depend on the Python version
+)
+
+
 def test_a_step_on_a_device_calls_as_many_functions_for_few_parameters_as_for_many() -> None:
-    assert abs(calls_of_a_step(16) - calls_of_a_step(48)) < 8
+    few, many = calls_of_a_step(16), calls_of_a_step(48)
+    assert abs(few - many) < 8
+    assert many <= MOST_CALLS

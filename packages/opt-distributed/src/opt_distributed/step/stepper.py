@@ -6,9 +6,9 @@
 Nothing here depends on how parameters are sharded, which rule updates them, or in which dtype they are kept.
 
 On an accelerator the host queues all of this and reads nothing: the verdict is a skip flag for the update, and scales
-are device tensors. Reading the result waits for the device. One exception: each step reads the verdict of the step
-before, which the device has computed long ago, so that every rank raises the errors of a step in the next one at the
-latest. A process without other ranks raises them at once.
+are device tensors. Reading the result waits for the device. One exception: with several ranks, each step reads the
+verdict of the step before, which the device has computed long ago, so that every rank raises the errors of a step in
+the next one at the latest. A process without other ranks raises them at once, and waits for nothing.
 """
 
 from collections.abc import Callable, Sequence
