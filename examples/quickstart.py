@@ -92,7 +92,8 @@ def preload() -> None:
 def train(args: argparse.Namespace, name: str, *options: object, directory: Path | None = None, ranks: int = 0) -> dict:
     """Run train_gpt.py once; return its log."""
     where, size = directory or args.dir, ranks or args.ranks
-    words = ["--dir", where, "--name", name, "--rule", args.rule, "--steps", args.steps, *options]
+    words = ["--dir", where, "--name", name, "--rule", args.rule, "--steps", args.steps, "--batch", args.batch]
+    words += options
     start_processes(run_rank, (size, free_port(), [str(word) for word in words]), nprocs=size, start_method=START)
     return read(where, name)
 
@@ -220,6 +221,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rule", choices=train_gpt.RULES, default="adam")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=24, help="sequences in a step, over all ranks")
     parser.add_argument("--resume", action="store_true", help="go on from the last quickstart's checkpoint instead")
     parser.add_argument("--more", type=int, default=40, metavar="STEPS", help="how many steps --resume adds")
     return parser.parse_args()

@@ -15,8 +15,8 @@ STEPS = 6
 
 
 def run(*options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(EXAMPLE), "--batch", "6", *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def log(path: Path) -> dict:
