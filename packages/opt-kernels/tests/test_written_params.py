@@ -135,6 +135,17 @@ def test_a_parameter_that_is_not_updated_may_take_part_in_an_older_graph():
     assert torch.equal(x.grad, torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("mains", ["param", "float32"])
+def test_a_model_made_in_inference_mode_is_trained(mains):
+    with torch.inference_mode():
+        model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters(), lr=0.5, mains=mains)
+    before = model.weight.detach().clone()
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    assert not torch.equal(model.weight, before)
+
+
 def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence():
     model, optimizer = trained("AdamWScheduleFree", mains="param")
     optimizer.eval()

@@ -29,7 +29,8 @@ class WrittenParams:
         """`followed` are the versions of parameters to which earlier steps adapted their mains."""
         self._others = followed
         self._writes = Writes([member.param for member in members])
-        self._copied = [member for member in members if MAIN in member.state]
+        # Nothing counts writes to tensors that were made in torch.inference_mode().
+        self._copied = [member for member in members if MAIN in member.state and not member.param.is_inference()]
         with torch.no_grad():  # else `to_local` returns an alias with a version of its own
             self._shards = [local(member.param) for member in self._copied]
         self._followed = [followed.get(member.param) for member in self._copied]
