@@ -172,5 +172,5 @@ def test_the_switch_of_compiled_code_is_respected(monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_compiled_where_objects_have_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opt_kernels.backends.cpp.snapshot._word_of", lambda tensor: None)
+    monkeypatch.setattr("opt_kernels.backends.cpp.snapshot._words_of", lambda tensor: None)
     assert compiled_snapshot.__wrapped__() is None

@@ -24,10 +24,12 @@ class Writes:
 
     def count(self) -> None:
         """Count one more write of the owner to each, and accept the writes of others until now."""
-        compiled, count = compiled_snapshot(), len(self.tensors)
-        at = self._versions.buffer_info()[0]
-        if compiled is None or not compiled.count_writes(self.tensors, count, compiled.objects, at):
-            torch.autograd.graph.increment_version(self.tensors)
+        compiled, count, num_counted = compiled_snapshot(), len(self.tensors), 0
+        if compiled is not None:
+            at = self._versions.buffer_info()[0]
+            num_counted = compiled.count_writes(self.tensors, count, compiled.objects, at)
+        if num_counted < count:
+            torch.autograd.graph.increment_version(self.tensors[num_counted:])
             self.accept()
 
     def accept(self) -> None:

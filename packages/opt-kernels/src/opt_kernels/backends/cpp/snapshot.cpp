@@ -11,8 +11,6 @@ extern "C" {
 intptr_t PyList_Size(_object *);                         // -1 and an exception for other objects
 _object *PyList_GetItem(_object *list, intptr_t index);  // borrowed
 void PyErr_Clear();
-_object *PyObject_Type(_object *);                       // a new reference
-void Py_DecRef(_object *);
 int PyDict_Next(_object *dict, intptr_t *position, _object **key, _object **value);  // borrowed
 }
 
@@ -26,7 +24,7 @@ static bool is_list_of(_object *object, int64_t count) {
 
 // How a tensor is found in a Python object. Subclasses may store their elements in other tensors.
 struct Objects {
-    int64_t word;                 // index of the pointer to the tensor, in objects of these types
+    int64_t type_word, word;      // indices of the pointers to its type, and to the tensor in objects of these types
     _object *tensor, *parameter;  // the types
 };
 
@@ -41,13 +39,12 @@ struct Lists {
 };
 
 static Impl impl_of(_object *object, const Objects &objects) {
-    _object *type = PyObject_Type(object);
-    Py_DecRef(type);  // the object keeps it alive
+    const _object *type = reinterpret_cast<_object **>(object)[objects.type_word];
     if (type != objects.tensor && type != objects.parameter) return nullptr;
     return reinterpret_cast<Impl *>(object)[objects.word];
 }
 
-// Pass each tensor to `take`, gradients first, until it returns false.
+// Pass each tensor to `take`, with its number: gradients have the first ones. Until it returns false.
 template <class Take>
 static bool each(const Lists &lists, Take take) {
     if (!is_list_of(lists.first, lists.num_first) || !is_list_of(lists.others, lists.num_others)) return false;
@@ -55,16 +52,16 @@ static bool each(const Lists &lists, Take take) {
         Impl impl = impl_of(PyList_GetItem(lists.first, i), lists.objects);
         if (!impl) return false;
         if (lists.reads_grads) {
-            if (!impl->grad().defined()) return false;
-            impl = impl->grad().unsafeGetTensorImpl();
+            const at::Tensor &grad = impl->grad();
+            if (!grad.defined() || !take(lists.num_first + i, impl)) return false;
+            impl = grad.unsafeGetTensorImpl();
         }
-        if (!take(impl)) return false;
+        if (!take(i, impl)) return false;
     }
-    for (int64_t i = 0; lists.reads_grads && i < lists.num_first; ++i)
-        if (!take(impl_of(PyList_GetItem(lists.first, i), lists.objects))) return false;
+    const int64_t num_before = lists.reads_grads ? 2 * lists.num_first : lists.num_first;
     for (int64_t i = 0; i < lists.num_others; ++i) {
         Impl impl = impl_of(PyList_GetItem(lists.others, i), lists.objects);
-        if (!impl || !take(impl)) return false;
+        if (!impl || !take(num_before + i, impl)) return false;
     }
     return true;
 }
@@ -86,8 +83,8 @@ extern "C" {
 int record(_object *first, int64_t num_first, _object *others, int64_t num_others, int reads_grads, const Objects *objects,
            uint64_t *addresses, int64_t *descriptions, int64_t room) {
     try {
-        return each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](Impl impl) {
-            *addresses++ = reinterpret_cast<uint64_t>(impl->data());
+        return each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](int64_t i, Impl impl) {
+            addresses[i] = reinterpret_cast<uint64_t>(impl->data());
             return describe(impl, [&](int64_t value) { return room-- > 0 && (*descriptions++ = value, true); });
         });
     } catch (...) {
@@ -98,16 +95,16 @@ int record(_object *first, int64_t num_first, _object *others, int64_t num_other
 // Returns 0 if anything has changed, 2 if only addresses of gradients have, which are then written, and 1 if nothing has.
 int compare(_object *first, int64_t num_first, _object *others, int64_t num_others, int reads_grads, const Objects *objects,
             uint64_t *addresses, const int64_t *descriptions) {
-    const uint64_t *first_other = addresses + num_first;
     bool have_moved = false;
     try {
-        const bool is_same = each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](Impl impl) {
+        const bool is_same = each({first, num_first, others, num_others, reads_grads != 0, *objects}, [&](int64_t i, Impl impl) {
             const auto address = reinterpret_cast<uint64_t>(impl->data());
-            const bool has_moved = address != *addresses, may_move = addresses < first_other;
-            have_moved |= has_moved;
-            if (has_moved && may_move) *addresses = address;
-            ++addresses;
-            return (may_move || !has_moved) && describe(impl, [&](int64_t value) { return *descriptions++ == value; });
+            if (address != addresses[i]) {
+                if (i >= num_first) return false;
+                addresses[i] = address;
+                have_moved = true;
+            }
+            return describe(impl, [&](int64_t value) { return *descriptions++ == value; });
         });
         return is_same ? 1 + have_moved : 0;
     } catch (...) {
@@ -115,20 +112,17 @@ int compare(_object *first, int64_t num_first, _object *others, int64_t num_othe
     }
 }
 
-// Count a write to each tensor, as `torch.autograd.graph.increment_version` does, and write the new counts. Returns 0 if
-// there are objects other than plain tensors, or tensors whose writes are not counted.
-int count_writes(_object *tensors, int64_t count, const Objects *objects, uint32_t *versions) {
+// Count a write to each tensor, as `torch.autograd.graph.increment_version` does, and write the new counts. Stops at an
+// object that is not a plain tensor, and at a tensor whose writes are not counted. Returns the number of those before it.
+int64_t count_writes(_object *tensors, int64_t count, const Objects *objects, uint32_t *versions) {
     if (!is_list_of(tensors, count)) return 0;
     for (int64_t i = 0; i < count; ++i) {
         Impl impl = impl_of(PyList_GetItem(tensors, i), *objects);
-        if (!impl || impl->is_inference()) return 0;
-    }
-    for (int64_t i = 0; i < count; ++i) {
-        Impl impl = impl_of(PyList_GetItem(tensors, i), *objects);
+        if (!impl || impl->is_inference()) return i;
         impl->bump_version();
         versions[i] = impl->version_counter().current_version();
     }
-    return 1;
+    return count;
 }
 
 // Whether the counts of writes to the tensors are these.

@@ -15,9 +15,14 @@ SOURCE = Path(__file__).with_name("snapshot.cpp")
 
 
 class Objects(ctypes.Structure):
-    """Where the pointer to a tensor is in a Python object, and the types of which this is known."""
+    """Where the pointers to its type and to its tensor are in a Python object, and the types of which this is known."""
 
-    _fields_ = (("word", ctypes.c_int64), ("tensor", ctypes.py_object), ("parameter", ctypes.py_object))
+    _fields_ = (
+        ("type_word", ctypes.c_int64),
+        ("word", ctypes.c_int64),
+        ("tensor", ctypes.py_object),
+        ("parameter", ctypes.py_object),
+    )
 
 
 class CompiledSnapshot(NamedTuple):
@@ -35,9 +40,9 @@ class CompiledSnapshot(NamedTuple):
 @cache
 def compiled_snapshot() -> CompiledSnapshot | None:
     """None without a compiler, or if torch does not come with its headers."""
-    word = _word()
+    words = _words()
     library = quietly(Source("snapshot", SOURCE.read_text(), is_sweep=False, flags=_flags()))
-    if library is None or word is None:
+    if library is None or words is None:
         return None
     functions = ctypes.PyDLL(library._name)  # holds the GIL in calls: the functions read Python's objects
     list_, number, address = ctypes.py_object, ctypes.c_int64, ctypes.c_void_p
@@ -45,12 +50,12 @@ def compiled_snapshot() -> CompiledSnapshot | None:
     lists = (list_, number, list_, number, ctypes.c_int, objects)
     functions.record.argtypes = (*lists, address, address, number)
     functions.compare.argtypes = (*lists, address, address)
-    functions.count_writes.argtypes = (list_, number, objects, address)
+    functions.count_writes.argtypes, functions.count_writes.restype = (list_, number, objects, address), number
     functions.same_versions.argtypes = (list_, number, objects, address)
     functions.same_objects.argtypes = (list_, list_, number)
     functions.same_entries.argtypes = (list_, number, list_, list_, number)
     return CompiledSnapshot(
-        Objects(word, Tensor, nn.Parameter),
+        Objects(*words, Tensor, nn.Parameter),
         functions.record,
         functions.compare,
         functions.count_writes,
@@ -73,13 +78,14 @@ def _flags() -> tuple[str, ...]:
     )
 
 
-def _word() -> int | None:
-    """The index of the pointer to torch's tensor in a Python object; None if it is not found."""
-    found = {_word_of(tensor) for tensor in (torch.empty(1), nn.Parameter(torch.empty(2)))}
+def _words() -> tuple[int, int] | None:
+    """The indices of the pointers to the type and to the tensor in a Python object; None if they are not found."""
+    found = {_words_of(tensor) for tensor in (torch.empty(1), nn.Parameter(torch.empty(2)))}
     return found.pop() if len(found) == 1 else None
 
 
-def _word_of(tensor: Tensor) -> int | None:
+def _words_of(tensor: Tensor) -> tuple[int, int] | None:
     size = torch._C.TensorBase.__basicsize__ // ctypes.sizeof(ctypes.c_void_p)
-    words = (ctypes.c_uint64 * size).from_address(id(tensor))
-    return next((index for index, word in enumerate(words) if word == tensor._cdata), None)
+    words = list((ctypes.c_uint64 * size).from_address(id(tensor)))
+    pointers = id(type(tensor)), tensor._cdata
+    return (words.index(pointers[0]), words.index(pointers[1])) if set(pointers) <= set(words) else None
