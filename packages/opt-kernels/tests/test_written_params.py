@@ -1,14 +1,20 @@
 """Weights that other code writes to parameters between steps: no step restores the old ones from a float32 main."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
 
 from opt_kernels import optim
+from opt_kernels.backends.cpp.compiler import usable
 
-BACKENDS = ["torch", "cpp", "triton"]
+BACKENDS = [
+    "torch",
+    pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler")),
+    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
+]
 RULES = ["AdamW", "Lion", "Muon"]
 
 

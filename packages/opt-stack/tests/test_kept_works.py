@@ -43,7 +43,7 @@ from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.triton import grad_stats as triton_stats
-from opt_kernels.backends.triton.calls import Call
+from opt_kernels.backends.triton.calls import UpdateCall
 
 
 class Asynchronous(Host):
@@ -304,8 +304,8 @@ def test_repeated_launches_follow_every_number(monkeypatch: pytest.MonkeyPatch) 
         return results + outcome(optimizer, params)
 
     composed = []
-    init = Call.__init__
-    monkeypatch.setattr(Call, "__init__", lambda call, *a, **o: (composed.append(call), init(call, *a, **o))[1])
+    init = UpdateCall.__init__
+    monkeypatch.setattr(UpdateCall, "__init__", lambda call, *a, **o: (composed.append(call), init(call, *a, **o))[1])
     found, num_composed = train(kept=True), len(composed)
     assert same(found, train(kept=False))
     assert (num_composed, len(composed) - num_composed) == (5, 10)

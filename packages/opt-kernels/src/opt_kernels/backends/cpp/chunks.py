@@ -19,7 +19,7 @@ ARGUMENTS = "const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_
 
 def coded_span(formula: Formula, num_states: int) -> list[str]:
     """`update_span` and its stages."""
-    parts = _Parts(formula)
+    parts = _ChunkPlan(formula)
     states = range(num_states)
     return [
         "constexpr int64_t UNIT = GROUP;",
@@ -30,7 +30,7 @@ def coded_span(formula: Formula, num_states: int) -> list[str]:
     ]
 
 
-class _Parts:
+class _ChunkPlan:
     """A formula in two parts, with the names that each needs."""
 
     def __init__(self, formula: Formula) -> None:
@@ -60,7 +60,7 @@ class _Parts:
         return "p" in read(*self.cut.before, *self.cut.roots)
 
 
-def _chunk(parts: _Parts, states: range) -> list[str]:
+def _chunk(parts: _ChunkPlan, states: range) -> list[str]:
     """The struct `Chunk`: decoded or encoded states with their largest values, and what the first part leaves."""
     return [
         "struct Chunk {",
@@ -71,7 +71,7 @@ def _chunk(parts: _Parts, states: range) -> list[str]:
     ]
 
 
-def _before(parts: _Parts) -> list[str]:
+def _before(parts: _ChunkPlan) -> list[str]:
     """The function `before`: the first part on a group, which is `begin` elements into the chunk's run."""
     if not parts.cut.roots:
         return []
@@ -95,7 +95,7 @@ def _before(parts: _Parts) -> list[str]:
     ]
 
 
-def _after(parts: _Parts) -> list[str]:
+def _after(parts: _ChunkPlan) -> list[str]:
     """The function `after`: the rest, with `EXACT` divisions by scalars where these are extreme."""
     dialect = _After(parts)
     is_whole = not parts.cut.roots
@@ -130,7 +130,7 @@ def _after(parts: _Parts) -> list[str]:
 class _After(Cpp):
     """The dialect of the second part: a root divided by a scalar takes no division."""
 
-    def __init__(self, parts: _Parts) -> None:
+    def __init__(self, parts: _ChunkPlan) -> None:
         super().__init__(dict(parts.constants))
         self.roots = {*assigned(parts.cut.roots)}
         self.scalars = parts.fixed
@@ -146,7 +146,7 @@ class _After(Cpp):
         return super().expression(node)
 
 
-def _loaded(parts: _Parts, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
+def _loaded(parts: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> list[str]:
     """Declarations of inputs of the formula, and of what its first part has left in the chunk."""
     sources = {"p": "read_main(main, out, i)", "g": "read(grad[i]) * row.grad_scale"}
     sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(parts.states)}
@@ -157,11 +157,11 @@ def _loaded(parts: _Parts, inputs: Sequence[str], kept: Sequence[str]) -> list[s
     ]
 
 
-def _locals(parts: _Parts, body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
+def _locals(parts: _ChunkPlan, body: Sequence[ast.stmt], declared: set[str]) -> list[str]:
     return [f"float x_{name} = 0.0f;" for name in assigned(body) if name not in declared | {*parts.scalars}]
 
 
-def _results(parts: _Parts, dialect: Cpp, early: bool) -> list[str]:
+def _results(parts: _ChunkPlan, dialect: Cpp, early: bool) -> list[str]:
     """Writes the new states that are known in this part, as they will be encoded."""
     found = [(i, result) for i, result in enumerate(parts.results) if parts.is_early[i] is early]
     values = [f"const float new{i} = Codec{i}::kept({dialect.expression(result)});" for i, result in found]
@@ -170,16 +170,16 @@ def _results(parts: _Parts, dialect: Cpp, early: bool) -> list[str]:
     return [*values, *stores, *largest]
 
 
-def _largest(parts: _Parts, early: bool) -> list[str]:
+def _largest(parts: _ChunkPlan, early: bool) -> list[str]:
     return [f"int32_t largest{i} = 0;" for i, is_early in enumerate(parts.is_early) if is_early is early]
 
 
-def _stored(parts: _Parts, early: bool) -> list[str]:
+def _stored(parts: _ChunkPlan, early: bool) -> list[str]:
     chosen = [i for i, is_early in enumerate(parts.is_early) if is_early is early]
     return [f"chunk.largest{i}[at / GROUP] = largest{i};" for i in chosen]
 
 
-def _span(parts: _Parts, states: range) -> list[str]:
+def _span(parts: _ChunkPlan, states: range) -> list[str]:
     decode = "Codec{i}::decode(run.codes{i} + at, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k, n);"
     encode = (
         "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from opt_kernels.formulas.syntax import assigned
 
 
-class Cut(NamedTuple):
+class SplitFormula(NamedTuple):
     """A formula in two parts. `roots` are assigned at the end of the first, under names that no formula can have."""
 
     before: list[ast.stmt]
@@ -32,9 +32,9 @@ def read(*nodes: ast.AST) -> set[str]:
     }
 
 
-def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> Cut:
-    """Cut before the first statement, or the results, with a root. Without a root the first part is empty."""
-    whole = Cut([], [], [*body], [*results])
+def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> SplitFormula:
+    """SplitFormula before the first statement, or the results, with a root. Without a root the first part is empty."""
+    whole = SplitFormula([], [], [*body], [*results])
     index = next((index for index, statement in enumerate(body) if _has_root(statement)), len(body))
     users: list[ast.stmt] | list[ast.expr] = [*body[index : index + 1]] or [*results]
     is_choice = any(isinstance(node, ast.If | ast.IfExp) for user in users for node in ast.walk(user))
@@ -44,7 +44,7 @@ def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> Cut:
     after = [hoist.visit(deepcopy(statement)) for statement in body[index : index + 1]] + [*body[index + 1 :]]
     new_results = [hoist.visit(deepcopy(result)) for result in results] if index == len(body) else [*results]
     before, moved = _moved_down(body[:index], read(*hoist.roots, *results[1:]))
-    return Cut(before, hoist.roots, [*moved, *after], new_results)
+    return SplitFormula(before, hoist.roots, [*moved, *after], new_results)
 
 
 class _Hoist(ast.NodeTransformer):

@@ -1,4 +1,4 @@
-"""`Call`: the launches of an update. A step in which nothing has moved repeats them without composing them again."""
+"""`UpdateCall`: the launches of an update. A step in which nothing has moved repeats them as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -20,7 +20,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.works import Batch, Works
 
 
-class Call:
+class UpdateCall:
     """One launch for the scalar block, and one of the sweep for every combination of dtypes among the works."""
 
     def __init__(
@@ -76,10 +76,10 @@ class _Kept(NamedTuple):
 
     inputs: tuple[Any, ...]
     stream: int  # tables and the block are read in the order of one stream
-    call: Call
+    call: UpdateCall
 
 
-def repeated(batches: Sequence[Batch], inputs: Sequence[Any], compose: Callable[[], Call]) -> Call:
+def repeated(batches: Sequence[Batch], inputs: Sequence[Any], compose: Callable[[], UpdateCall]) -> UpdateCall:
     """The call that `compose` returns; the last one again if the batches and `inputs` have the same objects."""
     all_works = [works for _, works in batches]
     if not all_works or not all(isinstance(works, Works) and works.stays and len(works) > 0 for works in all_works):
@@ -89,12 +89,12 @@ def repeated(batches: Sequence[Batch], inputs: Sequence[Any], compose: Callable[
     if memory is None or multi_tensor.is_capturing(device):  # what a capture uses is kept for ever: `DeviceTables`
         return compose()
     inputs, stream = (*inputs, *chain.from_iterable(batches)), multi_tensor.current_stream(device)
-    kept: _Kept | None = memory.cache.get(Call)
+    kept: _Kept | None = memory.cache.get(UpdateCall)
     if kept is not None and kept.stream == stream and _same(kept.inputs, inputs):
         return kept.call
     call = compose()
     if call.is_in_place:
-        memory.cache[Call] = _Kept(inputs, stream, call)
+        memory.cache[UpdateCall] = _Kept(inputs, stream, call)
     return call
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_kernels.backends.triton.calls import Call, repeated
+from opt_kernels.backends.triton.calls import UpdateCall, repeated
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
@@ -30,9 +30,9 @@ def update_(
     """
     kernels = kernels_of(formula)
 
-    def compose() -> Call:
+    def compose() -> UpdateCall:
         of_codecs = tuple(codecs.items())
-        return Call(
+        return UpdateCall(
             kernels, batches, codecs, lambda formats: _options(formats, of_codecs, stochastic_rounding),
             grad_scale=grad_scale, skip=skip,
         )  # fmt: skip
