@@ -99,8 +99,8 @@ def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[st
     for name in _FLAGS:
         if name in group and group[name] is not built.get(name, False):
             yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
-    for name in (text.partition("=")[0] for text in built.get(CHOICES, ())):
-        if name in group and name not in built and name not in _FLAGS:
+    for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
+        if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
             yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {built[CHOICES]}"
 
 

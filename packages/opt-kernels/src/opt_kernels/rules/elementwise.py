@@ -34,8 +34,6 @@ class ElementwiseRule:
     hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
     codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
     """The codecs of the states, by name."""
-    hyper_names: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    """The numbers that it reads from `Hyper.own`."""
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
@@ -45,7 +43,6 @@ class ElementwiseRule:
             if name not in names:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
         object.__setattr__(self, "codecs", self._codecs())
-        object.__setattr__(self, "hyper_names", self.formula.own_numbers)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -56,6 +53,11 @@ class ElementwiseRule:
     @property
     def needs(self) -> Needs:
         return Needs.ELEMENTS
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The numbers that it reads from `Hyper.own`."""
+        return self.formula.own_numbers
 
     def _codecs(self) -> dict[str, StateCodec]:
         dtypes = dict(self.state_dtypes)
