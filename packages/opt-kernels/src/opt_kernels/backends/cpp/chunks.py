@@ -185,17 +185,18 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
         "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
         "Codec{i}::scale_at(run.scales{i}, at), n);"
     )
+    before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
     calls = [
         *(decode.format(i=i) for i in states),
-        *(["before(run, row, chunk, at, n, k);"] if parts.cut.roots else []),
-        "moderate ? after<false>(run, row, chunk, at, n, k) : after<true>(run, row, chunk, at, n, k);",
+        # Spread over the loops: a processor waits when many lines of memory are fetched at once.
+        f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
+        "{ prefetch(run.main, at + AHEAD); if (moderate) after<false>(run, row, chunk, at, n, k); "
+        "else after<true>(run, row, chunk, at, n, k); }",
         *(encode.format(i=i) for i in states),
     ]
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
         "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
-        "for (int64_t k = 0; k < size; k += GROUP) prefetch(run.main, begin + k + AHEAD);",
-        "for (int64_t k = 0; k < size; k += GROUP) prefetch(run.grad, begin + k + AHEAD);",
         *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {call}" for call in calls),
         "}",
         "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",
