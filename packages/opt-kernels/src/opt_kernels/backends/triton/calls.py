@@ -56,11 +56,12 @@ class UpdateCall:
             return
         device = self._sweeps[0][0].grads.device
         with devices.launching_on(device):
-            block = self._filled(device)
+            block = self.filled(device)
             for table, options in self._sweeps:
                 self._kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 
-    def _filled(self, device: torch.device) -> Tensor:
+    def filled(self, device: torch.device) -> Tensor:
+        """The scalar block, (rows, row_width) float32, computed without synchronizing."""
         rows, arguments = self._rows, self._live
         if arguments is None:
             arguments = fill_arguments(rows, skip=self._skip, device=device)
