@@ -21,25 +21,25 @@ README = Path(__file__).parents[2] / "packages" / "opt-kernels" / "README.md"
 LR, MOMENTUM = 0.02, 0.9
 
 
-def entry(folder: Path) -> Any:
-    """The entry that the file declares."""
-    file = folder / "row_muon.py"
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    """The rules here and the one that the file declares, imported before ranks start: they share the file."""
+    file = tmp_path / "row_muon.py"
     file.write_text(SOURCE)
     spec = importlib.util.spec_from_file_location("row_muon", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ROW_MUON
+    return Registry().with_rule(module.ROW_MUON)
 
 
-def made(folder: Path, comm: Comm, model: nn.Module, **fields: Any) -> Optimizer:
+def made(rules: Registry, comm: Comm, model: nn.Module, **fields: Any) -> Optimizer:
     config = OptimizerConfig(
         optimizer="row_muon", lr=LR, weight_decay=0.0, muon_momentum=MOMENTUM, clip_grad=0.0,
         use_layer_wise_distributed_optimizer=comm.size > 1, **fields,
     )  # fmt: skip
     axes = Axes(dp=comm, tp=Alone())
-    rules = Registry().with_rule(entry(folder))
     roles = Roles(dense=axes, expert=axes, everyone=comm)
     return get_optimizer(config, [model], rules=rules, pg_collection=roles)
 
@@ -73,9 +73,9 @@ def test_it_has_at_most_sixty_lines() -> None:
     assert len(SOURCE.splitlines()) <= 60
 
 
-def test_it_takes_the_steps_of_its_equation(tmp_path: Path) -> None:
+def test_it_takes_the_steps_of_its_equation(registry: Registry) -> None:
     (model,) = models(1)
-    optimizer = made(tmp_path, Alone(), model, muon_fp32_matmul_prec="highest")
+    optimizer = made(registry, Alone(), model, muon_fp32_matmul_prec="highest")
     wanted, momenta = matrices(model), [torch.zeros_like(matrix) for matrix in matrices(model)]
     norms = [matrix.norm() for matrix in wanted]
     for number in range(3):
@@ -94,9 +94,11 @@ def test_it_takes_the_steps_of_its_equation(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(ranks: int, tmp_path: Path) -> None:
+def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
+    ranks: int, registry: Registry, tmp_path: Path
+) -> None:
     (alone,), several = models(1), models(ranks)
-    optimizer = made(tmp_path, Alone(), alone)
+    optimizer = made(registry, Alone(), alone)
     for number in range(2):
         step(alone, optimizer, number)
     save(state_of(alone, optimizer), tmp_path / "saved")
@@ -105,7 +107,7 @@ def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(ranks: int,
 
     def rank_main(comm: Comm) -> tuple[list[Tensor], int]:
         model = several[comm.rank]
-        own = made(tmp_path, comm, model)
+        own = made(registry, comm, model)
         own.load_state_dict(load(state_of(model, own), tmp_path / "saved").state["optimizer"])
         for number in range(2, 4):
             step(model, own, number)
