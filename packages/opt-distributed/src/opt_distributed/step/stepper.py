@@ -11,14 +11,13 @@ verdict of the step before, which the device has computed long ago, so that ever
 the next one at the latest. A process without other ranks raises them at once, and waits for nothing.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
-from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
@@ -27,6 +26,7 @@ from opt_distributed.step.group_entries import GroupEntries
 from opt_distributed.step.hyper import check_rate
 from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.limits import Limits
+from opt_distributed.step.numbered import naming_the_step
 from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.ready import Ready
 from opt_distributed.step.result import StepResult
@@ -47,22 +47,6 @@ from opt_distributed.step.verdict import DeviceVerdict, KeptDecisions, Objection
 from opt_distributed.step.write_check import WriteCheck
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _naming_the_step(method: Callable[Concatenate["Stepper", P], R]) -> Callable[Concatenate["Stepper", P], R]:
-    """Let errors of collectives name the step."""
-
-    def named(self: "Stepper", /, *args: P.args, **options: P.kwargs) -> R:
-        try:
-            return method(self, *args, **options)
-        except CollectiveError as error:
-            raise CollectiveError(f"step {self.num_begun}, {error}") from error
-
-    return named
 
 
 class _Prepared(NamedTuple):
@@ -249,7 +233,7 @@ class Stepper:
             self._update(ready, groups if wrong is None else self._stand_ins(groups))
         return verdict
 
-    @_naming_the_step
+    @naming_the_step
     def _replayed(self, graphed: GraphedStep, groups: Groups) -> Verdict:
         """A step whose work on the device is a graph, except at first and after something frozen has changed."""
         self._begin()
@@ -302,7 +286,7 @@ class Stepper:
         self._ready = _Prepared(verdict, self._used(ready), self.limits.max_norm)
         return verdict
 
-    @_naming_the_step
+    @naming_the_step
     def _judged(
         self, groups: Groups, inv_scale: float | Tensor, wrong: ValueError | None
     ) -> tuple[Verdict, list[Ready]]:
@@ -358,7 +342,7 @@ class Stepper:
         errors = [error for unit in self.units if (error := unit.take_error()) is not None]
         return errors[0] if errors else None
 
-    @_naming_the_step
+    @naming_the_step
     def _update(self, ready: _Prepared, groups: Groups) -> None:
         verdict = ready.verdict
         with self.spans("optimizer-clip-main-grad"):

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from opt_config import ConfigError
+from opt_distributed.step.group_entries import CHOICES
 from opt_kernels.choice import NamedChoice
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
@@ -18,7 +19,6 @@ from opt_kernels.rules.elementwise import ElementwiseRule
 
 logger = logging.getLogger("opt_stack")
 
-CHOICES = "choices"  # the entry of a group that records them: ("maximize=False", ...)
 _OF_PRECISION = ("backend", "fp32_matmul_prec", "use_syrk")  # options that change only rounding and speed
 
 Group = Mapping[str, Any]

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from opt_distributed.step.group_entries import CHOICES
 from opt_distributed.step.scaler import Scaler
 from opt_paramgroups import ParamId
-from opt_stack.planning.choices import CHOICES
 from opt_stack.planning.hooks import HOOKS
 
 logger = logging.getLogger("opt_stack")

@@ -295,7 +295,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 def _without_collections() -> Iterator[None]:
     """Keep the garbage collector from running finalizers in the middle of a task, at a moment that no seed determines.
 
-    A finalizer that reads a tensor, as that of an optimizer whose last step nobody has read, queues and runs work.
+    A finalizer that reads a tensor queues and runs work.
     """
     was_enabled = gc.isenabled()
     gc.disable()
