@@ -343,14 +343,16 @@ def test_a_rule_of_ones_own_may_have_the_name_of_ours(backend: str) -> None:
         pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
     ],
 )
-def test_functions_of_elements_agree_on_every_backend(backend: str) -> None:
+def test_functions_of_elements_have_the_same_bits_on_every_backend(backend: str) -> None:
+    """Exponentials of float32 differ between libraries; those of float64, rounded to float32, do not."""
+
     def moved(backend: str) -> Tensor:
         rule = elementwise(WAVES, backend=backend)
         main = values(0, special=False)
         rule.update_([Batch(HYPER, [Work(grad=values(1, special=False), main=main, state={})])])
         return main
 
-    torch.testing.assert_close(moved(backend), moved("reference"), rtol=1e-6, atol=1e-7)
+    assert torch.equal(moved(backend), moved("reference"))
 
 
 def waves(p: Any, g: Any, *, lr: Any) -> Any:

@@ -45,13 +45,13 @@ def sqrt(x: Number) -> Number:
 
 
 def exp(x: Number) -> Number:
-    """Return e^x. On elements, backends agree except for the last bits."""
-    return x.exp() if isinstance(x, Tensor) else math.exp(x)
+    """Return e^x. On float32 elements it is computed in float64 and rounded."""
+    return x.double().exp().to(x.dtype) if isinstance(x, Tensor) else math.exp(x)
 
 
 def log(x: Number) -> Number:
-    """Return the natural logarithm. On elements, backends agree except for the last bits."""
-    return x.log() if isinstance(x, Tensor) else math.log(x)
+    """Return the natural logarithm. On float32 elements it is computed in float64 and rounded."""
+    return x.double().log().to(x.dtype) if isinstance(x, Tensor) else math.log(x)
 
 
 def power(base: float, exponent: float) -> float:

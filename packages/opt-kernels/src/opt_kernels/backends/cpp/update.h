@@ -48,8 +48,8 @@ static inline void write_main(Main *main, Out *out, int64_t i, float x, int64_t 
 
 static inline float f_fma(float a, float b, float c) { return fma(a, b, c); }
 static inline float f_sqrt(float a) { return __builtin_sqrtf(a); }
-static inline float f_exp(float a) { return __builtin_expf(a); }
-static inline float f_log(float a) { return __builtin_logf(a); }
+static inline float f_exp(float a) { return float(__builtin_exp(double(a))); }
+static inline float f_log(float a) { return float(__builtin_log(double(a))); }
 static inline float f_sign(float a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; }
 static inline float f_absolute(float a) { return __builtin_fabsf(a); }
 static inline float f_maximum(float a, float b) { return a > b || a != a ? a : b; }

@@ -74,12 +74,17 @@ class _Triton(Dialect):
 
 
 class _Element(_Triton):
-    """Expressions of float32 elements. Divisions and roots are correctly rounded if IEEE is set."""
+    """Expressions of float32 elements. Divisions and roots are correctly rounded if IEEE is set.
+
+    Exponentials and logarithms are computed in float64: those of float32 have other bits on every device.
+    """
 
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"divide({left}, {right}, IEEE)" if operator == "/" else super().operation(operator, left, right)
 
     def call(self, function: str, arguments: list[str]) -> str:
+        if function in ("exp", "log"):
+            return f"tl.{function}(({arguments[0]}).to(tl.float64)).to(tl.float32)"
         return f"root({arguments[0]}, IEEE)" if function == "sqrt" else super().call(function, arguments)
 
 
