@@ -232,7 +232,7 @@ def _build(
     extra_group_keys: Collection[str],
 ) -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
-    sizes = _world_sizes(roles)
+    sizes = WorldSizes.of(roles)
     agreed(roles.everyone, lambda: check_materialised(chunks))
     agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
     check_patterns(chunks, roles.everyone)
@@ -276,15 +276,6 @@ def _build(
     if roles.everyone.size > 1:
         stepper.write_check = WriteCheck(roles.dense, roles.everyone, compare=optimizer.replica_check())
     return optimizer
-
-
-def _world_sizes(roles: Roles) -> WorldSizes:
-    return WorldSizes(
-        dense=roles.dense.dp.size,
-        expert=roles.expert.dp.size,
-        dense_tp=roles.dense.tp.size,
-        expert_tp=roles.expert.tp.size,
-    )
 
 
 def _model(

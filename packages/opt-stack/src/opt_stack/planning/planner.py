@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_distributed.comm.groups import Roles
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.coded_main import FP16
@@ -37,6 +38,16 @@ class WorldSizes:
     expert: int = 1
     dense_tp: int = 1
     expert_tp: int = 1
+
+    @classmethod
+    def of(cls, roles: Roles) -> "WorldSizes":
+        """The sizes of the groups of `roles`."""
+        return cls(
+            dense=roles.dense.dp.size,
+            expert=roles.expert.dp.size,
+            dense_tp=roles.dense.tp.size,
+            expert_tp=roles.expert.tp.size,
+        )
 
 
 def make_plan(
