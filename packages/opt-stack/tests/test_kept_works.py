@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Host
-from opt_distributed.step import stats, verdict
+from opt_distributed.step import scaler, stats, verdict
 from opt_kernels.backends.verdict import triton_kernels
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
@@ -64,7 +64,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute statistics and verdicts by kernels, as on a GPU."""
     monkeypatch.setattr(stats, "grad_stats", triton_stats.grad_stats)
-    for module in (stats, verdict):
+    for module in (scaler, stats, verdict):
         monkeypatch.setattr(module, "verdict_kernels", lambda device: triton_kernels())
 
 

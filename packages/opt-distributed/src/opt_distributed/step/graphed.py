@@ -136,7 +136,7 @@ class GraphedStep:
     def _run(
         self, ready: Sequence[Ready], known: Tensor, limits: Limits, check: GroupCheck | None, upload: Upload
     ) -> Decided:
-        inv_scale = 1.0 / self.scaler.factor
+        inv_scale = self.scaler.inverse
         numbers = reduce_stats(
             self.families,
             ready,

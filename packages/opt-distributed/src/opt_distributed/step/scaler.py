@@ -8,6 +8,7 @@ from torch import Tensor
 
 from opt_config import ConstantScale, DynamicScale, NoScale
 from opt_distributed.comm.device import Device
+from opt_kernels.backends.verdict import verdict_kernels
 
 
 class Scaler(Protocol):
@@ -21,6 +22,11 @@ class Scaler(Protocol):
     @property
     def factor(self) -> float | Tensor:
         """The scale as a number, or as a 0-d float64 tensor if the host would have to wait for the number."""
+        ...
+
+    @property
+    def inverse(self) -> float | Tensor:
+        """`1 / factor`, likewise. A tensor keeps its value when the scale changes."""
         ...
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
@@ -49,6 +55,10 @@ class ConstantScaler:
     def factor(self) -> float:
         return self.scale
 
+    @property
+    def inverse(self) -> float:
+        return 1.0 / self.scale
+
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         return None
 
@@ -75,7 +85,7 @@ class DynamicScaler:
     def __init__(self, rule: DynamicScale):
         self.rule = rule
         self._known: _State | None = _State(float(rule.initial), 0, rule.hysteresis)
-        self._on_device: Tensor | None = None  # (3,) float64; the state if `_known` is None
+        self._on_device: Tensor | None = None  # (4,) float64: the state and 1 / scale, if `_known` is None
         self._stays = False  # whether `_on_device` is always the same tensor
 
     @property
@@ -84,7 +94,7 @@ class DynamicScaler:
         if self._known is not None:
             return self._known
         assert self._on_device is not None
-        scale, clean, forgiven = self._on_device.tolist()
+        scale, clean, forgiven, _ = self._on_device.tolist()
         state = _State(scale, int(clean), int(forgiven))
         if not self._stays:  # replays change it without the host, so it must not be cached
             self._known = state
@@ -101,6 +111,13 @@ class DynamicScaler:
         assert self._on_device is not None
         return self._on_device[0]
 
+    @property
+    def inverse(self) -> float | Tensor:
+        if self._known is not None:
+            return 1.0 / self._known.scale
+        assert self._on_device is not None
+        return self._on_device[3].clone() if self._stays else self._on_device[3]
+
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         if not isinstance(found_inf, Tensor):
             self._known = self._updated(self.state, found_inf)
@@ -115,7 +132,7 @@ class DynamicScaler:
     @torch.no_grad()
     def stay_on(self, device: Device) -> None:
         if self._known is not None:
-            state = device.upload(torch.tensor(self._known, dtype=torch.float64))
+            state = device.upload(torch.tensor(self._known.numbers, dtype=torch.float64))
             self._on_device = self._on_device.copy_(state) if self._stays and self._on_device is not None else state
             self._known = None
         if not self._stays:
@@ -134,23 +151,19 @@ class DynamicScaler:
     @torch.no_grad()
     def _updated_on_device(self, found_inf: Tensor, unless: Tensor | None) -> Tensor:
         """`_updated` on the device. Returns a new tensor, so that a copy of the scaler keeps its state."""
-        rule, where = self.rule, torch.where
         if self._known is not None:
-            before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in self._known])
+            numbers = self._known.numbers
+            before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in numbers])
         else:
             assert self._on_device is not None
             before = self._on_device
-        scale, clean, forgiven = before.unbind()
-        grows = clean + 1 >= rule.window
-        backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
-        after = torch.stack(
-            [
-                where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale)),
-                where(found_inf | grows, 0.0, clean + 1),
-                where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven)),
-            ]
-        )
-        return after if unless is None else where(unless, before, after)
+        rule, kernels = self.rule, verdict_kernels(found_inf.device)
+        if kernels is None:
+            return _rescaled(before, found_inf, unless, rule)
+        return kernels.rescaled(
+            before, found_inf, unless=unless, growth=rule.growth, backoff=rule.backoff, minimum=rule.minimum,
+            window=rule.window, hysteresis=rule.hysteresis,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         scale, clean, forgiven = self.state
@@ -174,6 +187,29 @@ class _State(NamedTuple):
     scale: float
     growth_tracker: int  # steps without overflow since the scale last grew or an overflow was seen
     hysteresis_tracker: int  # overflows until the scale backs off
+
+    @property
+    def numbers(self) -> tuple[float, float, float, float]:
+        """The state as a device keeps it, with 1 / scale."""
+        return self.scale, self.growth_tracker, self.hysteresis_tracker, 1.0 / self.scale
+
+
+def _rescaled(before: Tensor, found_inf: Tensor, unless: Tensor | None, rule: DynamicScale) -> Tensor:
+    """`rescaled` of `opt_kernels.backends.triton.loss_scale` in torch operations."""
+    where = torch.where
+    scale, clean, forgiven, _ = before.unbind()
+    grows = clean + 1 >= rule.window
+    backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
+    grown = where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale))
+    after = torch.stack(
+        [
+            grown,
+            where(found_inf | grows, 0.0, clean + 1),
+            where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven)),
+            1.0 / grown,
+        ]
+    )
+    return after if unless is None else where(unless, before, after)
 
 
 def scaler_of(choice: NoScale | ConstantScale | DynamicScale) -> Scaler:

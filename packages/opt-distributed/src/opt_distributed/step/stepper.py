@@ -277,7 +277,7 @@ class Stepper:
         `wrong` is the reason why this rank's groups cannot be used.
         """
         self._begin()
-        inv_scale = 1.0 / self.scaler.factor
+        inv_scale = self.scaler.inverse
         verdict, ready = self._judged(groups, inv_scale, wrong)
         if self.write_check is not None and not self._queues.is_asynchronous:
             self.write_check.check(verdict.check().flags)

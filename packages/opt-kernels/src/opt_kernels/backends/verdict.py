@@ -19,12 +19,13 @@ MAX_SLOTS = 62  # norm slots: whether each is clipped is a bit of an int64
 
 
 class VerdictKernels(NamedTuple):
-    """Classes of `opt_kernels.backends.triton`."""
+    """Classes and functions of `opt_kernels.backends.triton`."""
 
     sweep_of: "Callable[[Sequence[Tensor]], StatsSweep | None]"
     Summand: "type[Summand]"
     RowOfSums: "type[RowOfSums]"
     Decisions: "type[Decisions]"
+    rescaled: Callable[..., Tensor]  # of loss_scale.py
 
 
 @cache

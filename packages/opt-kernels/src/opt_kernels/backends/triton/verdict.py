@@ -17,6 +17,7 @@ from torch import Tensor
 from opt_kernels import devices
 from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, StatsSweep, stats_of_chunks
 from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton.loss_scale import rescaled
 from opt_kernels.backends.verdict import VerdictKernels
 
 
@@ -187,4 +188,4 @@ def _lanes(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-KERNELS = VerdictKernels(StatsSweep.of, Summand, RowOfSums, Decisions)
+KERNELS = VerdictKernels(StatsSweep.of, Summand, RowOfSums, Decisions, rescaled)
