@@ -1,4 +1,5 @@
-"""Run Triton's kernels under its interpreter where there is no GPU, and keep what every test would read again.
+"""Run Triton's kernels under its interpreter where there is no GPU, repeat the same tests in every run, and keep what
+every test would read again.
 
 Triton reads the variable when a kernel is defined, so it is set before any test module is imported.
 """
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
 
+from hypothesis import HealthCheck, settings
 from installed_packages import read_entry_points_once
 
 if find_spec("torch") is not None:  # opt-scheduler is also tested without it
@@ -16,6 +18,10 @@ if find_spec("torch") is not None:  # opt-scheduler is also tested without it
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# The same examples in every run, however slow the machine; `--hypothesis-profile=default` draws others.
+settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 def pytest_report_header() -> str:

@@ -1,6 +1,5 @@
 """Rank programs for the tests of DTensor parameters and of faults; importable, so that spawned processes find them."""
 
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +88,7 @@ class Outcome(NamedTuple):
 
 def raise_in_backward(wrapped: bool) -> Outcome:
     """The last rank raises in its second backward pass; the other proceeds to its step."""
-    group = dist.new_group(timeout=timedelta(seconds=3))
+    group = dist.new_group()
     groups = ProcessGroups(dp=group, expt_dp=group, mp=None, tp_ep_pp=None, intra_dist_opt=group)
     net = Mlp()
     model: nn.Module = net

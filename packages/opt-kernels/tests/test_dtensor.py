@@ -1,11 +1,10 @@
 """DTensor parameters: every rank updates its shard, and state dicts hold DTensors. Run as a program, it is one rank."""
 
-import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from opt_kernels.dtensor import spans
 from opt_kernels.hooks import CautiousDecay, CautiousUpdate, CentralizeGradient, ClipUpdateRms, HookError
 
 WORLD = 2
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-    return port
 
 
 def _steps(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: Sequence[torch.Tensor]) -> None:
@@ -106,10 +98,10 @@ def _check_matrices(mesh: DeviceMesh) -> None:
     optim.Muon(net).step()
 
 
-def _rank(rank: int, port: int) -> None:
+def _rank(rank: int, meeting: str) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=WORLD, timeout=timeout)
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
@@ -142,11 +134,11 @@ def _rank(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def test_shards_move_as_the_whole_does() -> None:
-    port = str(_free_port())
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), port]) for rank in range(WORLD)]
+def test_shards_move_as_the_whole_does(tmp_path: Path) -> None:
+    meeting = str(tmp_path / "world")
+    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), meeting]) for rank in range(WORLD)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0] * WORLD
 
 
 if __name__ == "__main__":
-    _rank(int(sys.argv[1]), int(sys.argv[2]))
+    _rank(int(sys.argv[1]), sys.argv[2])

@@ -32,7 +32,7 @@ from opt_checkpoint import (
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     gate = threading.Event()
     state = state_at(1, 0, 1)
-    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(10) and None))
+    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(60) and None))
     handle = saver.save(state, tmp_path / "x")
     assert not handle.done()
     assert saver.busy
@@ -51,7 +51,7 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
     gate = threading.Event()
 
     def late(*arguments: Any, **options: Any) -> None:
-        gate.wait(10)
+        gate.wait(60)
         save(*arguments, **options)
 
     monkeypatch.setattr(sys.modules["opt_checkpoint.run.async_save"], "save", late)
@@ -66,7 +66,7 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     gate = threading.Event()
-    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(10) and None))
+    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(60) and None))
     first = saver.save(state_at(1, 0, 1), tmp_path / "1")
     threading.Timer(0.2, gate.set).start()
     second = saver.save(state_at(2, 0, 1), tmp_path / "2")

@@ -132,20 +132,21 @@ def test_the_newest_is_found_without_a_look_at_older_ones(tmp_path: Path, monkey
 
 
 ANOTHER_SAVE = """
-import sys, time
+import sys
 from pathlib import Path
 from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.lease import Lease
 Lease.in_directory(LocalFiles(), Path(sys.argv[1]), "step-000000009")
 print("ready", flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
 def test_the_directory_of_a_save_under_way_in_another_process_stays_until_that_process_is_gone(tmp_path: Path) -> None:
     live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
     live.mkdir()
-    trainer = subprocess.Popen([sys.executable, "-c", ANOTHER_SAVE, str(live)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", ANOTHER_SAVE, str(live)]
+    trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert trainer.stdout.readline() == "ready\n"
     age(live)  # even if it has been stopped for an hour
     with CheckpointManager(tmp_path, in_background=False) as manager:
