@@ -311,6 +311,33 @@ def test_repeated_launches_follow_every_number(monkeypatch: pytest.MonkeyPatch) 
     assert (num_composed, len(composed) - num_composed) == (5, 10)
 
 
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_launches_are_repeated_where_gradients_are_means(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum over replicas is divided in the update, and one of the steps is clipped less."""
+
+    def train() -> list[Any]:
+        model, optimizer = build("bfloat16 with mains")
+        params, results = list(model.parameters()), []
+        for family in optimizer.stepper.families:
+            for source in family.sources:
+                vars(source)["grad_scale"] = 1.0 / replicas
+        for step in range(6):
+            new_grads(params, step)
+            torch._foreach_mul_([param.grad for param in params], 0.01 if step == 3 else float(replicas))
+            results.append(tuple(optimizer.step()))
+        return results + outcome(optimizer, params)
+
+    monkeypatch.setattr(stats, "grad_stats", triton_stats.grad_stats)
+    expected = train()
+    monkeypatch.setattr(devices, "device_of", lambda device: Asynchronous())
+    use_kernels(monkeypatch)
+    composed = []
+    init = UpdateCall.__init__
+    monkeypatch.setattr(UpdateCall, "__init__", lambda call, *a, **o: (composed.append(call), init(call, *a, **o))[1])
+    assert same(train(), expected)
+    assert len(composed) == 3
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_steady_step_keeps_no_gradient_alive(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After `zero_grad`, their memory is needed for activations."""

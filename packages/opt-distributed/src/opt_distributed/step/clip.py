@@ -1,5 +1,7 @@
 """The clip coefficient, by which all gradients of a norm slot are multiplied, and other factors."""
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,25 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def times(numbers: Tensor, factor: float | Tensor) -> Tensor:
     """`numbers * factor`; without an operation on the device if the host knows that it would change nothing."""
     return numbers if isinstance(factor, float) and factor == 1.0 else numbers * factor
+
+
+class Products:
+    """Products of scales on a device, by key. Each is in the same memory at every step, so that launches that read it
+    can be repeated as they are."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def of(self, key: Hashable, scale: float | Tensor, factor: float) -> float | Tensor:
+        """`scale * factor`; on a device, the next call with `key` overwrites it."""
+        if not isinstance(scale, Tensor):
+            return scale * factor
+        if factor == 1.0:
+            return scale
+        if key not in self._kept:
+            with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+                self._kept[key] = torch.empty_like(scale)
+        return torch.mul(scale, factor, out=self._kept[key])
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

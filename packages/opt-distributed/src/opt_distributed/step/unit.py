@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError
-from opt_distributed.step.clip import times
+from opt_distributed.step.clip import Products
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
@@ -48,6 +48,7 @@ class Unit:
     _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
     _error: SparseGradientError | None = field(init=False, default=None)
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
+    _products: Products = field(init=False, default_factory=Products)  # of the scales of slots and of sources
 
     def __post_init__(self) -> None:
         self.read_grads = _reader(self.pieces)
@@ -215,7 +216,7 @@ class Unit:
             # Whether two tensors have the same value is unknown to the host.
             key = (slot, by) if isinstance(scale, Tensor) else scale * by
             if key not in found:
-                found[key] = _Scaled(times(scale, by) if isinstance(scale, Tensor) else scale * by, [])
+                found[key] = _Scaled(self._products.of(key, scale, by), [])
             found[key].runs.append(run)
         return list(found.values())
 
