@@ -54,6 +54,8 @@ SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nv
 PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
 os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, sorted(PYENV.glob("3.1?.*/bin")))])
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # many small processes; more threads than cores slow them all down
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of hundreds of processes compiles torch's sources again
+    os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "bytecode")
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
