@@ -4,7 +4,8 @@ import logging
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,32 @@ def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: py
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     library(compiler.PROBE)
     assert sorted(fresh.iterdir()) == made
+
+
+@needs_compiler
+def test_threads_that_need_one_library_compile_it_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are threads, and reach their first step together."""
+    assert usable()
+    compiled, begun, may_end = compiler._compile, threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    def slow(text: str, flags: Sequence[str], stem: str) -> Path:
+        calls.append(stem)
+        begun.set()
+        may_end.wait(60)
+        return compiled(text, flags, stem)
+
+    monkeypatch.setattr(compiler, "_compile", slow)
+    needs = {"source": grad_stats_cpp.SOURCE, "GRAD": "float", "COUNT_ZEROS": 1}
+    threads = [threading.Thread(target=library, kwargs=needs) for _ in range(2)]
+    threads[0].start()
+    begun.wait(60)
+    threads[1].start()
+    threads[1].join(0.2)
+    may_end.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(calls) == 1
 
 
 @needs_compiler

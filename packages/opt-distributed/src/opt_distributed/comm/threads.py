@@ -10,11 +10,13 @@ from torch import Tensor
 from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes
 
+TIMEOUT_S = 300.0  # for a rank that waits for another, which may compile sweeps
+
 
 class World:
     """The shared state of the ranks of one world of threads."""
 
-    def __init__(self, size: int, *, timeout_s: float = 60.0):
+    def __init__(self, size: int, *, timeout_s: float = TIMEOUT_S):
         self.size = size
         self.timeout_s = timeout_s
         self.box: list[Any] = [None] * size

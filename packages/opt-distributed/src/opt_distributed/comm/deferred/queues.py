@@ -15,6 +15,7 @@ from typing import Any
 EAGERNESS = (0.0, 0.3, 0.9)
 """Probabilities, of which a world draws one, that queued work runs before the host queues more."""
 CHANCE_OF_A_TURN = 0.02  # probability that another rank takes its turn when a rank queues something
+TIMEOUT_S = 300.0  # for a rank that waits for its turn; the other may compile sweeps
 
 
 class DeadlockError(RuntimeError):
@@ -189,8 +190,8 @@ class World:
 
     def _wait_for_turn(self, rank: int) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._turn == rank or self.failed, timeout=60.0):
-                raise DeadlockError(f"rank {rank} had no turn for 60 s")
+            if not self._changed.wait_for(lambda: self._turn == rank or self.failed, timeout=TIMEOUT_S):
+                raise DeadlockError(f"rank {rank} had no turn for {TIMEOUT_S} s")
         if self.failed:
             raise Stopped("another rank raised an error")
 

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 from opt_kernels.backends.cpp import cache as on_disk
@@ -114,7 +115,14 @@ def _library(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctyp
     text = f"{ELEMENTS.read_text()}\n{content}" if is_sweep else content
     flags = (*_flags(), *(f"-D{name}={value}" for name, value in macros), *own)
     stem = f"{name}-{_digest(text, flags)}"
-    return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, flags, stem)))
+    with _compiling(os.getpid()):
+        return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, flags, stem)))
+
+
+@cache
+def _compiling(process: int) -> Lock:
+    """Held by the thread that compiles, so that others find its library. A forked process has a lock of its own."""
+    return Lock()
 
 
 def _sorted(macros: Mapping[str, str | int]) -> tuple[tuple[str, str], ...]:
