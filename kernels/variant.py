@@ -8,6 +8,7 @@ import torch
 from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
 from opt_kernels.backends.triton.jit import tl
 from opt_kernels.codecs import StateCodec
+from opt_kernels.codecs.remainder import REMAINDERS
 
 CHUNK = 16384
 # Lane-instructions that an H200 issues per byte moved: 132 processors of 4 warps of 32 lanes at 1.75 GHz, 4.3 TB/s.
@@ -50,8 +51,8 @@ def widths(formats: LaunchFormats) -> Widths:
     """Expected accesses of a sweep: each column is accessed `vector` elements at a time, at most 16 bytes."""
     reads = [formats.grad.itemsize, *(d.itemsize for d in formats.states)]
     writes = [d.itemsize for d in formats.states]
-    if formats.main is None:
-        reads, writes = [*reads, 2, 2], [*writes, 2, 2]
+    if formats.remainder:
+        reads, writes = [*reads, 2, formats.main.itemsize], [*writes, 2, formats.main.itemsize]
     else:
         reads, writes = [*reads, formats.main.itemsize], [*writes, formats.main.itemsize]
         writes += [] if formats.out is None else [formats.out.itemsize]
@@ -111,10 +112,10 @@ def bytes_moved(formats: LaunchFormats, codecs: dict[str, StateCodec]) -> float:
 
 def formats(
     grad: torch.dtype = torch.float32,
-    main: torch.dtype | None = torch.float32,
+    main: torch.dtype = torch.float32,  # or that of a remainder
     out: torch.dtype | None = None,
     states: tuple[torch.dtype, ...] = (),
     aligned: bool = True,
 ) -> LaunchFormats:
     """LaunchFormats of a sweep; every dtype defaults to float32."""
-    return LaunchFormats(grad, main, out, states, aligned)
+    return LaunchFormats(grad, main, out, states, aligned, remainder=main in REMAINDERS)

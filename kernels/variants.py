@@ -26,10 +26,11 @@ from opt_kernels.matrices.muon.triton import SUM_BLOCK as MUON_SUM_BLOCK
 from opt_kernels.matrices.muon.triton import descent_sweep, momentum_sweep, normalise_sweep, slot_totals
 from opt_kernels.matrices.syrk.triton import TILE, TILE_BYTES_K, syrk_descriptors, syrk_pointers
 
-F32, BF16, F16, I8, U8, E4M3, E5M2 = (
+F32, BF16, F16, I16, I8, U8, E4M3, E5M2 = (
     torch.float32,
     torch.bfloat16,
     torch.float16,
+    torch.int16,
     torch.int8,
     torch.uint8,
     torch.float8_e4m3fn,
@@ -80,7 +81,7 @@ def registered() -> Iterator[Variant]:
         yield update(f"{name}/fp32", formula, (F32,) * len(formula.states))
     largest = max(others.values(), key=lambda formula: len(formula.states))
     codes = tuple(I8 if state.signed else U8 for state in largest.states)
-    one = update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=None, out=BF16)
+    one = update(f"{largest.name}/remainder-g16-8-bit-state", largest, codes, grad=BF16, main=I16, out=BF16)
     # Bound by instructions: exact division is allowed at this size, and four codecs divide often. A third of a copy's
     # speed.
     yield replace(one, max_instructions=380)
@@ -155,8 +156,8 @@ def muon_descent(name: str, o: torch.dtype, **of: Any) -> Variant:
     """Muon's update in the directions stored in `o`."""
     kept = formats(states=(F32,), **of)
     one = sweep(f"muon/descent-{name}", descent_sweep, kept, {}, {"DECAY": "decoupled", "TAG": 3})
-    main = [2, 2] if kept.main is None else [kept.main.itemsize]
-    written = main if kept.main is None or kept.out is None else [*main, kept.out.itemsize]
+    main = [kept.main.itemsize, 2] if kept.remainder else [kept.main.itemsize]
+    written = main if kept.remainder or kept.out is None else [*main, kept.out.itemsize]
     return replace(
         one,
         signature={
@@ -248,7 +249,8 @@ def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> V
 
 def all_variants() -> list[Variant]:
     """All variants with gates."""
-    remainder: dict[str, Any] = {"main": None, "out": BF16}
+    remainder: dict[str, Any] = {"main": I16, "out": BF16}
+    short: dict[str, Any] = {"main": I8, "out": BF16}
     return [
         adam("fp32", F32, F32),
         adam("fp32-te", F32, F32, order="te"),
@@ -259,6 +261,8 @@ def all_variants() -> list[Variant]:
         adam("remainder", F32, F32, **remainder),
         adam("remainder-g16", F32, F32, grad=BF16, **remainder),
         adam("remainder-g16-bf16-state", BF16, BF16, grad=BF16, **remainder),
+        adam("short-remainder", F32, F32, **short),
+        adam("short-remainder-g16-bf16-state", BF16, BF16, grad=BF16, **short),
         adam("bf16-stochastic", BF16, BF16, grad=BF16, main=BF16, stochastic_rounding=True),
         adam("remainder-g16-fp16-state", F16, F16, grad=BF16, **remainder),
         adam("remainder-g16-e4m3-state", E4M3, E4M3, grad=BF16, **remainder),

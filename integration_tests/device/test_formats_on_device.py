@@ -23,7 +23,7 @@ from parity import Case, Numbers, Spread, Wrapping
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.short_main import ShortMain
+from opt_distributed.step.coded_main import CodedMain
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
@@ -68,15 +68,15 @@ def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(name: st
 
 
 def test_main_values_that_are_encoded_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, fields = case_of(Spread.FLAT), FORMATS["24-bit mains"]
+    case, fields = case_of(Spread.FLAT), FORMATS["scaled fp16 mains"]
     expected = run_threads(SIZE, partial(on_host, case=case, fields=fields))
-    open_ = ShortMain.open_
+    open_ = CodedMain.open_
 
-    def late(main: ShortMain) -> torch.Tensor:
+    def late(main: CodedMain) -> torch.Tensor:
         decoded = open_(main)
         main.main = decoded.clone()  # encoded as it was before the update
         return decoded
 
-    monkeypatch.setattr(ShortMain, "open_", late)
+    monkeypatch.setattr(CodedMain, "open_", late)
     found = run_deferred(SIZE, partial(on_device, case=case, fields=fields), seed=0)
     assert not all(map(equal, found, expected))

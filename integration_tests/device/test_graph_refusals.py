@@ -186,12 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16 main values": (
         {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
         "optimizer_cuda_graph=True with main_params_dtype=torch.float16, whose values are decoded to new memory at "
-        "every step; use 16-bit remainders or fp32 main values, or set it to False",
-    ),
-    "24-bit main values": (
-        {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
-        "optimizer_cuda_graph=True with main_params_dtype=torch.int8, whose values are decoded to new memory at "
-        "every step; use 16-bit remainders or fp32 main values, or set it to False",
+        "every step; use remainders or fp32 main values, or set it to False",
     ),
     "parameters in fp8": (
         {"bf16": True, "fp8_recipe": "delayed"},

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from graph_training import (
     ALONE,
     BAD_STEPS,
@@ -154,10 +155,16 @@ def test_the_halves_of_a_step_run_between_replays() -> None:
         assert all(map(equal, run_deferred(SIZE, on_device, seed=seed), expected))
 
 
+FORMATS: list[tuple[Numbers, dict[str, Any]]] = [
+    *((numbers, {}) for numbers in Numbers),
+    (Numbers.BF16, {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}),
+]
+
+
 @pytest.mark.parametrize("rule", ["adam", "muon"])
-@pytest.mark.parametrize("numbers", list(Numbers), ids=lambda numbers: numbers.value)
+@pytest.mark.parametrize(("numbers", "fields"), FORMATS, ids=[*(numbers.value for numbers in Numbers), "24-bit mains"])
 def test_the_host_code_of_triton_kernels_can_be_captured(
-    rule: str, numbers: Numbers, monkeypatch: pytest.MonkeyPatch
+    rule: str, numbers: Numbers, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
     queue_kernels(monkeypatch)
@@ -169,12 +176,12 @@ def test_the_host_code_of_triton_kernels_can_be_captured(
             unit.rule = replace(unit.rule, backend="triton")
 
     def build(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimizer]:
-        model, optimizer = built(case, one.comm, optimizer_cuda_graph=True)
+        model, optimizer = built(case, one.comm, optimizer_cuda_graph=True, **fields)
         with_triton(optimizer)
         return model, optimizer
 
     def on_host(comm: Comm) -> Trained:
-        model, optimizer = built(case, comm)
+        model, optimizer = built(case, comm, **fields)
         with_triton(optimizer)
         results = []
         for step in range(STEPS):

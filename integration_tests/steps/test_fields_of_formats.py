@@ -13,7 +13,7 @@ from parity import roles_over
 from opt_config import OptimizerConfig
 from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_distributed.step.short_main import DecodedMain
+from opt_distributed.step.coded_main import CodedMain
 from opt_stack import get_optimizer
 
 AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
@@ -42,7 +42,10 @@ NUMBERS: Mapping[str, tuple[Mapping[str, Any], Kept]] = {
         {**AWARE, "main_params_dtype": FP16},
         Kept(param=BF16, codes=FP16),
     ),
-    "main_params_dtype of 24 bits": ({**AWARE, "main_params_dtype": torch.int8}, Kept(param=BF16, codes=torch.int8)),
+    "main_params_dtype of 24 bits": (
+        {**AWARE, "main_params_dtype": torch.int8},
+        Kept(param=BF16, remainder=torch.int8),
+    ),
     "store_param_remainders": ({**AWARE, "store_param_remainders": False}, Kept(param=BF16, copy=FP32)),
     **{
         f"{field} {dtype}": ({**AWARE, field: dtype}, Kept(param=BF16, remainder=torch.int16, **{moment: stored}))
@@ -70,7 +73,7 @@ def test_mains_and_moments_are_kept_in_the_requested_formats(name: str) -> None:
         param=main.target.dtype,
         copy=None if main.copy is None else main.copy.dtype,
         remainder=None if main.remainder is None else main.remainder.dtype,
-        codes=main.kept()[0].dtype if isinstance(main, DecodedMain) else None,
+        codes=main.kept()[0].dtype if isinstance(main, CodedMain) else None,
         exp_avg=state["exp_avg"].dtype,
         exp_avg_sq=state["exp_avg_sq"].dtype,
     )

@@ -36,12 +36,13 @@ class Kept:
     main: torch.dtype | None
     out: torch.dtype | None = None
     grad: torch.dtype = torch.float32
+    remainder: torch.dtype = torch.int16  # where there is no main
 
     def work(self, rule: Rule, start: Tensor) -> Work:
         """A work that begins at `start`, float64, with no gradient yet."""
         main = None if self.main is None else start.to(self.main, copy=True)
         out = None if self.out is None else torch.empty_like(start, dtype=self.out)
-        remainder = torch.empty_like(start, dtype=torch.int16) if self.main is None else None
+        remainder = torch.empty_like(start, dtype=self.remainder) if self.main is None else None
         if remainder is not None:
             assert out is not None
             split_(out, remainder, start.float())
@@ -62,6 +63,7 @@ KEPT: Mapping[str, Kept] = {
     "fp32-out16-g16": Kept(main=torch.float32, out=torch.bfloat16, grad=torch.bfloat16),
     "remainder": Kept(main=None, out=torch.bfloat16),
     "remainder-g16": Kept(main=None, out=torch.bfloat16, grad=torch.bfloat16),
+    "short-remainder": Kept(main=None, out=torch.bfloat16, remainder=torch.int8),
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
 ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())

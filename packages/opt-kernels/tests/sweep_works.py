@@ -73,6 +73,7 @@ class Storage:
 
     grad: torch.dtype = torch.float32
     main: torch.dtype | None = torch.float32  # None: remainder
+    remainder: torch.dtype = torch.int16
     out: torch.dtype | None = None
     state: torch.dtype = torch.float32
 
@@ -85,6 +86,10 @@ STORAGES = {
     "bf16-itself": Storage(grad=torch.bfloat16, main=torch.bfloat16),
     "remainder": Storage(main=None, out=torch.bfloat16),
     "remainder-all-16-bit": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, state=torch.bfloat16),
+    "short-remainder": Storage(main=None, remainder=torch.int8, out=torch.bfloat16),
+    "short-remainder-all-16-bit": Storage(
+        grad=torch.bfloat16, main=None, remainder=torch.int8, out=torch.bfloat16, state=torch.bfloat16
+    ),
     "bf16-state": Storage(state=torch.bfloat16),
     "fp16-state": Storage(state=torch.float16),
     "fp8-state": Storage(state=torch.float8_e4m3fn),
@@ -125,7 +130,7 @@ def make_works(
         if storage.out is not None:
             out = empty(n, storage.out, device, offset).fill_(torch.nan)
         if storage.main is None:
-            remainder = empty(n, torch.int16, device, offset)
+            remainder = empty(n, storage.remainder, device, offset)
             assert out is not None
             split_(out, remainder, p.to(device))
         else:

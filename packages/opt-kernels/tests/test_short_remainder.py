@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs.short_remainder import join_short, split_short_
+from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import Batch, Hyper, Work
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38]
 INF_WORD = 0x7F800000
@@ -87,3 +91,44 @@ def test_any_shape_and_order_of_dimensions(shape: tuple[int, ...]) -> None:
         bits = torch.empty(shape, dtype=torch.int8)
         split_short_(weight, bits, main)
         assert torch.equal(join_short(weight, bits), flat)
+
+
+BACKENDS = ["reference", "torch", pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler"))]
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+@pytest.mark.parametrize("is_finite", [True, False], ids=["finite", "with NaN"])
+def test_sweeps_store_the_bits_of_the_definition(backend: str, is_finite: bool) -> None:
+    """Of new values of every exponent, among them ties: 0 - 1 * (-value)."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    values = words(count=20_000)
+    values = values[values.isfinite()] if is_finite else values
+    out, rest = split(torch.zeros_like(values))
+    work = Work(grad=-values, main=None, out=out, remainder=rest, state={})
+    rule = SGD(backend=backend, momentum_buffer=False)
+    rule.update_([Batch(Hyper(lr=1.0, weight_decay=0.0, momentum=0.0), [work])])
+    weight, bits = split(values + 0.0)  # 0 - 0 is +0
+    assert torch.equal(out.view(torch.int16), weight.view(torch.int16))
+    assert torch.equal(rest, bits)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton"])
+def test_a_work_may_have_either_remainder_but_no_such_main(backend: str) -> None:
+    """Both in one call; and int8 values are no main, though they have its place in the tables of sweeps."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="triton is not installed")
+    rule, hyper = SGD(backend=backend, momentum_buffer=False), Hyper(lr=0.5, weight_decay=0.0, momentum=0.0)
+    works = [
+        Work(
+            grad=torch.full((70,), -2.0), main=None, state={},
+            out=torch.zeros(70, dtype=torch.bfloat16), remainder=torch.zeros(70, dtype=dtype),
+        )
+        for dtype in (torch.int8, torch.int16)
+    ]  # fmt: skip
+    rule.update_([Batch(hyper, works)])
+    assert all(torch.equal(work.out, torch.ones(70, dtype=torch.bfloat16)) for work in works if work.out is not None)
+    if backend == "triton":
+        wrong = Work(grad=torch.ones(70), main=torch.zeros(70, dtype=torch.int8), out=works[0].out, state={})
+        with pytest.raises(LayoutError, match=r"cannot sweep torch\.int8"):
+            rule.update_([Batch(hyper, [wrong])])

@@ -166,6 +166,7 @@ class RoundsAway(NoRemainder):
 
 
 REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_remainders": True}
+SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,8 @@ REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_
         pytest.param(NoNeeds(), {}, "its rule NoNeeds lacks needs", id="no-needs"),
         pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
         pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
+        pytest.param(NoRemainder(), SHORT, "torch.int8: .* with a remainder raised AttributeError", id="no-short"),
+        pytest.param(RoundsAway(), SHORT, "updates a parameter differently", id="rounds-short"),
     ],
 )
 def test_a_rule_that_does_not_support_its_options_is_refused_when_built(

@@ -102,6 +102,7 @@ class Work:
 
     The rule updates `main`: an fp32 copy, or the parameter itself. `out`, if given, receives `main` rounded to its
     dtype. With `remainder` (int16), `main` is None: the fp32 value is (`out` as bf16, `remainder`), joined losslessly.
+    An int8 `remainder` keeps 24 of its bits.
     """
 
     grad: Tensor  # any float dtype, read only

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.mains import Main, Numbers
-from opt_distributed.step.short_main import DecodedMain
 
-MakeMain = Callable[[Numbers, Tensor], Main | DecodedMain]
+MakeMain = Callable[[Numbers, Tensor], Main | CodedMain]
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class HostMain:
     """
 
     target: Tensor  # on the device
-    moved: Main | DecodedMain  # on the host
+    moved: Main | CodedMain  # on the host
     device: Device
 
     @classmethod

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device, Event, HostCopy
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.short_main import DecodedMain
 from opt_paramgroups import ParamId
 
 Groups = Sequence[Mapping[str, Any]]
@@ -37,7 +37,7 @@ class Staged(Protocol):
     def id(self) -> ParamId: ...
 
     @property
-    def main(self) -> Main | DecodedMain | HostMain | QuantizedMain: ...
+    def main(self) -> Main | CodedMain | HostMain | QuantizedMain: ...
 
 
 class OnHost(NamedTuple):

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.ready import LiveGrads, Ready
-from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
 from opt_kernels.rules.base import Rule
@@ -40,7 +40,7 @@ class PieceRun:
     pieces: Sequence[OwnedPiece]
     rule: Rule  # that updates them
     count: StepCount = field(init=False)  # shared by its pieces from now on
-    opened: Sequence[DecodedMain | QuantizedMain] = ()  # mains that must be stored after an update
+    opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
     kept: KeptWorks = field(init=False)
     hyper: KeptHyper = field(init=False)  # the numbers of its group
@@ -53,7 +53,7 @@ class PieceRun:
             piece.take_count(self.count)
         self.hyper = KeptHyper(getattr(self.rule, "hyper_names", ()))
         mains = [piece.moved for piece in self.pieces]
-        self.opened = [main for main in mains if isinstance(main, DecodedMain | QuantizedMain)]
+        self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
@@ -111,7 +111,7 @@ class PieceRun:
     @property
     def is_decoded(self) -> bool:
         """Whether its mains use additional memory while they are open."""
-        return any(isinstance(main, DecodedMain) for main in self.opened)
+        return any(isinstance(main, CodedMain) for main in self.opened)
 
 
 def may_join(runs: Sequence[PieceRun]) -> bool:
@@ -133,7 +133,7 @@ def runs_of(pieces: Sequence[OwnedPiece], rule: Rule) -> list[PieceRun]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, DecodedMain) else 0
+        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(RunKey(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [

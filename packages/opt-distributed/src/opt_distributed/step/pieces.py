@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import ComputeStage
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Main
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId
@@ -38,7 +38,7 @@ class OwnedPiece:
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # of its gradient
-    own_main: Main | DecodedMain | HostMain | QuantizedMain
+    own_main: Main | CodedMain | HostMain | QuantizedMain
     own_state: dict[str, Tensor]
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
@@ -53,7 +53,7 @@ class OwnedPiece:
     touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
 
     @property
-    def main(self) -> Main | DecodedMain | HostMain | QuantizedMain:
+    def main(self) -> Main | CodedMain | HostMain | QuantizedMain:
         """The main values."""
         self.touched.states = True
         return self.own_main
@@ -65,7 +65,7 @@ class OwnedPiece:
         return self.own_state
 
     @property
-    def moved(self) -> Main | DecodedMain | QuantizedMain:
+    def moved(self) -> Main | CodedMain | QuantizedMain:
         """The main values that the rule updates: those in host memory if the unit is there."""
         return self.own_main.moved if isinstance(self.own_main, HostMain) else self.own_main
 

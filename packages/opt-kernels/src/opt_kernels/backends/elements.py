@@ -28,13 +28,13 @@ class LayoutError(ValueError):
 
 
 def check_halves(work: Work) -> None:
-    """Raise LayoutError for a work without a main unless it has a bfloat16 out and an int16 remainder."""
+    """Raise LayoutError for a work without a main unless it has a bfloat16 out and an int16 or int8 remainder."""
     if work.main is None:
         dtypes = [None if tensor is None else tensor.dtype for tensor in (work.out, work.remainder)]
-        if dtypes != [torch.bfloat16, torch.int16]:
+        if dtypes[0] is not torch.bfloat16 or dtypes[1] not in remainder_reference.REMAINDERS:
             raise LayoutError(
                 f"a work has neither a main nor its two halves: out is {dtypes[0]} and remainder {dtypes[1]}; "
-                "pass main, or out (torch.bfloat16) and its remainder (torch.int16)"
+                "pass main, or out (torch.bfloat16) and its remainder (torch.int16 or torch.int8)"
             )
 
 

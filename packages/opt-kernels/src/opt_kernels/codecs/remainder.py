@@ -7,22 +7,31 @@ negative, the upper half is raised by one. So the upper half is w rounded to nea
 
 which is exact for every w except NaN: raising 0x7FFF would give 0x8000, which is minus zero, and the NaN would vanish
 from the model. NaN is stored as the quiet NaN (0x7FC0, 0) instead.
+
+An int8 remainder is that of a number rounded to 24 bits, see `codecs.short_remainder`.
 """
 
 import torch
 from torch import Tensor
 
-QUIET_NAN = 0x7FC0
+from opt_kernels.codecs.short_remainder import QUIET_NAN, join_short, split_short_
+
+REMAINDERS = (torch.int16, torch.int8)  # dtypes
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers with the halves `weight` (bfloat16) and `remainder` (int16), both (n,)."""
+    """The float32 numbers with the halves `weight` (bfloat16) and `remainder` (int16 or int8), both of one shape."""
+    if remainder.dtype is torch.int8:
+        return join_short(weight, remainder)
     word = (weight.view(torch.int16).to(torch.int64) << 16) + remainder.to(torch.int64)
     return _wrapped(word, 32).to(torch.int32).view(torch.float32)
 
 
 def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
-    """Write the halves of `main` (n,) float32 to `weight` (n,) bfloat16 and `remainder` (n,) int16."""
+    """Write the halves of `main` (float32) to `weight` (bfloat16) and `remainder` (int16 or int8), of one shape."""
+    if remainder.dtype is torch.int8:
+        split_short_(weight, remainder, main)
+        return
     word = main.view(torch.int32).to(torch.int64)
     upper = _wrapped((word + 0x8000) >> 16, 16)
     lower = _wrapped(word, 16)

@@ -15,6 +15,7 @@ from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.host_main import HostMain
@@ -23,7 +24,6 @@ from opt_distributed.step.mains import Main
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
-from opt_distributed.step.short_main import DecodedMain
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
@@ -213,7 +213,7 @@ def _pieces(
     host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
     slots, (unit, on_host) = norm_slots(plan), side
-    main: Main | DecodedMain | HostMain | QuantizedMain
+    main: Main | CodedMain | HostMain | QuantizedMain
     rule = unit.rule_of(on_host=on_host)
     for buffer in plan.buffers:
         axes = _axes(roles, buffer)

@@ -42,10 +42,10 @@ def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> Non
                 "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
                 "elementwise rule), or set it to False"
             )
-        if {Numbers.FP16_SCALED, Numbers.SHORT_REMAINDER} & {*unit.numbers.values()}:
+        if Numbers.FP16_SCALED in unit.numbers.values():
             raise ConfigError(
                 f"{_FIELD} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
-                "memory at every step; use 16-bit remainders or fp32 main values, or set it to False"
+                "memory at every step; use remainders or fp32 main values, or set it to False"
             )
         backend = getattr(rule, "backend", None)
         if backend not in _ON_DEVICE:

@@ -16,7 +16,6 @@ from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.mains import Main, Numbers, make_main
 from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.short_main import DecodedMain, ShortMain
 from opt_distributed.step.unit import Unit
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
@@ -42,7 +41,7 @@ class HostBuilder:
 
     def kept(
         self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, placed: PlacedMatrix, *, on_host: bool
-    ) -> tuple[Main | DecodedMain | HostMain, dict[str, Tensor]]:
+    ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
         """Return the main values of `target`, and the rule's state before the first step."""
         if not on_host or not self.device.is_asynchronous:
             near = _make(numbers, target)
@@ -76,13 +75,8 @@ class HostBuilder:
             yield replace(unit, pieces=pieces, host=side, completes=unit.completes if is_last else ())
 
 
-def _make(numbers: Numbers, target: Tensor) -> Main | DecodedMain:
-    match numbers:
-        case Numbers.FP16_SCALED:
-            return CodedMain.of(target)
-        case Numbers.SHORT_REMAINDER:
-            return ShortMain.of(target)
-    return make_main(numbers, target)
+def _make(numbers: Numbers, target: Tensor) -> Main | CodedMain:
+    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _cuts(unit: Unit, part_numel: int) -> Iterator[list[OwnedPiece]]:

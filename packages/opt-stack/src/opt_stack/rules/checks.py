@@ -18,8 +18,8 @@ def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
     """Return `rule`, the rule of `optimizer=name`, if `config` can use it.
 
     Raises:
-        ConfigError: the rule lacks a member of `Rule`, or `store_param_remainders` is set and the rule cannot update
-            bf16 parameters with remainders.
+        ConfigError: the rule lacks a member of `Rule`, or the configuration asks for remainders and the rule cannot
+            update bf16 parameters with them.
     """
     missing = [member for member in _MEMBERS if not hasattr(rule, member)]
     if missing or not isinstance(rule.needs, Needs):
@@ -28,32 +28,35 @@ def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
             f"optimizer={name!r}: its rule {type(rule).__name__} {problem}; a rule is an opt_kernels.rules.base.Rule, "
             f"with {', '.join(_MEMBERS)}"
         )
-    if config.precision.remainder and not type(rule).__module__.startswith(("opt_kernels.", "opt_stack.")):
-        _check_remainder(name, rule)
+    if not type(rule).__module__.startswith(("opt_kernels.", "opt_stack.")):
+        if config.precision.remainder:
+            _check_remainder(name, rule, torch.int16, "store_param_remainders=True")
+        elif config.precision.mains is torch.int8:
+            _check_remainder(name, rule, torch.int8, "main_params_dtype=torch.int8")
     checked: Rule = rule
     return checked
 
 
-def _check_remainder(name: str, rule: Rule) -> None:
-    """Raise ConfigError unless one step with a remainder equals the step with fp32 main values."""
+def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
+    """Raise ConfigError unless one step with a remainder of `dtype` is the step with fp32 main values."""
     generator = torch.Generator().manual_seed(0)
     start, grad = (torch.rand(_SHAPES[rule.needs], generator=generator) + 0.5 for _ in range(2))
     try:
-        main = start.clone()
-        _step(rule, Work(grad=grad.clone(), main=main, state=rule.init_state(main)))
-        out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=torch.int16)
+        out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=dtype)
         split_(out, remainder, start)
-        _step(rule, Work(grad=grad.clone(), main=None, state=rule.init_state(start), out=out, remainder=remainder))
-        problem = _difference(main, join(out, remainder))
+        main = join(out, remainder)
+        _step(rule, Work(grad=grad.clone(), main=None, state=rule.init_state(main), out=out, remainder=remainder))
+        _step(rule, Work(grad=grad.clone(), main=main, state=rule.init_state(main)))
+        problem = _difference(main, join(out, remainder), rtol=1e-6 if dtype is torch.int16 else 2.0**-15)
     except ConfigError:
         raise
     except Exception as error:  # the caller's code may raise anything
         problem = f"raised {type(error).__name__}: {error}"
     if problem:
         raise ConfigError(
-            f"store_param_remainders=True: optimizer={name!r} with a remainder {problem}; if a work has no main, a "
-            "rule must join `out` and `remainder`, and write both (opt_kernels.codecs.remainder); or set "
-            "store_param_remainders=False"
+            f"{field}: optimizer={name!r} with a remainder {problem}; if a work has no main, a rule must join `out` "
+            "and `remainder`, and write both (opt_kernels.codecs.remainder); or keep fp32 mains: "
+            "store_param_remainders=False and main_params_dtype=torch.float32"
         )
 
 
@@ -62,7 +65,7 @@ def _step(rule: Rule, work: Work) -> None:
         rule.update_([Batch(Hyper(lr=0.01, step=1), [work])])
 
 
-def _difference(main: Tensor, joined: Tensor) -> str:
-    if torch.allclose(main, joined, rtol=1e-6, atol=1e-7):
+def _difference(main: Tensor, joined: Tensor, *, rtol: float) -> str:
+    if torch.allclose(main, joined, rtol=rtol, atol=1e-7):
         return ""
     return f"updates a parameter differently, by up to {float((main - joined).abs().max()):.1e}"

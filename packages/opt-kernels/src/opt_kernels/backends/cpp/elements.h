@@ -43,6 +43,10 @@ static inline float read_main(const int16_t *remainder, const bfloat16 *weight, 
     return float_of((uint32_t(weight[i].bits) << 16) + uint32_t(int32_t(remainder[i])));
 }
 
+static inline float read_main(const int8_t *remainder, const bfloat16 *weight, int64_t i) {
+    return float_of(((uint32_t(weight[i].bits) << 8) + uint32_t(int32_t(remainder[i]))) << 8);
+}
+
 template <bool HasOut, class Main, class Out>
 static inline void write_main(Main *main, Out *out, int64_t i, float x) {
     write(main[i], x);
@@ -54,6 +58,15 @@ static inline void write_main(int16_t *remainder, bfloat16 *weight, int64_t i, f
     uint32_t word = word_of(x);
     weight[i].bits = uint16_t(x == x ? (word + 0x8000) >> 16 : 0x7FC0);
     remainder[i] = int16_t(x == x ? word & 0xFFFF : 0);
+}
+
+// To nearest, ties to even, in 24 bits, which are then split (codecs/short_remainder.py).
+template <bool>
+static inline void write_main(int8_t *remainder, bfloat16 *weight, int64_t i, float x) {
+    uint32_t word = word_of(x);
+    uint32_t rounded = (word + 0x7F + ((word >> 8) & 1)) >> 8;
+    weight[i].bits = uint16_t(x == x ? (rounded + 0x80) >> 8 : 0x7FC0);
+    remainder[i] = int8_t(x == x ? rounded & 0xFF : 0);
 }
 
 // a * b + c, rounded once; without an instruction for it in double, where rounding the sum twice matters once in 2^29.

@@ -22,6 +22,7 @@ from opt_kernels.works import Batch, Hyper, Work, Works
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("codecs.h", "update.h"))
+REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -32,13 +33,14 @@ class Formats(NamedTuple):
 
     grad: torch.dtype
     main: torch.dtype | None  # None: the main is joined from out and remainder
+    remainder: torch.dtype | None
     out: torch.dtype | None
     states: tuple[torch.dtype, ...]
 
     def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
         """The types of `update.h` for states with these `codecs`; None if no sweep supports them."""
         given = (self.grad, self.main, self.out)
-        is_main = self.main is not None or self.out is torch.bfloat16
+        is_main = self.main is not None or (self.remainder in REMAINDER_TYPES and self.out is torch.bfloat16)
         if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
             return None
         types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
@@ -47,9 +49,11 @@ class Formats(NamedTuple):
 
     def macros(self, *, stochastic_rounding: bool) -> dict[str, str | int]:
         """The macros of `update.h`. A missing out gets a type that is not used."""
+        main = self.remainder if self.main is None else self.main
+        assert main is not None
         return {
             "GRAD": UPDATE_TYPES[self.grad],
-            "MAIN": "int16_t" if self.main is None else UPDATE_TYPES[self.main],
+            "MAIN": {**UPDATE_TYPES, **REMAINDER_TYPES}[main],
             "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
             "HAS_OUT": int(self.out is not None),
             "STOCHASTIC_ROUNDING": int(stochastic_rounding and self.main is torch.bfloat16),
@@ -211,10 +215,11 @@ def _by_formats(
 
 
 def _formats(work: Work, names: Iterable[str]) -> Formats:
-    main, out, state = work.main, work.out, work.state
+    main, remainder, out, state = work.main, work.remainder, work.out, work.state
     return Formats(
         work.grad.dtype,
         None if main is None else main.dtype,
+        None if remainder is None else remainder.dtype,
         None if out is None else out.dtype,
         tuple([state[name].dtype for name in names]),
     )

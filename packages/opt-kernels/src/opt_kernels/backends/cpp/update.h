@@ -2,7 +2,7 @@
 //
 // Compiled once for each combination of formats, which come as macros:
 //
-//   GRAD, MAIN, OUT      float, bfloat16 or half; MAIN int16_t: the remainder of a bfloat16 OUT
+//   GRAD, MAIN, OUT      float, bfloat16 or half; MAIN int16_t or int8_t: the remainder of a bfloat16 OUT
 //   HAS_OUT              whether there is an out
 //   STOCHASTIC_ROUNDING  whether a bfloat16 main is rounded stochastically
 

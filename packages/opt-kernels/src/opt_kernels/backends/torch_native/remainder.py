@@ -1,4 +1,4 @@
-"""Joining and splitting bf16 weights and int16 remainders in few passes over tiles that fit the cache."""
+"""Joining and splitting bf16 weights and remainders in few passes over tiles that fit the cache."""
 
 from collections.abc import Sequence
 
@@ -9,10 +9,11 @@ from opt_kernels.codecs import remainder as reference
 
 
 def join_(mains: Sequence[Tensor], weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> None:
-    """Write to `mains` (n,) float32 the numbers whose halves are `weights` (bfloat16) and `remainders` (int16)."""
+    """Write to `mains` (n,) float32 the numbers with halves `weights` (bfloat16) and `remainders`, of one dtype."""
     # Converting bfloat16 to float32 shifts its bits by 16. The integer sum wraps around, as in the formula.
     torch._foreach_copy_(list(mains), list(weights))
-    torch._foreach_add_([main.view(torch.int32) for main in mains], list(remainders))
+    words = [main.view(torch.int32) for main in mains]
+    torch._foreach_add_(words, list(remainders), alpha=1 << 8 if remainders[0].dtype is torch.int8 else 1)
 
 
 def split_(weights: Sequence[Tensor], remainders: Sequence[Tensor], row: Tensor, *, words: Tensor) -> None:
@@ -22,7 +23,7 @@ def split_(weights: Sequence[Tensor], remainders: Sequence[Tensor], row: Tensor,
     """
     numels = [weight.numel() for weight in weights]
     # A finite sum excludes NaN. A sum that overflows without a NaN only costs the slow path.
-    if not bool(row.sum().isfinite()):
+    if remainders[0].dtype is torch.int8 or not bool(row.sum().isfinite()):
         for weight, rest, main in zip(weights, remainders, torch.split(row, numels)):
             reference.split_(weight, rest, main)
         return

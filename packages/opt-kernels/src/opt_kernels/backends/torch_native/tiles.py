@@ -234,8 +234,8 @@ def _gathered(runs: Iterable[Run], codecs: Mapping[str, StateCodec]) -> Iterator
 
 def _kind(run: Run) -> tuple[torch.dtype | None, ...]:
     """The dtypes that must be equal for runs to share a tile."""
-    main, out = run.main, run.out
-    return (run.grad.dtype, None if main is None else main.dtype, None if out is None else out.dtype)
+    others = (run.main, run.out, run.remainder)
+    return (run.grad.dtype, *(None if tensor is None else tensor.dtype for tensor in others))
 
 
 def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterable[Run]:

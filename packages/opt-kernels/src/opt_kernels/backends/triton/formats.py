@@ -19,14 +19,11 @@ class LaunchFormats(NamedTuple):
     """The formats that a launch is compiled for: the dtype of every column, and whether all columns are aligned."""
 
     grad: torch.dtype
-    main: torch.dtype | None  # None: the main is joined from out and remainder
+    main: torch.dtype  # what is stored as the main, which may be a remainder
     out: torch.dtype | None
     states: tuple[torch.dtype, ...]  # of the values or codes; scales are float32
     aligned: bool
-
-    @property
-    def remainder(self) -> bool:
-        return self.main is None
+    remainder: bool = False  # whether the main is joined from out and a remainder
 
     @property
     def vector(self) -> int:
@@ -37,15 +34,14 @@ class LaunchFormats(NamedTuple):
         """
         if not self.aligned:
             return 1
-        widest = max(d.itemsize for d in (self.grad, self.main or torch.int16, self.out or torch.int16, *self.states))
+        widest = max(d.itemsize for d in (self.grad, self.main, self.out or torch.int16, *self.states))
         return 4 if widest > 2 else 8
 
     @property
     def bytes_moved(self) -> int:
         """Bytes read and written per element, without block scales."""
-        main = 2 * self.main.itemsize if self.main is not None else 2 * torch.int16.itemsize
         out = 0 if self.out is None else self.out.itemsize * (2 if self.remainder else 1)
-        return self.grad.itemsize + main + out + 2 * sum(d.itemsize for d in self.states)
+        return self.grad.itemsize + 2 * self.main.itemsize + out + 2 * sum(d.itemsize for d in self.states)
 
     @property
     def ieee(self) -> bool:

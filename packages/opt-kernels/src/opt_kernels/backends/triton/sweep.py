@@ -24,8 +24,7 @@ from opt_kernels.backends.triton.columns import (
     names_of_columns,
     pieces_of,
 )
-from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, value_dtype
-from opt_kernels.backends.triton.jit import tl
+from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
 from opt_kernels.backends.triton.layouts import Layouts
 from opt_kernels.backends.triton.multi_tensor import (
     ChunkTable,
@@ -122,7 +121,7 @@ def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
 def _constants(formats: LaunchFormats) -> dict[str, Any]:
     return {
         "GRAD": value_dtype(formats.grad),
-        "MAIN": tl.int16 if formats.main is None else value_dtype(formats.main),
+        "MAIN": triton_dtype(formats.main) if formats.remainder else value_dtype(formats.main),
         "OUT": None if formats.out is None else value_dtype(formats.out),
         "REMAINDER": formats.remainder,
         "IEEE": formats.ieee,
@@ -249,15 +248,17 @@ def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list
 def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     main, out, *states = item.columns
+    assert main is not None
     kept = 2 + len(codecs)
     places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
     places += [item.grad.data_ptr() + c.begin * item.grad.itemsize for c in cuts]
     return LaunchFormats(
         grad=item.grad.dtype,
-        main=None if item.remainder or main is None else main.dtype,
+        main=main.dtype,
         out=None if out is None else out.dtype,
         states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
         aligned=reduce(or_, places) % ALIGNMENT == 0,
+        remainder=item.remainder,
     )
 
 
