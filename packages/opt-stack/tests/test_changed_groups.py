@@ -14,6 +14,7 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_kernels.optim import Adam, AdamW
 from opt_stack import Optimizer, get_optimizer, release_gradients
 from opt_stack.rules.registry import Registry
 
@@ -175,4 +176,21 @@ def test_flags_of_torchs_optimizers_are_compared_when_their_state_is_loaded(flag
     with pytest.raises(ValueError, match=f"was saved with {flag}=True, but optimizer '.*' has False"):
         optimizer.load_state_dict(state_of_torch(**{flag: True}))
     optimizer.load_state_dict(state_of_torch())
+    step(model, optimizer, seed=2)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_state_of_an_optimizer_with_another_kind_of_weight_decay_is_refused_when_it_is_loaded(decoupled: bool) -> None:
+    """The state of torch's Adam, whose decay is L2, was loaded into AdamW, and refused one step later."""
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.1, decoupled_weight_decay=decoupled), [model])
+
+    def state_of(drop_in: Any) -> dict[str, Any]:
+        return drop_in([{"params": group["params"]} for group in optimizer.param_groups]).state_dict()
+
+    same, other = (AdamW, Adam) if decoupled else (Adam, AdamW)
+    message = f"was saved with decoupled_weight_decay={not decoupled}, but optimizer 'adam' has {decoupled}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state_of(other))
+    optimizer.load_state_dict(state_of(same))
     step(model, optimizer, seed=2)

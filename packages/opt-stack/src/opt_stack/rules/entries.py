@@ -20,6 +20,7 @@ HYPER_KEYS = ("betas", "eps", "momentum")
 _STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config", "choices")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
+_FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
 _OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
 _DEFAULT_DECAY: float = OptimizerConfig().weight_decay
 COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
@@ -123,11 +124,14 @@ def check_loaded_numbers(
 
 
 def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError if the saved flags of torch's optimizer change its step, and `rule` has other flags."""
-    chosen = dict(rule.formula.constants) if isinstance(rule, ElementwiseRule) else {}
-    for flag in ("amsgrad", "maximize", "nesterov"):
-        own = bool(chosen.get(flag, getattr(rule, flag, False)))
-        if flag in saved and bool(saved[flag]) != own:
+    """Raise ConfigError if flags of torch's optimizer, or choices of a drop-in, were saved as entries of the group,
+    and `rule` has others."""
+    formula = rule.formula if isinstance(rule, ElementwiseRule) else None
+    chosen = dict(formula.constants) if formula else {}
+    recorded = {choice.name: chosen[choice.name] for choice in formula.choices if choice.is_recorded} if formula else {}
+    of_torch = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
+    for flag, own in {**of_torch, **recorded}.items():
+        if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
             raise ConfigError(
                 f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
                 "it with the saved option, or set it in the state dict to continue without it"
