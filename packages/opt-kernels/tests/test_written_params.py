@@ -96,8 +96,14 @@ def test_a_write_to_a_parameter_without_a_gradient_is_followed_when_it_has_one()
     assert model[1].weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
 
 
-def test_mains_are_compared_after_a_write_of_others_only(monkeypatch):
-    model, optimizer = trained()
+@pytest.mark.parametrize("rule", ["AdamW", "Muon", "SOAP"])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypatch):
+    """The writes of torch's operations counted as those of others: every step compared all mains, and undid what was
+    written to a main."""
+    if rule != "AdamW" and backend in ("cpp", "triton"):
+        pytest.skip("a rule without this backend")
+    model, optimizer = trained(rule, backend=backend)
     compared = []
     monkeypatch.setattr("opt_kernels.optim.written_params.follow_", lambda main, param: compared.append(param))
     for seed in range(3):

@@ -356,6 +356,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             scale = clipping
         for sweep, batches in self._batches().items():
             sweep.rule.update_(batches, grad_scale=scale)
+        self._end_update_()
 
     def _update_on_device_(self, found_inf: Tensor | None, loss_scale: Tensor | None) -> None:
         if self.max_norm is not None:
@@ -368,6 +369,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         self._on_device.begin_step()
         for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
+        self._end_update_()
         if self._on_device.is_capturing:
             self._captured_at = addresses([param.grad for param in params_of(self.param_groups)])
 
@@ -379,6 +381,10 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             rows = self._param_rows = self._new_rows()
         rows.written.begin_update_()
         return rows.batches(self._hyper_of, made, write_steps=self._states_may_change)
+
+    def _end_update_(self) -> None:
+        if self._param_rows is not None:
+            self._param_rows.written.end_update_()
 
     def _new_rows(self) -> ParamRows:
         states, before = self._states, self._param_rows

@@ -33,6 +33,8 @@ class WrittenParams:
         self._copied = [member for member in members if MAIN in member.state and not member.param.is_inference()]
         with torch.no_grad():  # else `to_local` returns an alias with a version of its own
             self._shards = [local(member.param) for member in self._copied]
+        # Writes to the local tensors of DTensors are not counted by their parameters.
+        self._are_local = any(shard is not member.param for member, shard in zip(self._copied, self._shards))
         self._followed = [followed.get(member.param) for member in self._copied]
 
     @property
@@ -53,6 +55,13 @@ class WrittenParams:
                     follow_(member.state[MAIN], shard)
         self._writes.count()
         self._followed = list(map(_VERSION, self._shards))
+
+    def end_update_(self) -> None:
+        """Count what torch's operations have written in the update, so that the next one does not take it for writes
+        of other code."""
+        if self._shards and (self._are_local or not self._writes.are_all_own()):
+            self._writes.accept()
+            self._followed = list(map(_VERSION, self._shards))
 
 
 @torch.no_grad()
