@@ -70,7 +70,7 @@ def assert_same(codec: StateCodec, signed: bool, values: Tensor, state: dict[str
 
 
 @ON_CODECS
-@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 2.0**100])
+@pytest.mark.parametrize("scale", [1.0, 0.3, 2.0**-126, 2.0**100, 2.0**120])
 def test_every_code_is_read_as_the_reference_reads_it(codec: StateCodec, signed: bool, scale: float) -> None:
     if codec.dtype is torch.float16:
         codes = torch.arange(1 << 16).to(torch.int16).view(torch.float16)
@@ -94,7 +94,7 @@ def test_values_of_any_size_are_written_as_the_reference_writes_them(
     x = x * size
     if signed:
         x[1::2] *= -1
-        x[0] = -0.0
+    x[0] = -0.0
     assert_same(codec, signed, x)
 
 

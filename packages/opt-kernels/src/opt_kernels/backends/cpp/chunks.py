@@ -54,10 +54,25 @@ class _ChunkPlan:
         ]
         if not self.cut.roots:
             self.kept = []
+        # Of these, names whose value is also that of an early result: the chunk has it already if the codec KEEPS it.
+        self.stored = {
+            result.id: i
+            for i, (result, is_early) in enumerate(zip(self.results, self.is_early))
+            if is_early and isinstance(result, ast.Name) and result.id in self.kept
+        }
 
     def loads_main(self) -> bool:
         """Whether the first part reads the main."""
         return "p" in read(*self.cut.before, *self.cut.roots)
+
+    def kept_at(self, name: str) -> str:
+        """Where the second part finds a name that the first has computed."""
+        i = self.stored.get(name)
+        return f"chunk.y_{name}[j]" if i is None else f"(Codec{i}::KEEPS ? chunk.values{i} : chunk.y_{name})[j]"
+
+    def unless_stored(self, name: str) -> str:
+        """The condition under which the first part has to write a name."""
+        return f"if constexpr (!Codec{self.stored[name]}::KEEPS) " if name in self.stored else ""
 
 
 def _chunk(parts: _ChunkPlan, states: range) -> list[str]:
@@ -67,6 +82,7 @@ def _chunk(parts: _ChunkPlan, states: range) -> list[str]:
         *(f"alignas(64) float values{i}[CHUNK];" for i in states),
         *(f"alignas(64) float y_{name}[CHUNK];" for name in parts.kept),
         *(f"int32_t largest{i}[CHUNK / GROUP];" for i in states),
+        "int32_t largest_root[CHUNK / GROUP];",
         "};",
     ]
 
@@ -82,15 +98,18 @@ def _before(parts: _ChunkPlan) -> list[str]:
         f"static inline __attribute__((always_inline)) void before({ARGUMENTS}, int64_t at) {{",
         POINTERS,
         *_largest(parts, True),
+        "int32_t largest_root = 0;",
         "for (int64_t k = 0; k < n; k++) {",
         "const int64_t i = begin + k, j = at + k;",
         *_loaded(parts, inputs, []),
         *_locals(parts, body, {*inputs}),
         *dialect.statements(body, frozenset(parts.scalars)),
         *_results(parts, dialect, True),
-        *(f"chunk.y_{name}[j] = x_{name};" for name in parts.kept),
+        *(f"{parts.unless_stored(name)}chunk.y_{name}[j] = x_{name};" for name in parts.kept),
+        *(f"largest_root = at_least(largest_root, magnitude(x_{name}));" for name in assigned(parts.cut.roots)),
         "}",
         *_stored(parts, True),
+        "chunk.largest_root[at / GROUP] = largest_root;",
         "}",
     ]
 
@@ -152,7 +171,7 @@ def _loaded(parts: _ChunkPlan, inputs: Sequence[str], kept: Sequence[str]) -> li
     sources |= {name: f"chunk.values{i}[j]" for i, name in enumerate(parts.states)}
     return [
         *(f"float x_{name} = {sources[name]};" for name in inputs),
-        *(f"float x_{name} = chunk.y_{name}[j];" for name in kept),
+        *(f"float x_{name} = {parts.kept_at(name)};" for name in kept),
         *(f"float x_{name} = row.s_{name};" for name in parts.scalars if name not in kept),
     ]
 
@@ -186,11 +205,12 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
         "Codec{i}::scale_at(run.scales{i}, at), n);"
     )
     before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
+    is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if parts.cut.roots else ""
     calls = [
         *(decode.format(i=i) for i in states),
         # Spread over the loops: a processor waits when many lines of memory are fetched at once.
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
-        "{ prefetch(run.main, at + AHEAD); if (moderate) after<false>(run, row, chunk, at, n, k); "
+        f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, chunk, at, n, k); "
         "else after<true>(run, row, chunk, at, n, k); }",
         *(encode.format(i=i) for i in states),
     ]

@@ -8,6 +8,7 @@
 //   scale_at(scales, begin)                     where the scale of the group from element `begin` is
 //   decode(codes, scale, values, n)             writes the n values, at most GROUP, of a group
 //   kept(x)                                     what is encoded of a state: its root where it is never negative
+//   KEEPS                                       whether kept(x) is x
 //   encode(values, largest, codes, scale, n)    writes codes and scale; `largest` is max |value|, as the word of a float
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__F16C__)
@@ -54,7 +55,8 @@ static inline __m256i signs_of(const __m256 (&x)[4]) {
 
 // `codes`, at least 1 where x is above zero.
 static inline __m256i at_least_one(__m256i codes, const __m256 (&x)[4]) {
-    return _mm256_max_epu8(codes, _mm256_min_epi8(signs_of(x), _mm256_set1_epi8(1)));
+    const __m256i above_zero = _mm256_cmpgt_epi8(signs_of(x), _mm256_setzero_si256());
+    return _mm256_max_epu8(codes, _mm256_and_si256(above_zero, _mm256_set1_epi8(1)));
 }
 
 static inline void store_32(void *codes, __m256i bytes) {
@@ -138,28 +140,35 @@ struct Table {
 using E4M3 = Narrow<8, 3, 7>;
 using E5M2 = Narrow<8, 2, 15>;
 
-#if defined(__AVX2__) && defined(__F16C__)
-static inline void widen_16(__m256i halves, float factor, float *values) {
-    const __m256 factors = _mm256_set1_ps(factor);
-    _mm256_storeu_ps(values, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factors));
-    _mm256_storeu_ps(values + 8, _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factors));
+// A code's float under its scale; squared where the code is that of a root.
+template <bool SIGNED>
+static inline float scaled(float x, float scale) {
+    const float y = x * scale;
+    return SIGNED ? y : y * y;
 }
 
-// The upper byte of a half.
-static inline void widen_16(E5M2, const uint8_t *codes, float *values) {
-    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)codes));
-    widen_16(_mm256_slli_epi16(words, 8), 1.0f, values);
-}
-
-// A half of an exponent that is 8 less.
-static inline void widen_16(E4M3, const uint8_t *codes, float *values) {
-    const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)), 7);
-    widen_16(_mm256_and_si256(words, _mm256_set1_epi16(short(0xBFFF))), 256.0f, values);
+#if defined(__F16C__)
+template <bool SIGNED>
+static inline void widen_8(__m128i halves, float scale, float *values) {
+    const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(scale));
+    _mm256_storeu_ps(values, SIGNED ? y : _mm256_mul_ps(y, y));
 }
 #endif
 
-template <class Float>
-static inline void widen(const uint8_t *codes, float *values, int64_t n) {
+#if defined(__AVX2__) && defined(__F16C__)
+// The upper byte of a half.
+static inline __m256i halves_of(E5M2, __m128i codes) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
+static inline float scale_of_halves(E5M2, float scale) { return scale; }
+
+// A half of an exponent that is 8 less.
+static inline __m256i halves_of(E4M3, __m128i codes) {
+    return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(short(0xBFFF)));
+}
+static inline float scale_of_halves(E4M3, float scale) { return scale * 256.0f; }
+#endif
+
+template <class Float, bool SIGNED>
+static inline void widen(const uint8_t *codes, float scale, float *values, int64_t n) {
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
     static const Table table(Float::value);
     if (n == GROUP) {
@@ -167,49 +176,59 @@ static inline void widen(const uint8_t *codes, float *values, int64_t n) {
             const __m512i part = _mm512_loadu_si512(codes + k);
             table.look_up(part, part, values + k);  // the upper bit of an index is not looked at
         }
+        for (int64_t k = 0; k < GROUP; k++) values[k] = scaled<SIGNED>(values[k], scale);
         return;
     }
 #endif
     int64_t k = 0;
 #if defined(__AVX2__) && defined(__F16C__)
-    for (; k + 16 <= n; k += 16) widen_16(Float(), codes + k, values + k);
+    const float factor = scale_of_halves(Float(), scale);
+    for (; k + 16 <= n && factor < 0x1p127f; k += 16) {
+        const __m256i halves = halves_of(Float(), _mm_loadu_si128((const __m128i *)(codes + k)));
+        widen_8<SIGNED>(_mm256_castsi256_si128(halves), factor, values + k);
+        widen_8<SIGNED>(_mm256_extracti128_si256(halves, 1), factor, values + k + 8);
+    }
 #endif
-    for (; k < n; k++) values[k] = Float::value(codes[k]);
+    for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k]), scale);
 }
 
-template <class Float>
-static inline void widen(const half *codes, float *values, int64_t n) {
+template <class Float, bool SIGNED>
+static inline void widen(const half *codes, float scale, float *values, int64_t n) {
     int64_t k = 0;
 #if defined(__AVX512F__)
-    for (; k + 16 <= n; k += 16)
-        _mm512_storeu_ps(values + k, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(codes + k))));
+    for (; k + 16 <= n; k += 16) {
+        const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(codes + k)));
+        const __m512 y = _mm512_mul_ps(halves, _mm512_set1_ps(scale));
+        _mm512_storeu_ps(values + k, SIGNED ? y : _mm512_mul_ps(y, y));
+    }
 #elif defined(__F16C__)
-    for (; k + 8 <= n; k += 8) _mm256_storeu_ps(values + k, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(codes + k))));
+    for (; k + 8 <= n; k += 8) widen_8<SIGNED>(_mm_loadu_si128((const __m128i *)(codes + k)), scale, values + k);
 #endif
-    for (; k < n; k++) values[k] = Float::value(codes[k].bits);
+    for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k].bits), scale);
 }
 
 #if ONLY_AVX2
-// 32 codes, as `narrow` has them. Only the lower byte of a code's words is computed; signs, and what is above zero, are
-// seen in words saturated to bytes, four times as many at a time.
+// 32 codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the smallest
+// value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers joins. Signs,
+// and what is above zero, are seen in words saturated to bytes, four times as many at a time.
 template <class Float, bool SIGNED>
-static inline void narrow_32(const float *values, float factor, uint8_t *codes) {
-    constexpr int SHIFT = Float::SHIFT;
+static inline void narrow_32(const float *values, uint32_t normal, uint8_t *codes) {
+    constexpr int SHIFT = Float::SHIFT, ROOM = SHIFT - 16;
     __m256 x[4];
     __m256i code[4];
     load_32(values, x);
     EACH {
-        const __m256 size = absolute(_mm256_mul_ps(x[q], all(factor)));
-        const __m256i larger = _mm256_max_epi32(_mm256_castps_si256(size), _mm256_set1_epi32(Float::NORMAL));
+        const __m256 size = SIGNED ? absolute(x[q]) : x[q];
+        const __m256i larger = _mm256_max_epi32(_mm256_castps_si256(size), _mm256_set1_epi32(int(normal)));
         const __m256i exponent = _mm256_and_si256(larger, _mm256_set1_epi32(INFINITE));
         const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32(SHIFT << 23));
         const __m256i sum = _mm256_castps_si256(_mm256_add_ps(size, _mm256_castsi256_ps(power)));
-        const __m256i units = _mm256_add_epi32(sum, _mm256_srli_epi32(power, SHIFT));
-        code[q] = _mm256_and_si256(units, _mm256_set1_epi32(0xFF));
+        code[q] = _mm256_madd_epi16(sum, _mm256_set1_epi32(1 << 16 | 1 << ROOM));
     }
-    constexpr uint32_t FIRST = (Float::NORMAL + (uint32_t(SHIFT) << 23)) >> SHIFT;
-    const __m256i first = _mm256_packus_epi32(code[0], code[1]), second = _mm256_packus_epi32(code[2], code[3]);
-    const __m256i sizes = _mm256_sub_epi8(_mm256_packus_epi16(first, second), _mm256_set1_epi8(char(FIRST)));
+    const __m256i least = _mm256_set1_epi16(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
+    const __m256i first = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), least);
+    const __m256i second = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), least);
+    const __m256i sizes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
     const __m256i signs = _mm256_and_si256(signs_of(x), _mm256_set1_epi8(char(Float::SIGN)));
     const __m256i bytes = _mm256_or_si256(sizes, signs);
     store_32(codes, SIGNED ? bytes : at_least_one(bytes, x));
@@ -221,7 +240,10 @@ template <class Float, bool SIGNED>
 static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
     int64_t k = 0;
 #if ONLY_AVX2
-    for (; k + 32 <= n; k += 32) narrow_32<Float, SIGNED>(values + k, factor, codes + k);
+    // The values' powers of two are then those of finite normal floats.
+    const bool is_moderate = factor > 0x1p-64f && factor < 0x1p64f;
+    const uint32_t normal = word_of(float_of(Float::NORMAL) / factor);
+    for (; k + 32 <= n && is_moderate; k += 32) narrow_32<Float, SIGNED>(values + k, normal, codes + k);
 #endif
 #pragma GCC ivdep
     for (; k < n; k++) {
@@ -265,6 +287,7 @@ struct Plain {
     static inline void decode(const T *codes, const float *, float *values, int64_t n) {
         for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
     }
+    static constexpr bool KEEPS = true;
     static inline float kept(float x) { return x; }
     static inline void encode(const float *values, int32_t, T *codes, float *, int64_t n) {
         for (int64_t k = 0; k < n; k++) write(codes[k], values[k]);
@@ -276,6 +299,7 @@ template <class T, bool SIGNED>
 struct Coded {
     using Code = T;
     static inline float *scale_at(float *scales, int64_t begin) { return scales + begin / GROUP; }
+    static constexpr bool KEEPS = SIGNED;
     static inline float kept(float x) { return SIGNED ? x : __builtin_sqrtf(x); }
 
     // The codes of a group with a value that is not finite: zeros, and ones where the root of a state is above zero.
@@ -294,12 +318,7 @@ struct Coded {
 template <class T, class Float, int EXPONENT, bool SIGNED>
 struct Scaled : Coded<T, SIGNED> {
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
-        const float factor = *scale;
-        widen<Float>(codes, values, n);
-        for (int64_t k = 0; k < n; k++) {
-            const float y = values[k] * factor;
-            values[k] = SIGNED ? y : y * y;
-        }
+        widen<Float, SIGNED>(codes, *scale, values, n);
     }
 
     static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
@@ -434,8 +453,8 @@ struct RootMap {
 };
 
 // Integers: floor(y + 1/2), where y is a function of a value's share of the largest one. `Map::near` gives y to MARGIN in a
-// fraction of the time that `Map::exact` takes; that decides for a slice with a value so near to a tie that these units
-// matter, one in 150 with 32 elements.
+// fraction of the time that `Map::exact` takes; that decides for a group with a value so near to a tie that these units
+// matter, one in 40.
 template <class Map, class T, bool SIGNED>
 struct Integer : Coded<T, SIGNED> {
     static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
@@ -443,12 +462,7 @@ struct Integer : Coded<T, SIGNED> {
         const float size = float_of(largest), divisor = size > TINY ? size : TINY;
         *scale = largest == 0 ? 0.0f : divisor;
         const bool is_moderate = size > 0x1p-64f && size < 0x1p64f;
-        if (n < GROUP || !is_moderate) return encode_exactly(values, divisor, codes, n);
-        uint32_t unclear = 0;  // a bit for each slice
-        for (int64_t i = 0; i < GROUP / SLICE; i++)
-            unclear |= uint32_t(!encode_near(values + i * SLICE, divisor, codes + i * SLICE)) << i;
-        for (int64_t i = 0; unclear >> i; i++)
-            if (unclear >> i & 1) encode_exactly(values + i * SLICE, divisor, codes + i * SLICE, SLICE);
+        if (n < GROUP || !is_moderate || !encode_near(values, divisor, codes)) encode_exactly(values, divisor, codes, n);
     }
 
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
@@ -459,26 +473,28 @@ struct Integer : Coded<T, SIGNED> {
     static constexpr uint32_t ROUNDED_OFF = 0x7FFF;
 
 #if ONLY_AVX2
-    static constexpr int64_t SLICE = 32;
-
     static inline bool encode_near(const float *values, float divisor, T *codes) {
-        __m256 x[4], y[4];
-        __m256i words[4], beyond[4];
-        load_32(values, x);
-        Map::near_32(x, divisor, y);
-        EACH words[q] = _mm256_castps_si256(y[q]);
-        EACH beyond[q] = _mm256_and_si256(words[q], _mm256_set1_epi32(ROUNDED_OFF));
-        EACH words[q] = _mm256_srli_epi32(words[q], 15);
-        const __m256i lower = _mm256_set1_epi16(0xFF), smallest = _mm256_set1_epi8(char(Map::FIRST));
-        const __m256i first = _mm256_and_si256(_mm256_packus_epi32(words[0], words[1]), lower);
-        const __m256i second = _mm256_and_si256(_mm256_packus_epi32(words[2], words[3]), lower);
-        store_32(codes, Map::raised_32(_mm256_add_epi8(_mm256_packus_epi16(first, second), smallest), x));
-        EACH beyond[0] = _mm256_min_epi32(beyond[0], beyond[q]);
-        return _mm256_movemask_epi8(_mm256_cmpgt_epi32(beyond[0], _mm256_set1_epi32(2 * MARGIN))) == -1;
+        const __m256i rounded_off = _mm256_set1_epi32(ROUNDED_OFF), smallest = _mm256_set1_epi8(char(Map::FIRST));
+        const __m256i lower = _mm256_set1_epi16(0xFF);
+        __m256i nearest = rounded_off;
+#pragma GCC unroll 1
+        for (int64_t k = 0; k < GROUP; k += 32) {
+            __m256 x[4], y[4];
+            __m256i words[4], beyond[4];
+            load_32(values + k, x);
+            Map::near_32(x, divisor, y);
+            EACH words[q] = _mm256_castps_si256(y[q]);
+            EACH beyond[q] = _mm256_and_si256(words[q], rounded_off);
+            EACH words[q] = _mm256_srli_epi32(words[q], 15);
+            const __m256i first = _mm256_and_si256(_mm256_packus_epi32(words[0], words[1]), lower);
+            const __m256i second = _mm256_and_si256(_mm256_packus_epi32(words[2], words[3]), lower);
+            store_32(codes + k, Map::raised_32(_mm256_add_epi8(_mm256_packus_epi16(first, second), smallest), x));
+            beyond[0] = _mm256_min_epi32(_mm256_min_epi32(beyond[0], beyond[1]), _mm256_min_epi32(beyond[2], beyond[3]));
+            nearest = _mm256_min_epi32(nearest, beyond[0]);
+        }
+        return _mm256_movemask_epi8(_mm256_cmpgt_epi32(nearest, _mm256_set1_epi32(2 * MARGIN))) == -1;
     }
 #else
-    static constexpr int64_t SLICE = GROUP;
-
     static inline bool encode_near(const float *values, float divisor, T *codes) {
         uint32_t nearest = ROUNDED_OFF;
 #pragma GCC ivdep

@@ -61,15 +61,14 @@ static inline float f_minimum(float a, float b) { return a < b || a != a ? a : b
 static inline bool is_moderate(float y) { return y > 0x1p-40f && y < 0x1p40f; }
 
 // x / y for a root x, correctly rounded, where `inverse` is 1 / y (Markstein 1990, theorem 8.1). Neither a root, which is 0
-// or in [2^-75, 2^64), nor the error of the quotient can overflow or underflow if y is moderate. Where x is infinite, the
-// error is NaN; the comparison replaces it by a number.
+// or in [2^-75, 2^64), nor the error of the quotient can overflow or underflow if y is moderate. EXACT where a root of the
+// group is infinite: the error would be NaN.
 template <bool EXACT>
 static inline float root_over(float x, float y, float inverse) {
 #if defined(__FMA__) || defined(__aarch64__)
     if (!EXACT) {
-        constexpr float lowest = -0x1.fffffep127f;
-        const float quotient = x * inverse, error = fma(quotient, y, -x);
-        return fma(-(error > lowest ? error : lowest), inverse, quotient);
+        const float quotient = x * inverse, error = fma(-quotient, y, x);
+        return fma(error, inverse, quotient);
     }
 #endif
     return x / y;
