@@ -36,7 +36,8 @@ class DistributedDataParallelConfig(Configuration):
     num_distributed_optimizer_instances: int = 1
     """Number of groups of ranks: state is sharded within each of them and replicated across them."""
     check_for_nan_in_grad: bool = False
-    """Check each bucket for NaN and infinity before it is reduced."""
+    """Check each bucket for NaN and infinity before it is reduced; the step then raises on every rank. Not for
+    dynamic loss scales, whose first steps overflow: they would raise instead of lowering the scale."""
     check_for_large_grads: bool = False
     """Refuse a step in which the norm of a bucket, before it is reduced, exceeds ten times the largest norm of the
     first hundred iterations."""
