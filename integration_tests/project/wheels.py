@@ -54,7 +54,7 @@ def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
     (path,) = Path(os.environ["OPT_STACK_DIST"]).glob("opt_kernels-*.whl")
     names = zipfile.ZipFile(path).namelist()
     assert "opt_kernels/backends/triton/update.py" in names
-    assert {f"opt_kernels/backends/cpp/{name}.h" for name in ("elements", "codecs", "update")} <= {*names}
+    assert {f"opt_kernels/backends/cpp/{name}.h" for name in ("elements", "formats", "codecs", "update")} <= {*names}
 
 
 @pytest.mark.skipif("OPT_STACK_RELEASE" not in os.environ, reason="only what is published pins its siblings")

@@ -16,7 +16,7 @@ from opt_kernels.backends.cpp import cache as on_disk
 from opt_kernels.backends.cpp import compiler
 from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
 from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
-from opt_kernels.backends.dispatch import _available
+from opt_kernels.backends.dispatch import _available, _chosen
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.lion import Lion
@@ -28,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A compiler that remembers nothing, and an empty folder to keep libraries in."""
     found = (
         compiler.usable, compiler._library, compiler._attempt, compiler._warned, compiler._compiler,
-        compiler._compiler_version, on_disk.folder, _available,
+        compiler._compiler_version, on_disk.folder, _available, _chosen,
     )  # fmt: skip
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
     monkeypatch.delenv("OPT_KERNELS_CPP", raising=False)

@@ -83,7 +83,7 @@ def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
     Adam(backend="cpp").update_([batch])
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # ends it where it waits for ever
+        signal.alarm(100)  # ends it where it waits for ever
         Adam(backend="cpp").update_([batch])
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
@@ -102,7 +102,7 @@ for param in params:
 optimizer = opt_kernels.optim.AdamW(params)
 child = os.fork()
 if child == 0:
-    signal.alarm(20)  # ends it where it waits for ever
+    signal.alarm(100)  # ends it where it waits for ever
     optimizer.step()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

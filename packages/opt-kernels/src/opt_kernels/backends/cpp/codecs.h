@@ -15,18 +15,6 @@
 #include <immintrin.h>
 #endif
 
-constexpr int64_t GROUP = 128;
-constexpr uint32_t MAGNITUDE = 0x7FFFFFFF;  // the bits of a float without its sign
-constexpr int32_t INFINITE = 0x7F800000;    // a word from which on values are not finite
-constexpr float TINY = 0x1p-126f;
-
-struct half {
-    uint16_t bits;
-};
-
-static inline int32_t magnitude(float x) { return int32_t(word_of(x) & MAGNITUDE); }
-static inline int32_t at_least(int32_t a, int32_t b) { return a > b ? a : b; }
-
 // `code`, at least 1 where x is above zero; compared as words, which is faster than as floats.
 static inline int32_t at_least_one(int32_t code, float x) {
     const int32_t word = int32_t(word_of(x));
@@ -64,42 +52,6 @@ static inline void store_32(void *codes, __m256i bytes) {
     _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, order));
 }
 #endif
-
-// --- narrow floats ----------------------------------------------------------------------------------------------------
-
-// A float of BITS bits, MANTISSA of them for the fraction, with biased exponents.
-template <int BITS, int MANTISSA, int BIAS>
-struct Narrow {
-    static constexpr int SHIFT = 23 - MANTISSA;
-    static constexpr uint32_t SIGN = 1u << (BITS - 1), NORMAL = (128u - BIAS) << 23;  // smallest normal, as a word
-
-    // Of a finite code.
-    static inline float value(uint32_t code) {
-        const float size = float_of((code & (SIGN - 1)) << SHIFT) * float_of((254u - BIAS) << 23);
-        return float_of(word_of(size) | (code & SIGN) << (32 - BITS));
-    }
-
-    // To nearest, ties to even; of a finite y of this range. The code's unit in the last place is that of a sum with a
-    // large enough power of two, which so rounds as the code must, and counts units.
-    static inline uint32_t code(float y) {
-        const uint32_t word = word_of(y), size = word & MAGNITUDE;
-        const uint32_t exponent = (size > NORMAL ? size : NORMAL) & INFINITE, power = exponent + (SHIFT << 23);
-        const uint32_t units = word_of(float_of(size) + float_of(power)) - power;
-        return (units + ((exponent - NORMAL) >> SHIFT)) | (word >> (32 - BITS) & SIGN);
-    }
-};
-
-using Binary16 = Narrow<16, 10, 15>;
-
-static inline float read(half x) {
-    const uint32_t size = uint32_t(x.bits & 0x7FFF) << 13, sign = uint32_t(x.bits & 0x8000) << 16;
-    return size >= 0x0F800000 ? float_of((size + 0x70000000) | sign) : Binary16::value(x.bits);
-}
-
-static inline void write(half &to, float x) {
-    const uint32_t word = word_of(x), size = word & MAGNITUDE, special = size > INFINITE ? 0x7E00 : 0x7C00;
-    to.bits = uint16_t(size >= 0x47800000 ? (word >> 16 & 0x8000) | special : Binary16::code(x));
-}
 
 // --- a group of codes as floats, and back ------------------------------------------------------------------------------
 
@@ -279,20 +231,6 @@ static inline void narrow(const float *values, float factor, half *codes, int64_
 }
 
 // --- codecs -----------------------------------------------------------------------------------------------------------
-
-template <class T>
-struct Plain {
-    using Code = T;
-    static inline float *scale_at(float *scales, int64_t) { return scales; }
-    static inline void decode(const T *codes, const float *, float *values, int64_t n) {
-        for (int64_t k = 0; k < n; k++) values[k] = read(codes[k]);
-    }
-    static constexpr bool KEEPS = true;
-    static inline float kept(float x) { return x; }
-    static inline void encode(const float *values, int32_t, T *codes, float *, int64_t n) {
-        for (int64_t k = 0; k < n; k++) write(codes[k], values[k]);
-    }
-};
 
 // Common to all codecs with scales.
 template <class T, bool SIGNED>

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
-from opt_kernels.backends.cpp.translate import source_of
+from opt_kernels.backends.cpp.translate import has_codes, source_of
 from opt_kernels.backends.elements import LayoutError, Run, check_halves, run_of
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec, scale_name
 from opt_kernels.formulas.formula import Formula
@@ -21,7 +21,7 @@ from opt_kernels.works import Batch, Hyper, Work, Works
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("codecs.h", "update.h"))
+FORMATS, CODECS, UPDATE = (Path(__file__).with_name(name) for name in ("formats.h", "codecs.h", "update.h"))
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
@@ -82,8 +82,12 @@ def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
 
 @cache
 def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
-    """The source of a formula's sweep."""
-    return Source(formula.name, "\n".join((*(header.read_text() for header in HEADERS), source_of(formula, codecs))))
+    """The source of a formula's sweep.
+
+    Most of the time to compile a sweep without codes would go into the compiler's intrinsics that `codecs.h` includes.
+    """
+    headers = (FORMATS, CODECS, UPDATE) if has_codes(codecs) else (FORMATS, UPDATE)
+    return Source(formula.name, "\n".join((*(header.read_text() for header in headers), source_of(formula, codecs))))
 
 
 class Columns(NamedTuple):

@@ -9,6 +9,11 @@ from opt_kernels.formulas.syntax import assigned
 from opt_kernels.formulas.translate import body_and_results
 
 
+def has_codes(codecs: Sequence[str]) -> bool:
+    """Whether any of these types of codecs stores codes, which have scales."""
+    return not all(codec.startswith("Plain<") for codec in codecs)
+
+
 def source_of(formula: Formula, codecs: Sequence[str]) -> str:
     """The source of the sweep of `formula` with these codecs, which are types of `update.h`."""
     return "\n".join((*_row(formula), *_run(formula, codecs), *_span(formula, codecs), SWEEP))
@@ -60,7 +65,7 @@ def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
 
 def _span(formula: Formula, codecs: Sequence[str]) -> list[str]:
     """The function `update_span`, which updates elements [begin, end) of a run."""
-    if all(codec.startswith("Plain<") for codec in codecs):
+    if not has_codes(codecs):
         return [*_update(formula), *_plain_span(range(len(codecs)))]
     return coded_span(formula, len(codecs))
 
