@@ -9,11 +9,13 @@ import pytest
 import torch
 from stack_models import assert_equal, make_model, train, weights
 
+from opt_checkpoint import sharded_model
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
+from opt_kernels.works import StateKind, StateSpec
 from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 
 OURS = [*FORMULAS, "muon", "adaptive_muon", "soap", "soap_muon"]
@@ -165,6 +167,37 @@ class RoundsAway(NoRemainder):
                 moved.sub_(work.grad.to(moved.dtype), alpha=hyper.lr * grad_scale)
 
 
+class Undeclared(NoRemainder):
+    def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"trace": torch.zeros_like(main)}
+
+
+class NotMade(NoRemainder):
+    state_specs = (StateSpec(name="trace"),)
+
+
+class OtherShapes(NoRemainder):
+    needs = Needs.MATRICES
+    state_specs = (StateSpec(name="scale", kind=StateKind.SCALAR), StateSpec(name="gram"))
+
+    def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"scale": torch.zeros(()), "gram": torch.eye(len(main)), "norms": torch.zeros(main.shape[1:])}
+
+
+class Described(OtherShapes):
+    state_specs = (
+        StateSpec(name="scale", kind=StateKind.SCALAR),
+        StateSpec(name="gram", kind=StateKind.MATRIX, dims=(0,)),
+        StateSpec(name="norms", kind=StateKind.REDUCED, dims=(-2,)),
+    )
+
+
+class OneLess(OtherShapes):
+    def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        states = super().init_state(main)
+        return {"scale": states["scale"], "gram": states["gram"]}
+
+
 REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_remainders": True}
 SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 
@@ -173,6 +206,11 @@ SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype
     ("rule", "options", "message"),
     [
         pytest.param(NoNeeds(), {}, "its rule NoNeeds lacks needs", id="no-needs"),
+        pytest.param(Undeclared(), {}, "keeps trace, which its state_specs do not declare", id="undeclared-state"),
+        pytest.param(NotMade(), {}, "declares the state 'trace', which its init_state does not", id="state-not-made"),
+        pytest.param(
+            OneLess(), {}, r"'gram' of shape \(4, 4\) .* \(4, 6\), but declares kind=StateKind.LIKE_PARAM", id="shapes"
+        ),
         pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
         pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
         pytest.param(NoRemainder(), SHORT, "torch.int8: .* with a remainder raised AttributeError", id="no-short"),
@@ -186,3 +224,12 @@ def test_a_rule_that_does_not_support_its_options_is_refused_when_built(
     config = OptimizerConfig(optimizer="mine", lr=1e-2, **options)
     with pytest.raises(ConfigError, match=message):
         get_optimizer(config, [make_model(torch.bfloat16 if options else torch.float32)], rules=rules)
+
+
+def test_states_of_every_shape_may_be_declared() -> None:
+    """An undeclared shape was refused by the first save; an undeclared state was not saved."""
+    entry = RuleEntry(name="mine", summary="", make=lambda config: Described(), hyper=lambda config: {})
+    weight = torch.nn.Linear(4, 6, bias=False)
+    optimizer = get_optimizer(OptimizerConfig(optimizer="mine", lr=1e-2), [weight], rules=Registry().with_rule(entry))
+    states = optimizer.sharded_state_dict(sharded_model(weight))["state"]
+    assert {name for state in states.values() for name in state} >= {"scale", "gram", "norms"}

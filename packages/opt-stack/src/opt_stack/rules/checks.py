@@ -1,5 +1,6 @@
 """Check a custom rule when the optimizer is built, by trying it: its members, and updates with remainders."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,19 +8,20 @@ from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 
 _MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
-_SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 4)}
+_SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 6)}
 
 
 def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
     """Return `rule`, the rule of `optimizer=name`, if `config` can use it.
 
     Raises:
-        ConfigError: the rule lacks a member of `Rule`, or the configuration asks for remainders and the rule cannot
-            update bf16 parameters with them.
+        ConfigError: the rule lacks a member of `Rule`; its states are not those that it declares; or the configuration
+            asks for remainders and the rule cannot update bf16 parameters with them.
     """
     missing = [member for member in _MEMBERS if not hasattr(rule, member)]
     if missing or not isinstance(rule.needs, Needs):
@@ -28,13 +30,59 @@ def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
             f"optimizer={name!r}: its rule {type(rule).__name__} {problem}; a rule is an opt_kernels.rules.base.Rule, "
             f"with {', '.join(_MEMBERS)}"
         )
-    if not type(rule).__module__.startswith(("opt_kernels.", "opt_stack.")):
+    if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
+        _check_states(name, bare(rule))
         if config.precision.remainder:
             _check_remainder(name, rule, torch.int16, "store_param_remainders=True")
         elif config.precision.mains is torch.int8:
             _check_remainder(name, rule, torch.int8, "main_params_dtype=torch.int8")
     checked: Rule = rule
     return checked
+
+
+def _check_states(name: str, rule: Rule) -> None:
+    """Raise ConfigError if the states of a trial parameter are not those of `state_specs`: checkpoints would lose or
+    refuse them."""
+    main = torch.zeros(_SHAPES[rule.needs])
+    try:
+        states = rule.init_state(main)
+    except Exception:  # the caller's code may raise anything, and may support some shapes only
+        return
+    rule_of = f"optimizer={name!r}: its rule {type(rule).__name__}"
+    declared = {spec.name: spec for spec in rule.state_specs}
+    if undeclared := sorted(states.keys() - declared.keys()):
+        raise ConfigError(
+            f"{rule_of} keeps {', '.join(undeclared)}, which its state_specs do not declare, so that checkpoints would "
+            f"not have it; add StateSpec(name={undeclared[0]!r})"
+        )
+    for spec in declared.values():
+        state = states.get(spec.name)
+        expected = None if state is None else _shape_of(spec, main.shape, dim=state.dim())
+        if state is None and not spec.optional:
+            raise ConfigError(f"{rule_of} declares the state {spec.name!r}, which its init_state does not return")
+        if state is not None and expected is not None and tuple(state.shape) != expected:
+            raise ConfigError(
+                f"{rule_of} keeps {spec.name!r} of shape {tuple(state.shape)} for a parameter of shape "
+                f"{tuple(main.shape)}, but declares kind={spec.kind}, dims={spec.dims}, which is {expected}; pass "
+                "StateSpec(kind=StateKind.MATRIX, dims=(dim,)) for a square matrix of the size of one dim, "
+                "StateKind.REDUCED with the dims that it lacks, or StateKind.SCALAR for one number"
+            )
+
+
+def _shape_of(spec: StateSpec, shape: Sequence[int], *, dim: int) -> tuple[int, ...] | None:
+    """The shape of a state with `dim` dims of a parameter of `shape`; None if other things decide it."""
+    if spec.by_part or spec.kind is StateKind.BLOCK_SCALES:
+        return None
+    dims = {dim % len(shape) for dim in spec.dims}
+    match spec.kind:
+        case StateKind.SCALAR:
+            return (1,) * dim
+        case StateKind.REDUCED:
+            return tuple(size for dim, size in enumerate(shape) if dim not in dims)
+        case StateKind.MATRIX:
+            return (shape[spec.dims[0]],) * 2
+        case _:
+            return tuple(shape)
 
 
 def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
