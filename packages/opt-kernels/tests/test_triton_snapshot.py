@@ -150,6 +150,68 @@ def test_a_change_of_a_parameter_or_its_gradient_is_noticed(change: Callable[[li
     assert not known.holds(given, [])
 
 
+def many_params() -> list[nn.Parameter]:
+    """More than compiled code fetches ahead."""
+    made = [nn.Parameter(torch.zeros(place % 3 + 1, 2)) for place in range(20)]
+    for param in made:
+        param.grad = torch.zeros_like(param)
+    return made
+
+
+def test_gradients_of_many_parameters_may_be_freed_and_made_again() -> None:
+    given, others = many_params(), [torch.zeros(3) for _ in range(9)]
+    known = Snapshot(given, others, reads_grads=True)
+    for step in range(5):
+        for param in given:
+            param.grad = None
+        spacing = [torch.zeros(step + 1) for _ in given]  # so that others come to lie where these were
+        for param in given:
+            param.grad = torch.zeros_like(param)
+        assert known.holds(given, others)
+        assert known.grads_at == tuple(param.grad.data_ptr() for param in given if param.grad is not None)
+        del spacing
+
+
+def reallocated(given: list[nn.Parameter], place: int) -> None:
+    kept = given[place].detach().clone()
+    given[place].untyped_storage().resize_(1 << 16)
+    given[place].data.copy_(kept)
+
+
+def elsewhere(given: list[nn.Parameter], place: int) -> None:
+    given[place].data = given[place].detach().clone()
+
+
+def later_in_its_memory(given: list[nn.Parameter], place: int) -> None:
+    memory = torch.zeros(64)
+    given[place].data = memory[: given[place].numel()].view_as(given[place])
+
+
+def no_gradient_of(given: list[nn.Parameter], place: int) -> None:
+    given[place].grad = None
+
+
+@pytest.mark.parametrize("place", [0, 6, 13, 19])
+@pytest.mark.parametrize("change", [reallocated, elsewhere, later_in_its_memory, no_gradient_of])
+def test_a_change_of_one_of_many_parameters_is_noticed(
+    change: Callable[[list[nn.Parameter], int], None], place: int
+) -> None:
+    given = many_params()
+    known = Snapshot(given, reads_grads=True)
+    assert known.holds(given, [])
+    change(given, place)
+    assert not known.holds(given, [])
+
+
+def test_a_gradient_that_moves_within_its_memory_has_another_address() -> None:
+    given, memory = many_params(), torch.zeros(100)
+    known = Snapshot(given, reads_grads=True)
+    for start in (0, 10, 30, 30):
+        given[8].grad = memory[start : start + given[8].numel()].view_as(given[8])
+        assert known.holds(given, [])
+        assert known.grads_at[8] == memory.data_ptr() + 4 * start
+
+
 class Subclass(Tensor):
     pass
 

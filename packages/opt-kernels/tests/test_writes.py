@@ -54,6 +54,22 @@ def test_writes_of_others_are_noticed(kind: str) -> None:
     assert known.are_all_own()
 
 
+@pytest.mark.parametrize("place", [0, 6, 13, 19])
+def test_a_write_to_one_of_many_is_noticed(place: int) -> None:
+    """More tensors than compiled code fetches ahead."""
+    tensors = [torch.zeros(2) for _ in range(20)]
+    known = Writes(tensors)
+    for number in range(1, 3):
+        known.count()
+        assert [tensor._version for tensor in tensors] == [number] * 20
+        assert known.are_all_own()
+    tensors[place].add_(1)
+    assert not known.are_all_own()
+    assert known.of_others() == [int(other == place) for other in range(20)]
+    known.accept()
+    assert known.are_all_own()
+
+
 def test_accepted_writes_are_own() -> None:
     tensor = torch.zeros(2)
     known = Writes([tensor])

@@ -25,14 +25,44 @@ class Objects(ctypes.Structure):
     )
 
 
+class Tensors(ctypes.Structure):
+    """The tensors of a snapshot, and the memory of what is known about them. Integers that are not counts are
+    addresses."""
+
+    _fields_ = (
+        ("num_first", ctypes.c_int64),
+        ("num_others", ctypes.c_int64),
+        ("reads_grads", ctypes.c_int64),
+        ("objects", Objects),
+        ("addresses", ctypes.c_void_p),
+        ("descriptions", ctypes.c_void_p),
+        ("room", ctypes.c_int64),
+        ("seen", ctypes.c_void_p),
+    )
+
+
+class Counted(ctypes.Structure):
+    """Tensors whose writes are counted, and the memory of the counts."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        ("objects", Objects),
+        ("versions", ctypes.c_void_p),
+        ("seen", ctypes.c_void_p),
+    )
+
+
+NUM_SEEN = 5  # integers in a `Seen` of `snapshot.cpp`
+
+
 class CompiledSnapshot(NamedTuple):
-    """The compiled functions. Integers that are not counts are addresses."""
+    """The compiled functions. Structures are passed by reference."""
 
     objects: Objects
-    record: Callable[[list[Tensor], int, list[Tensor], int, bool, Objects, int, int, int], int]
-    compare: Callable[[list[Tensor], int, list[Tensor], int, bool, Objects, int, int], int]
-    count_writes: Callable[[list[Tensor], int, Objects, int], int]
-    same_versions: Callable[[list[Tensor], int, Objects, int], int]
+    record: Callable[[list[Tensor], list[Tensor], Any], int]  # Tensors
+    compare: Callable[[list[Tensor], list[Tensor], Any], int]  # Tensors
+    count_writes: Callable[[list[Tensor], Any], int]  # Counted
+    same_versions: Callable[[list[Tensor], Any], int]  # Counted
     same_objects: Callable[[list[Any], list[Any], int], int]
     same_entries: Callable[[list[dict[Any, Any]], int, list[Any], list[Any], int], int]
 
@@ -45,13 +75,10 @@ def compiled_snapshot() -> CompiledSnapshot | None:
     if library is None or words is None:
         return None
     functions = ctypes.PyDLL(library._name)  # holds the GIL in calls: the functions read Python's objects
-    list_, number, address = ctypes.py_object, ctypes.c_int64, ctypes.c_void_p
-    objects = ctypes.POINTER(Objects)
-    lists = (list_, number, list_, number, ctypes.c_int, objects)
-    functions.record.argtypes = (*lists, address, address, number)
-    functions.compare.argtypes = (*lists, address, address)
-    functions.count_writes.argtypes, functions.count_writes.restype = (list_, number, objects, address), number
-    functions.same_versions.argtypes = (list_, number, objects, address)
+    list_, number = ctypes.py_object, ctypes.c_int64
+    functions.record.argtypes = functions.compare.argtypes = (list_, list_, ctypes.c_void_p)
+    functions.count_writes.argtypes, functions.count_writes.restype = (list_, ctypes.c_void_p), number
+    functions.same_versions.argtypes = (list_, ctypes.c_void_p)
     functions.same_objects.argtypes = (list_, list_, number)
     functions.same_entries.argtypes = (list_, number, list_, list_, number)
     return CompiledSnapshot(

@@ -4,6 +4,7 @@ Python reads a gradient of a parameter in 150 ns and an address in 70 ns; compil
 is none, a few passes in Python and the guards of torch.compile compare the tensors.
 """
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends.cpp.snapshot import compiled_snapshot
+from opt_kernels.backends.cpp.snapshot import NUM_SEEN, Tensors, compiled_snapshot
 from opt_kernels.backends.triton.layouts import Layouts
 
 PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
@@ -31,6 +32,9 @@ class Snapshot:
         tensors = self._tensors(first, others)
         self._addresses = array("Q", map(Tensor.data_ptr, tensors))
         self._descriptions = array("q", bytes(8 * sum(NUM_FIELDS + 2 * tensor.dim() for tensor in tensors)))
+        self._seen = array("Q", bytes(8 * NUM_SEEN * len(tensors)))
+        self._compiled = compiled_snapshot()
+        self._memory: Any = None  # what compiled code knows about the tensors; no copy of it would be valid
         self._layouts = None if self._is_recorded(list(first), list(others)) else Layouts(tensors)
         self._grads_at: tuple[int, ...] | None = None  # not read since they moved
         self.key = self._key_of_grads()
@@ -47,29 +51,29 @@ class Snapshot:
         return self._addresses[: self._num_first].tobytes()
 
     def holds(self, first: list[Tensor], others: list[Tensor]) -> bool:
-        """Whether nothing except addresses of gradients has changed. Updates `key` and `grads_at`. Must not be called
-        again after it returned False."""
-        found = self._compared(first, others) if self._layouts is None else self._compared_in_python(first, others)
+        """Whether nothing except addresses of gradients has changed. Not to be called again after it returned False."""
+        return self.compared(first, others) != CHANGED
+
+    def compared(self, first: list[Tensor], others: list[Tensor]) -> int:
+        """What has changed: CHANGED, SAME or MOVED. Updates `key` and `grads_at`. Must not be called again after it
+        returned CHANGED."""
+        if self._layouts is None and self._compiled is not None:
+            found = self._compiled.compare(first, others, self._memory)
+        else:
+            found = self._compared_in_python(first, others)
         if found == MOVED:
             self.key, self._grads_at = self._key_of_grads(), None
-        return found != CHANGED
+        return found
 
     def _is_recorded(self, first: list[Tensor], others: list[Tensor]) -> bool:
-        compiled = compiled_snapshot()
-        return compiled is not None and bool(
-            compiled.record(
-                first, self._num_first, others, self._num_others, self._reads_grads, compiled.objects,
-                self._addresses.buffer_info()[0], *self._descriptions.buffer_info(),
-            )
+        if self._compiled is None:
+            return False
+        all_tensors = Tensors(
+            self._num_first, self._num_others, self._reads_grads, self._compiled.objects,
+            self._addresses.buffer_info()[0], *self._descriptions.buffer_info(), self._seen.buffer_info()[0],
         )  # fmt: skip
-
-    def _compared(self, first: list[Tensor], others: list[Tensor]) -> int:
-        compiled = compiled_snapshot()
-        assert compiled is not None
-        return compiled.compare(
-            first, self._num_first, others, self._num_others, self._reads_grads, compiled.objects,
-            self._addresses.buffer_info()[0], self._descriptions.buffer_info()[0],
-        )  # fmt: skip
+        self._memory = ctypes.byref(all_tensors)
+        return bool(self._compiled.record(first, others, self._memory))
 
     def _compared_in_python(self, first: list[Tensor], others: list[Tensor]) -> int:
         assert self._layouts is not None
