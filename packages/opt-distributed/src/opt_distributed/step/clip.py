@@ -1,6 +1,6 @@
 """The clip coefficient, by which all gradients of a norm slot are multiplied, and other factors."""
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,22 +21,28 @@ def times(numbers: Tensor, factor: float | Tensor) -> Tensor:
 
 
 class Products:
-    """Products of scales on a device, by key. Each is in the same memory at every step, so that launches that read it
-    can be repeated as they are."""
+    """Products of the scales of norm slots and other factors. On a device, each is in the same memory at every step, so
+    that launches that read it can be repeated as they are."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Tensor] = {}
+        self._kept: dict[tuple[int, float], Tensor] = {}  # on a device, by slot and factor
 
-    def of(self, key: Hashable, scale: float | Tensor, factor: float) -> float | Tensor:
-        """`scale * factor`; on a device, the next call with `key` overwrites it."""
+    def of(self, scale_of_slot: Sequence[float | Tensor], slot: int, factor: float) -> float | Tensor:
+        """`scale_of_slot[slot] * factor`; on a device, the next call with this slot and factor overwrites it."""
+        scale = scale_of_slot[slot]
         if not isinstance(scale, Tensor):
             return scale * factor
         if factor == 1.0:
             return scale
-        if key not in self._kept:
+        if (slot, factor) not in self._kept:
             with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
-                self._kept[key] = torch.empty_like(scale)
-        return torch.mul(scale, factor, out=self._kept[key])
+                self._kept[slot, factor] = torch.empty_like(scale)
+        return torch.mul(scale, factor, out=self._kept[slot, factor])
+
+    def write_(self, scale_of_slot: Sequence[float | Tensor]) -> None:
+        """Compute all products on a device again."""
+        for slot, factor in self._kept:
+            self.of(scale_of_slot, slot, factor)
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

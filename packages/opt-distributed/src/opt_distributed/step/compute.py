@@ -16,7 +16,7 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
 from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
-from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Repeatable, Rule, sums_gradients
 from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
@@ -195,11 +195,13 @@ def update_(
     grad_scale: float | Tensor,
     stages: Sequence[ComputeStage],
     skip: Tensor | None = None,
-) -> None:
-    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between."""
+) -> Sequence[Repeatable] | None:
+    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between.
+
+    Returns what `rule.update_` returns, None with stages.
+    """
     if not stages:
-        rule.update_(batches, grad_scale=grad_scale, skip=skip)
-        return
+        return rule.update_(batches, grad_scale=grad_scale, skip=skip)
     assert isinstance(rule, MatrixRule)
     here: list[Batch] = []
     staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}
@@ -217,6 +219,7 @@ def update_(
     for stage, tasks in staged.items():
         for run in stage.runs(tasks):
             _update_run_(rule, stage, run, grad_scale, skip)
+    return None
 
 
 def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None:

@@ -16,6 +16,7 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
+from opt_distributed.step.kept_update import Inputs, KeptUpdate
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
@@ -47,6 +48,7 @@ class Unit:
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
     _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
     _error: SparseGradientError | None = field(init=False, default=None)
+    _kept: KeptUpdate | None = field(init=False, default=None)  # the last update, if the next one may repeat it
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
     _products: Products = field(init=False, default_factory=Products)  # of the scales of slots and of sources
 
@@ -186,16 +188,39 @@ class Unit:
         proceeds: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
+        if self._repeats_(ready, groups, scale_of_slot, skip, proceeds):
+            return
+        self._kept = None
         if begun is not None:
             begun.finish_(skip=skip)
-        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
+        by_scale = self._runs_by_scale(ready, scale_of_slot)
+        inputs = Inputs(self.rule, ready, scale_of_slot, skip, self._runs)
+        kept = KeptUpdate(inputs, self._products) if ready.stays else None
+        for scale, runs in by_scale:
             for together in self._calls(runs):
                 if begun is None:
                     batches = self._batches(together, ready, groups)
-                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+                    launches = update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+                    if kept is not None and launches:
+                        kept.add(together, batches, launches)
                 for run in together:
                     run.close_(skip=skip)
                     run.count.advance(skip, proceeds)
+        self._kept = kept if kept is not None and kept.is_complete else None
+
+    def _repeats_(
+        self,
+        ready: Ready,
+        groups: Sequence[Mapping[str, Any]],
+        scale_of_slot: Sequence[float | Tensor],
+        skip: Tensor | None,
+        proceeds: Tensor | None,
+    ) -> bool:
+        """Make the last update again, if this one is the same. Return whether it was made."""
+        kept = self._kept
+        if kept is None or self._num_counts != self._touched.counts:
+            return False
+        return kept.repeat_(Inputs(self.rule, ready, scale_of_slot, skip, self._runs), groups, proceeds)
 
     def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
         """The runs that each call of the rule updates.
@@ -216,7 +241,7 @@ class Unit:
             # Whether two tensors have the same value is unknown to the host.
             key = (slot, by) if isinstance(scale, Tensor) else scale * by
             if key not in found:
-                found[key] = _Scaled(self._products.of(key, scale, by), [])
+                found[key] = _Scaled(self._products.of(scale_of_slot, slot, by), [])
             found[key].runs.append(run)
         return list(found.values())
 

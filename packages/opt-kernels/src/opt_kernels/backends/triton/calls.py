@@ -1,9 +1,7 @@
 """`UpdateCall`: the launches of an update. A step in which nothing has moved repeats them as they are."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from operator import is_
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +19,10 @@ from opt_kernels.works import Batch, Works
 
 
 class UpdateCall:
-    """One launch for the scalar block, and one of the sweep for every combination of dtypes among the works."""
+    """One launch for the scalar block, and one of the sweep for every combination of dtypes among the works.
+
+    A `Repeatable` where the works stay.
+    """
 
     def __init__(
         self,
@@ -40,8 +41,10 @@ class UpdateCall:
             self._copies = batches = in_order(batches)
             found = sweeps(batches, codecs)
         self._kernels, self._skip = kernels, skip
-        self._sweeps: list[tuple[ChunkTable, dict[str, Any]]] = [
-            (table, {**options(formats), **launch_options(formats, table)}) for formats, table, _ in found
+        self._stream: int | None = None  # of the last launch
+        self._sweeps: list[tuple[ChunkTable, tuple[int], dict[str, Any]]] = [
+            (table, (table.num_chunks,), {**options(formats), **launch_options(formats, table)})
+            for formats, table, _ in found
         ]
         self._rows: list[Row] = [
             (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
@@ -50,15 +53,25 @@ class UpdateCall:
         self._block: Tensor | None = None  # (rows, row_width) float32
         self._live: FillArguments | None = None  # if they follow what is written to their tensors
 
+    def holds(self) -> bool:
+        """Whether `launch` may be called again: on the same stream, in whose order tables and block are read, and not
+        in a capture, which would keep for ever what it uses (`DeviceTables`)."""
+        if not self._sweeps:
+            return False
+        device = self._sweeps[0][0].grads.device
+        return self._stream == multi_tensor.current_stream(device) and not multi_tensor.is_capturing(device)
+
     def launch(self) -> None:
         """Launch without synchronizing. Raises FrozenHyperError for host numbers in a capture."""
         if not self._sweeps:
             return
         device = self._sweeps[0][0].grads.device
+        if self._stream is None:
+            self._stream = multi_tensor.current_stream(device)
         with devices.launching_on(device):
             block = self.filled(device)
-            for table, options in self._sweeps:
-                self._kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
+            for table, grid, options in self._sweeps:
+                self._kernels.sweep[grid](table.records, table.grads, block, **options)
 
     def filled(self, device: torch.device) -> Tensor:
         """The scalar block, (rows, row_width) float32, computed without synchronizing."""
@@ -72,32 +85,6 @@ class UpdateCall:
         return self._block
 
 
-class _Kept(NamedTuple):
-    """The last call with some works, and what it was composed of: compared by identity."""
-
-    inputs: tuple[Any, ...]
-    stream: int  # tables and the block are read in the order of one stream
-    call: UpdateCall
-
-
-def repeated(batches: Sequence[Batch], inputs: Sequence[Any], compose: Callable[[], UpdateCall]) -> UpdateCall:
-    """The call that `compose` returns; the last one again if the batches and `inputs` have the same objects."""
-    all_works = [works for _, works in batches]
-    if not all_works or not all(isinstance(works, Works) and works.stays and len(works) > 0 for works in all_works):
-        return compose()
-    first = cast(Works, all_works[0])
-    device, memory = first.anchors[0].device, first.unchanged
-    if memory is None or multi_tensor.is_capturing(device):  # what a capture uses is kept for ever: `DeviceTables`
-        return compose()
-    inputs, stream = (*inputs, *chain.from_iterable(batches)), multi_tensor.current_stream(device)
-    kept: _Kept | None = memory.cache.get(UpdateCall)
-    if kept is not None and kept.stream == stream and _same(kept.inputs, inputs):
-        return kept.call
-    call = compose()
-    if call.is_in_place:
-        memory.cache[UpdateCall] = _Kept(inputs, stream, call)
-    return call
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
+def may_repeat(batches: Sequence[Batch]) -> bool:
+    """Whether later launches of a call with these works may follow from the same works."""
+    return all(isinstance(works, Works) and works.stays and len(works) > 0 for _, works in batches)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_kernels.backends.triton.calls import UpdateCall, repeated
+from opt_kernels.backends.triton.calls import UpdateCall, may_repeat
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
@@ -23,21 +23,20 @@ def update_(
     stochastic_rounding: bool = False,
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
-) -> None:
+) -> list[UpdateCall]:
     """Do what `reference.update_` does, on the device of the tensors, without synchronizing; may be captured.
+
+    Returns the launches for `Rule.update_`.
 
     Raises LayoutError for a dtype that Triton cannot sweep, and FrozenHyperError for host numbers in a capture.
     """
-    kernels = kernels_of(formula)
-
-    def compose() -> UpdateCall:
-        of_codecs = tuple(codecs.items())
-        return UpdateCall(
-            kernels, batches, codecs, lambda formats: _options(formats, of_codecs, stochastic_rounding),
-            grad_scale=grad_scale, skip=skip,
-        )  # fmt: skip
-
-    repeated(batches, (kernels, *codecs.values(), stochastic_rounding, grad_scale, skip), compose).launch()
+    of_codecs = tuple(codecs.items())
+    call = UpdateCall(
+        kernels_of(formula), batches, codecs, lambda formats: _options(formats, of_codecs, stochastic_rounding),
+        grad_scale=grad_scale, skip=skip,
+    )  # fmt: skip
+    call.launch()
+    return [call] if call.is_in_place and may_repeat(batches) else []
 
 
 @cache
