@@ -5,6 +5,8 @@ from functools import cache
 
 import torch
 
+_NO_CONTEXT = nullcontext()
+
 
 @cache  # asked several times in every launch
 def is_cuda(device: torch.device) -> bool:
@@ -14,4 +16,4 @@ def is_cuda(device: torch.device) -> bool:
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
     """A context in which launches, and queries of the current stream, use `device`."""
-    return torch.cuda.device(device) if is_cuda(device) else nullcontext()
+    return torch.cuda.device(device) if is_cuda(device) else _NO_CONTEXT

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from opt_stack.state.offload import StateOffload
 from opt_stack.state.sharded_state import Held
 from opt_stack.state.state_dicts import StateDicts
 
+_PARAMS = itemgetter("params")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
@@ -231,7 +232,7 @@ class Optimizer(GradientStatistics, StateDicts):
     def _replaced_params(self) -> UnusableGradientError | None:
         """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
         would follow either."""
-        present = [list(group["params"]) for group in self.param_groups]
+        present = [params if type(params) is list else list(params) for params in map(_PARAMS, self.param_groups)]
         if len(present) == len(self._by_group) and all(map(same_objects, present, self._by_group)):
             return None
         return ReplacedParamsError(

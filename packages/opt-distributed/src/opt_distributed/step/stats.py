@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -90,6 +91,9 @@ def reduce_stats(
     if local is None:
         swept = _swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros)
         local = torch.cat([swept, known])
+    if not [source for family in families for source in family.sources if source.unresolved]:
+        _sum_(local, everyone)
+        return local
     shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
     for family in families:
         if not family.is_on_all_of(everyone):
@@ -140,11 +144,14 @@ class KeptSums:
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._last: tuple[Any, ...] = ()  # the arguments of the last call, if they say that the row stays
         self._of: list[Any] = []  # what the sums depend on
         self._row: RowOfSums | None = None
 
     def write_(self, ready: Sequence[Ready], known: Tensor, *, num_slots: int, count_zeros: bool) -> Tensor | None:
         """Sums of gradients, then `known`, (num_slots + 2 + len(known),) float64; None if kernels cannot sum them."""
+        if self._row is not None and self._last and all(map(is_, self._last, (ready, known, num_slots))):
+            return self._row.write_(known, count_zeros=count_zeros)
         kernels = verdict_kernels(self._device)
         if kernels is None or any(of_unit.unchanged is None for of_unit in ready):
             return None
@@ -156,7 +163,10 @@ class KeptSums:
                 self._row = kernels.RowOfSums(
                     summands, num_slots=num_slots, num_known=known.numel(), device=self._device
                 )
-        return None if self._row is None else self._row.write_(known, count_zeros=count_zeros)
+        self._last = (ready, known, num_slots) if all(one.stays for one in ready) else ()
+        if self._row is None:
+            return None
+        return self._row.write_(known, count_zeros=count_zeros)
 
     def _summands(self, ready: Sequence[Ready], kernels: VerdictKernels) -> "list[Summand] | None":
         """The sweeps; None if some gradients cannot be swept in place, or are on another device."""

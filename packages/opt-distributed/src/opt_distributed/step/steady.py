@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from opt_distributed.buffers.binding import SparseGradientError
 from opt_distributed.step.ready import LiveGrads, Ready
 from opt_distributed.step.sources import ReadWhole
 from opt_distributed.step.stats import Family, moved_parameter
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends.triton.objects import Entries
-from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
+from opt_kernels.backends.triton.snapshot import CHANGED, MOVED, Snapshot, are_plain
 from opt_kernels.works import Unchanged
 from opt_paramgroups import ParamId
 
@@ -26,7 +27,8 @@ class Present(NamedTuple):
     """What a step finds before it computes anything."""
 
     ready: list[Ready]  # one for each unit
-    moved: ParamId | None  # a parameter that has left the memory that updates write to
+    moved: ParamId | None = None  # a parameter that has left the memory that updates write to
+    sparse: SparseGradientError | None = None  # for gradients that were left out
 
 
 class Steady:
@@ -67,29 +69,35 @@ class Steady:
                 return present
             self.forget()
         ready = [unit.ready(unit.read_grads()) for unit in self._units]
+        errors = [error for unit in self._units if (error := unit.take_error()) is not None]
         moved = moved_parameter(self._families)
         self._begin(ready, moved)
-        return Present(ready, moved)
+        return Present(ready, moved, errors[0] if errors else None)
 
     def _again(self, snapshot: Snapshot) -> Present | None:
         """What this step finds if nothing except gradients has moved; None otherwise."""
-        found: Sequence[Any] = self._live if self._owners is not None else [unit.read_grads() for unit in self._units]
-        first, before = self._first if self._owners is not None else _joined(found), snapshot.grads_at
-        if not self._are_others_known() or not snapshot.holds(first, self._others):
+        if not self._are_others_known():
             return None
-        if snapshot.grads_at is not before:
+        found: Sequence[Any] = self._live if self._owners is not None else [unit.read_grads() for unit in self._units]
+        first = self._first if self._owners is not None else _joined(found)
+        change = snapshot.compared(first, self._others)
+        if change == CHANGED:
+            return None
+        if change == MOVED:
             self._grads_at, self._present = _parted(snapshot.grads_at, found), None
         if self._present is not None:
             return self._present
         of_units = zip(self._units, found, self._grads_at, strict=True)
-        present = Present([unit.steady_ready(grads, self._unchanged, at) for unit, grads, at in of_units], None)
+        present = Present([unit.steady_ready(grads, self._unchanged, at) for unit, grads, at in of_units])
         if self._owners is not None:
             self._present = present
         return present
 
     def _are_others_known(self) -> bool:
         """Whether other code has had access to the same units as before, and has replaced none of their states."""
-        return [unit.states_may_change for unit in self._units] == self._touched and self._entries.same(self._states)
+        if [unit.states_may_change for unit in self._units] != self._touched:
+            return False
+        return not self._states or self._entries.same(self._states)
 
     def _begin(self, ready: Sequence[Ready], moved: ParamId | None) -> None:
         """Keep what this step found from the next one on, if every piece has a gradient and nothing else may move."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
@@ -123,11 +123,11 @@ class Stepper:
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
         records = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)  # takes a quarter of the time of `torch.no_grad`
+        torch._C._set_grad_enabled(False)  # takes a tenth of the time of `torch.no_grad`
         try:
             verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
         finally:
-            torch.set_grad_enabled(records)
+            torch._C._set_grad_enabled(records)
         if verdict.is_own and self.everyone.size == 1:
             self.last.read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
@@ -240,8 +240,8 @@ class Stepper:
         limits, check = self.limits, self._group_check
         wrong = self._wrong_groups(groups)
         refused = self._reduce() or wrong
-        ready, moved = self._steady.look()
-        refused = refused or self._sparse()
+        ready, moved, sparse = self._steady.look()
+        refused = refused or sparse
         if (id := graphed.lacking(ready)) is not None and refused is None:
             refused = UnusableGradientError(
                 f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
@@ -292,9 +292,8 @@ class Stepper:
     ) -> tuple[Verdict, list[Ready]]:
         refused = self._reduce() or wrong
         with self.spans("optimizer-unscale-and-check-inf"):
-            ready, moved = self._steady.look()
-            refused = refused or self._sparse()
-            objections = Objections(refused, moved, self._group_check, groups)
+            ready, moved, sparse = self._steady.look()
+            objections = Objections(refused or sparse, moved, self._group_check, groups)
             numbers = reduce_stats(
                 self.families,
                 ready,
@@ -336,11 +335,6 @@ class Stepper:
                     except UnusableGradientError as error:
                         refused = refused or error
         return refused
-
-    def _sparse(self) -> SparseGradientError | None:
-        """Return the error for sparse gradients, which the units have left out."""
-        errors = [error for unit in self.units if (error := unit.take_error()) is not None]
-        return errors[0] if errors else None
 
     @naming_the_step
     def _update(self, ready: _Prepared, groups: Groups) -> None:

@@ -199,17 +199,22 @@ class KeptDecisions:
         self._device = device
         self._decisions: Decisions | None = None
         self._num_groups = -1  # that the decisions compare
+        self._decided: Decided | None = None  # the last result
 
     def of(self, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> Decided:
         """`Decided.of`; the next step overwrites all but `numbers`."""
         made = self._for(0 if group_check is None else group_check.num_compared)
         if made is None:
             return Decided.of(numbers, group_check, terms)
-        made.write_(numbers, terms.inv_scale)
-        clipped = Clipped(self.limits.max_norm, made.scales)
-        return Decided(
-            numbers, terms.inv_scale, made.norms, made.overflow, made.has_error, made.skip, made.proceeds, clipped
-        )
+        inv_scale = terms.inv_scale
+        made.write_(numbers, inv_scale)
+        last = self._decided
+        if last is None or last.numbers is not numbers or last.skip is not made.skip or not _same(last, inv_scale):
+            clipped = Clipped(self.limits.max_norm, made.scales)
+            last = self._decided = Decided(
+                numbers, inv_scale, made.norms, made.overflow, made.has_error, made.skip, made.proceeds, clipped
+            )
+        return last
 
     def _for(self, num_groups: int) -> "Decisions | None":
         kernels, limits = verdict_kernels(self._device), self.limits
@@ -222,6 +227,13 @@ class KeptDecisions:
                 skip_above=limits.skip_above, device=self._device,
             )  # fmt: skip
         return self._decisions
+
+
+def _same(decided: Decided, inv_scale: float | Tensor) -> bool:
+    """Whether a decision used this scale. Values of tensors are not read."""
+    if isinstance(inv_scale, Tensor) or isinstance(decided.inv_scale, Tensor):
+        return decided.inv_scale is inv_scale
+    return decided.inv_scale == inv_scale
 
 
 def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Findings:

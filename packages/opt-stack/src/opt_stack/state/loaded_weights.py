@@ -147,7 +147,6 @@ class LoadedWeights:
         self._replaced.difference_update(params.values())
         self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
 
-    @torch.no_grad()
     def problem(self) -> UnusableGradientError | None:
         """The reason why an update would lose loaded weights; None if it would not."""
         for module, params in self._unchecked:
@@ -225,6 +224,7 @@ def _counted(param: Tensor) -> Iterator[Tensor]:
             yield tensor
 
 
+@torch.no_grad()
 def _agrees(piece: OwnedPiece) -> bool:
     """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
     main = piece.own_main

@@ -202,15 +202,16 @@ class StatsSweep:
     """A sweep over gradients that stay in place, which writes the same memory every time."""
 
     def __init__(self, tables: Sequence["_Table"], device: torch.device):
-        num_chunks = sum(table.records.shape[0] for table in tables)
+        self.num_chunks: int = sum(table.records.shape[0] for table in tables)
         self._chunks = ChunkSums(
-            torch.empty(num_chunks, dtype=torch.float64, device=device),
-            torch.empty(num_chunks, 2, dtype=torch.int32, device=device),
+            torch.empty(self.num_chunks, dtype=torch.float64, device=device),
+            torch.empty(self.num_chunks, 2, dtype=torch.int32, device=device),
         )
+        self._grids = [(table.records.shape[0],) for table in tables]
         ends = list(accumulate(table.records.shape[0] for table in tables))
         places = [slice(end - table.records.shape[0], end) for table, end in zip(tables, ends)]
         self._launches = [
-            (table, self._chunks.sums[place], self._chunks.counts[place], _options(table))
+            (table.records, self._chunks.sums[place], self._chunks.counts[place], _options(table))
             for table, place in zip(tables, places)
         ]
 
@@ -224,8 +225,8 @@ class StatsSweep:
     def launch(self, *, norm_type: float = 2.0) -> ChunkSums:
         """Sweep the gradients, on the current device."""
         maximum = math.isinf(norm_type)
-        for table, sums, counts, options in self._launches:
-            stats_sweep[(table.records.shape[0],)](table.records, sums, counts, MAXIMUM=maximum, **options)
+        for grid, (records, sums, counts, options) in zip(self._grids, self._launches, strict=True):
+            stats_sweep[grid](records, sums, counts, MAXIMUM=maximum, **options)
         return self._chunks
 
 

@@ -120,6 +120,7 @@ class RowOfSums:
 
     def __init__(self, summands: Sequence[Summand], *, num_slots: int, num_known: int, device: torch.device):
         size = num_slots + 2 + num_known
+        self._size = size
         self._row = torch.zeros(size, dtype=torch.float64, device=device)
         common = {"SLOTS": num_slots, "BLOCK": SUM_BLOCK, "LANES": _lanes(size), "num_warps": 8}
         self._totals = [
@@ -138,7 +139,7 @@ class RowOfSums:
             for sweep, is_counted, options in self._totals:
                 sums, counts = sweep.launch()
                 total[(1,)](
-                    sums, counts, known, row, sums.shape[0], row.shape[0],
+                    sums, counts, known, row, sweep.num_chunks, self._size,
                     ZEROS=count_zeros and is_counted, enable_fp_fusion=False, **options,
                 )  # fmt: skip
         return row
