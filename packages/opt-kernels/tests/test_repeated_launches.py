@@ -30,7 +30,7 @@ class Training:
         self.scale, self.skip = torch.tensor(1.0, dtype=torch.float64), torch.tensor(False)
         self.columns = Works((), mains=self.mains, states=states)
         self.unchanged = Unchanged()
-        self.hyper = Hyper(lr=self.lr, step=self.step)
+        self.hyper = Hyper(lr=self.lr, weight_decay=torch.tensor(0.1), step=self.step)
 
     def update(self, *, stays: bool = True) -> list[Repeatable]:
         unchanged = self.unchanged if stays else None
@@ -84,6 +84,14 @@ def test_works_that_may_move_are_not_repeated() -> None:
 def test_a_scale_that_is_computed_in_every_update_is_not_repeated() -> None:
     """`maximize` negates it."""
     assert Training(maximize=True).update() == []
+
+
+def test_launches_of_a_capture_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their scalar block is in the memory of the graph."""
+    training = Training()
+    training.update()  # makes the tables, which a capture must not
+    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+    assert training.update() == []
 
 
 @pytest.mark.parametrize(("name", "value"), [("current_stream", 7), ("is_capturing", True)])

@@ -179,8 +179,12 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # takes a tenth of the time of `torch.no_grad`
+        try:
             self._update_()
+        finally:
+            torch._C._set_grad_enabled(records)
         return loss
 
     def upload_groups(self) -> None:

@@ -36,7 +36,7 @@ def update_(
         grad_scale=grad_scale, skip=skip,
     )  # fmt: skip
     call.launch()
-    return [call] if call.is_in_place and may_repeat(batches) else []
+    return [call] if call.is_in_place and may_repeat(batches) and call.holds() else []
 
 
 @cache

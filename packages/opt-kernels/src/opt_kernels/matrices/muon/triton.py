@@ -263,7 +263,7 @@ class _Inputs:
                 NESTEROV=nesterov, DECAY=decay.value, **options,
             )  # fmt: skip
         if self._wanted.normalised:
-            slot_totals[(len(tables.totals),)](
+            slot_totals[(tables.totals.numel(),)](
                 tables.sums, tables.bounds, tables.totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
             )
 
@@ -279,7 +279,7 @@ class _Inputs:
                     share.records, self._u, scales[share.first_scale :] if share.first_scale else scales, x, totals,
                     self._wanted.eps, **share.to_normalise,
                 )  # fmt: skip
-        of_stack = x if stack.numel == len(x) else x[stack.begin : stack.begin + stack.numel]
+        of_stack = x if stack.numel == x.numel() else x[stack.begin : stack.begin + stack.numel]
         return of_stack.view(len(stack.tasks), *stack.tasks[0].work.grad.shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
