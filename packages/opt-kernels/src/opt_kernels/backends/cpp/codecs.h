@@ -192,9 +192,9 @@ template <class Float, bool SIGNED>
 static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
     int64_t k = 0;
 #if ONLY_AVX2
-    // The values' powers of two are then those of finite normal floats.
-    const bool is_moderate = factor > 0x1p-64f && factor < 0x1p64f;
-    const uint32_t normal = word_of(float_of(Float::NORMAL) / factor);
+    // NORMAL over a power of two; of moderate ones, so that sums are finite and normal.
+    const uint32_t power = word_of(factor), normal = Float::NORMAL + (127u << 23) - power;
+    const bool is_moderate = power - (63u << 23) < 128u << 23;
     for (; k + 32 <= n && is_moderate; k += 32) narrow_32<Float, SIGNED>(values + k, normal, codes + k);
 #endif
 #pragma GCC ivdep
@@ -399,7 +399,7 @@ struct Integer : Coded<T, SIGNED> {
         if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
         const float size = float_of(largest), divisor = size > TINY ? size : TINY;
         *scale = largest == 0 ? 0.0f : divisor;
-        const bool is_moderate = size > 0x1p-64f && size < 0x1p64f;
+        const bool is_moderate = uint32_t(largest) - (63u << 23) < 128u << 23;  // at least 2^-64, below 2^64
         if (n < GROUP || !is_moderate || !encode_near(values, divisor, codes)) encode_exactly(values, divisor, codes, n);
     }
 
