@@ -21,7 +21,8 @@ from opt_kernels.works import Batch, Hyper, Work, Works
 
 C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
 UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
-FORMATS, CODECS, UPDATE = (Path(__file__).with_name(name) for name in ("formats.h", "codecs.h", "update.h"))
+HEADERS = ("formats.h", "update.h")
+HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
@@ -86,7 +87,7 @@ def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
 
     Most of the time to compile a sweep without codes would go into the compiler's intrinsics that `codecs.h` includes.
     """
-    headers = (FORMATS, CODECS, UPDATE) if has_codes(codecs) else (FORMATS, UPDATE)
+    headers = [Path(__file__).with_name(name) for name in (HEADERS_OF_CODES if has_codes(codecs) else HEADERS)]
     return Source(formula.name, "\n".join((*(header.read_text() for header in headers), source_of(formula, codecs))))
 
 

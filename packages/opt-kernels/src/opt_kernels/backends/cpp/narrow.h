@@ -1,0 +1,164 @@
+// Codecs of narrow floats: fp16 and fp8 under scales that are powers of two.
+
+using E4M3 = Narrow<8, 3, 7>;
+using E5M2 = Narrow<8, 2, 15>;
+
+// A code's float under its scale; squared where the code is that of a root.
+template <bool SIGNED>
+static inline float scaled(float x, float scale) {
+    const float y = x * scale;
+    return SIGNED ? y : y * y;
+}
+
+#if defined(__F16C__)
+template <bool SIGNED>
+static inline void widen_8(__m128i halves, float scale, float *values) {
+    const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(scale));
+    _mm256_storeu_ps(values, SIGNED ? y : _mm256_mul_ps(y, y));
+}
+#endif
+
+#if defined(__AVX2__) && defined(__F16C__)
+// The upper byte of a half.
+static inline __m256i halves_of(E5M2, __m128i codes) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
+static inline float scale_of_halves(E5M2, float scale) { return scale; }
+
+// A half of an exponent that is 8 less.
+static inline __m256i halves_of(E4M3, __m128i codes) {
+    return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(short(0xBFFF)));
+}
+static inline float scale_of_halves(E4M3, float scale) { return scale * 256.0f; }
+#endif
+
+template <class Float, bool SIGNED>
+static inline void widen(const uint8_t *codes, float scale, float *values, int64_t n) {
+#if defined(__AVX512VBMI__) && defined(__AVX512BW__)
+    static const Table table(Float::value);
+    if (n == GROUP) {
+        for (int64_t k = 0; k < GROUP; k += 64) {
+            const __m512i part = _mm512_loadu_si512(codes + k);
+            table.look_up(part, part, values + k);  // the upper bit of an index is not looked at
+        }
+        for (int64_t k = 0; k < GROUP; k++) values[k] = scaled<SIGNED>(values[k], scale);
+        return;
+    }
+#endif
+    int64_t k = 0;
+#if defined(__AVX2__) && defined(__F16C__)
+    const float factor = scale_of_halves(Float(), scale);
+    for (; k + 16 <= n && factor < 0x1p127f; k += 16) {
+        const __m256i halves = halves_of(Float(), _mm_loadu_si128((const __m128i *)(codes + k)));
+        widen_8<SIGNED>(_mm256_castsi256_si128(halves), factor, values + k);
+        widen_8<SIGNED>(_mm256_extracti128_si256(halves, 1), factor, values + k + 8);
+    }
+#endif
+    for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k]), scale);
+}
+
+template <class Float, bool SIGNED>
+static inline void widen(const half *codes, float scale, float *values, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    for (; k + 16 <= n; k += 16) {
+        const __m512 halves = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(codes + k)));
+        const __m512 y = _mm512_mul_ps(halves, _mm512_set1_ps(scale));
+        _mm512_storeu_ps(values + k, SIGNED ? y : _mm512_mul_ps(y, y));
+    }
+#elif defined(__F16C__)
+    for (; k + 8 <= n; k += 8) widen_8<SIGNED>(_mm_loadu_si128((const __m128i *)(codes + k)), scale, values + k);
+#endif
+    for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k].bits), scale);
+}
+
+#if ONLY_AVX2
+// 32 codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the smallest
+// value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers joins. Signs,
+// and what is above zero, are seen in words saturated to bytes, four times as many at a time.
+template <class Float, bool SIGNED>
+static inline void narrow_32(const float *values, uint32_t normal, uint8_t *codes) {
+    constexpr int SHIFT = Float::SHIFT, ROOM = SHIFT - 16;
+    __m256 x[4];
+    __m256i code[4];
+    load_32(values, x);
+    EACH {
+        const __m256 size = SIGNED ? absolute(x[q]) : x[q];
+        const __m256i larger = _mm256_max_epi32(_mm256_castps_si256(size), _mm256_set1_epi32(int(normal)));
+        const __m256i exponent = _mm256_and_si256(larger, _mm256_set1_epi32(INFINITE));
+        const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32(SHIFT << 23));
+        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(size, _mm256_castsi256_ps(power)));
+        code[q] = _mm256_madd_epi16(sum, _mm256_set1_epi32(1 << 16 | 1 << ROOM));
+    }
+    const __m256i least = _mm256_set1_epi16(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
+    const __m256i first = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), least);
+    const __m256i second = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), least);
+    const __m256i sizes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
+    const __m256i signs = _mm256_and_si256(signs_of(x), _mm256_set1_epi8(char(Float::SIGN)));
+    const __m256i bytes = _mm256_or_si256(sizes, signs);
+    store_32(codes, SIGNED ? bytes : at_least_one(bytes, x));
+}
+#endif
+
+// Codes of values times `factor`, a power of two; where they are not SIGNED, at least the smallest code above zero.
+template <class Float, bool SIGNED>
+static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
+    int64_t k = 0;
+#if ONLY_AVX2
+    // NORMAL over a power of two; of moderate ones, so that sums are finite and normal.
+    const uint32_t power = word_of(factor), normal = Float::NORMAL + (127u << 23) - power;
+    const bool is_moderate = power - (63u << 23) < 128u << 23;
+    for (; k + 32 <= n && is_moderate; k += 32) narrow_32<Float, SIGNED>(values + k, normal, codes + k);
+#endif
+#pragma GCC ivdep
+    for (; k < n; k++) {
+        const int32_t code = int32_t(Float::code(values[k] * factor));
+        codes[k] = uint8_t(SIGNED ? code : at_least_one(code, values[k]));
+    }
+}
+
+template <class Float, bool SIGNED>
+static inline void narrow(const float *values, float factor, half *codes, int64_t n) {
+    int64_t k = 0;
+#if defined(__AVX512F__)
+    const __m512 smallest = _mm512_set1_ps(Float::value(1)), factors = _mm512_set1_ps(factor);
+    for (; k + 16 <= n; k += 16) {
+        const __m512 x = _mm512_loadu_ps(values + k);
+        __m512 y = _mm512_mul_ps(x, factors);
+        if (!SIGNED) y = _mm512_mask_max_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), y, smallest);
+        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    }
+#elif defined(__F16C__)
+    const __m256 smallest = _mm256_set1_ps(Float::value(1)), factors = _mm256_set1_ps(factor);
+    for (; k + 8 <= n; k += 8) {
+        const __m256 x = _mm256_loadu_ps(values + k);
+        __m256 y = _mm256_mul_ps(x, factors);
+        if (!SIGNED) y = _mm256_blendv_ps(y, _mm256_max_ps(y, smallest), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ));
+        _mm_storeu_si128((__m128i *)(codes + k), _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; k < n; k++) {
+        const int32_t code = int32_t(Float::code(values[k] * factor));
+        codes[k].bits = uint16_t(SIGNED ? code : at_least_one(code, values[k]));
+    }
+}
+
+// --- codecs -----------------------------------------------------------------------------------------------------------
+
+// A narrow float under a power of two, by which it is below 2^EXPONENT: `codecs.Scaled`.
+template <class T, class Float, int EXPONENT, bool SIGNED>
+struct Scaled : Coded<T, SIGNED> {
+    static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
+        widen<Float, SIGNED>(codes, *scale, values, n);
+    }
+
+    static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
+        if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
+        const int32_t biased = (largest >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
+        *scale = largest == 0 ? 0.0f : float_of(word);
+        // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
+        narrow<Float, SIGNED>(values, largest == 0 ? 1.0f : float_of((254 << 23) - word), codes, n);
+    }
+};
+
+template <bool SIGNED> using ScaledHalf = Scaled<half, Binary16, 15, SIGNED>;
+template <bool SIGNED> using ScaledE4M3 = Scaled<uint8_t, E4M3, 8, SIGNED>;
+template <bool SIGNED> using ScaledE5M2 = Scaled<uint8_t, E5M2, 15, SIGNED>;
