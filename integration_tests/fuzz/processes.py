@@ -17,7 +17,7 @@ from fuzz.failed import Failed
 from opt_checkpoint.run.ranks import leave
 from opt_distributed.comm.groups import ProcessGroups
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 MAX_RANKS = 4
 
 

@@ -14,7 +14,7 @@ from opt_distributed.comm.collectives import DONE, Alone, Comm, Op, Pending, Siz
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class ThreadGroups:

@@ -61,13 +61,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "wrong": Job(ranks.refused, (wrong,)),
         "evaluate": Job(ranks.evaluate, (averaged,)),
     }
-    two = run_jobs(2, jobs)
-    back_on_one = ranks.resume(every, saved, again, sharded=False)
-    three = run_jobs(3, {"resume": Job(ranks.resume, (every, again, ""))})
-    on_one = {}
+    on_one = {}  # first: ranks that start together would all compile the same sweeps
     for name, case in every.items():
         model, optimizer = ranks.begin(case, sharded=False)
         on_one[name] = ranks.train(model, optimizer, range(ranks.AFTER))
+    two = run_jobs(2, jobs)
+    back_on_one = ranks.resume(every, saved, again, sharded=False)
+    three = run_jobs(3, {"resume": Job(ranks.resume, (every, again, ""))})
     return Runs(
         on_one,
         two["save"],
