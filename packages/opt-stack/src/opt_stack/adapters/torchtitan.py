@@ -12,8 +12,9 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import Overrides, get_optimizer
 from opt_stack.optimizer import Optimizer
+from opt_stack.planning.hooks import HOOKS
 from opt_stack.rules.registry import Registry
-from opt_stack.state.local_state import HELD, OF_RULE
+from opt_stack.state.local_state import HELD
 
 _MISSING = object()
 
@@ -93,7 +94,7 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
 
         Raises:
             ValueError: a key is missing; parameters that share a group here were saved with different
-                hyper-parameters; state of another rule.
+                hyper-parameters; state of another rule, or of other choices of its formula.
         """
         (optimizer,) = self.optimizers
         present = optimizer.state_dict()
@@ -147,8 +148,9 @@ def _names(optimizer: Optimizer) -> list[str]:
 
 
 def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The hyper-parameters of a group, without its name and `OF_RULE`, which depend on the grouping and on code."""
-    return ((key, value) for key, value in group.items() if key not in (*HELD, *OF_RULE, "name"))
+    """The hyper-parameters of a group and the choices of its rule, without its name and hooks, which not every group
+    has."""
+    return ((key, value) for key, value in group.items() if key not in (*HELD, HOOKS, "name"))
 
 
 def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
