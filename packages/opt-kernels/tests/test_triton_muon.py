@@ -44,6 +44,7 @@ class Storage:
     main: torch.dtype | None = torch.float32  # None: remainder
     out: torch.dtype | None = None
     momentum: torch.dtype = torch.float32
+    remainder: torch.dtype = torch.int16  # where there is no main
 
 
 STORAGES = {
@@ -53,6 +54,7 @@ STORAGES = {
     "bf16-itself": Storage(grad=torch.bfloat16, main=torch.bfloat16),
     "remainder": Storage(main=None, out=torch.bfloat16),
     "remainder-all-16-bit": Storage(grad=torch.bfloat16, main=None, out=torch.bfloat16, momentum=torch.bfloat16),
+    "short-remainder": Storage(main=None, out=torch.bfloat16, remainder=torch.int8),
     "fp16-momentum": Storage(momentum=torch.float16),
     "fp8-momentum": Storage(momentum=torch.float8_e4m3fn),
     "int8-momentum-remainder": Storage(
@@ -90,7 +92,7 @@ def make_works(
         out = None if storage.out is None else empty(storage.out).fill_(torch.nan)
         main, remainder = None, None
         if storage.main is None:
-            remainder = empty(torch.int16)
+            remainder = empty(storage.remainder)
             assert out is not None
             split_(out, remainder, p)
         else:
@@ -144,7 +146,8 @@ def assert_close(work: Work, true: Work, old: Tensor, *, unit: float, main: torc
     """`unit` is the rounding of a direction, relative to the longest of its matrix; then a few of float32's."""
     assert true.main is not None
     largest = float((true.main - old).abs().max()) if old.numel() else 0.0
-    stored = 2.0**-8 if main is torch.bfloat16 else 2 * HALF_UNIT
+    is_short = work.remainder is not None and work.remainder.dtype is torch.int8
+    stored = 2.0**-8 if main is torch.bfloat16 else 2.0**-16 if is_short else 2 * HALF_UNIT
     error = (main_of(work) - true.main).abs()
     assert (error <= 2 * unit * largest + stored * true.main.abs() + 4 * HALF_UNIT * old.abs() + 1e-37).all()
 
