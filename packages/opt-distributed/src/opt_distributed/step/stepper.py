@@ -43,7 +43,7 @@ from opt_distributed.step.stats import (
 )
 from opt_distributed.step.steady import Steady
 from opt_distributed.step.unit import Unit, begin_units_
-from opt_distributed.step.verdict import DeviceVerdict, KeptDecisions, Objections, Terms, Verdict
+from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict, Verdicts
 from opt_distributed.step.write_check import WriteCheck
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
@@ -89,7 +89,7 @@ class Stepper:
         self._steady = Steady(self.units, self.families)
         self._known = Known(self._queues)
         self._sums = KeptSums(device)
-        self._decisions = KeptDecisions(limits, device)
+        self._verdicts = Verdicts(device)
         self._ready: _Prepared | None = None
         self.last = LastVerdict()
         self._group_check: GroupCheck | None = None
@@ -305,17 +305,7 @@ class Stepper:
                 upload=lambda make: self._queues.upload(make()),
                 kept=self._sums,
             )
-            return self._verdict_on(numbers, objections, inv_scale), ready
-
-    def _verdict_on(self, numbers: Tensor, objections: Objections, inv_scale: float | Tensor) -> Verdict:
-        """The verdict on the result of `reduce_stats`: on the device if it is asynchronous, else on the host."""
-        terms = Terms(len(self.limits.slots), inv_scale, self.limits.skip_above)
-        if not self._queues.is_asynchronous:
-            return Verdict(numbers, objections, terms, self._queues)
-        if self._decisions.limits is not self.limits:
-            self._decisions = KeptDecisions(self.limits, self.device)
-        decided = self._decisions.of(numbers, objections.group_check, terms)
-        return DeviceVerdict(decided, objections, terms, self._queues)
+            return self._verdicts.of(numbers, objections, inv_scale, self.limits), ready
 
     def _known_numbers(self, objections: Objections) -> list[float]:
         refused, moved, check, groups = objections

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.stored import StorageError
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.step.clip import clip_coefficient, clip_coefficients, times
 from opt_distributed.step.group_check import GroupCheck, Groups
@@ -227,6 +228,24 @@ class KeptDecisions:
                 skip_above=limits.skip_above, device=self._device,
             )  # fmt: skip
         return self._decisions
+
+
+class Verdicts:
+    """Makes the verdict of each step: on the device if it is asynchronous, else on the host."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._queues = device, devices.device_of(device)
+        self._decisions: KeptDecisions | None = None
+
+    def of(self, numbers: Tensor, objections: Objections, inv_scale: float | Tensor, limits: Limits) -> Verdict:
+        """The verdict on `numbers`, the result of `reduce_stats`."""
+        terms = Terms(len(limits.slots), inv_scale, limits.skip_above)
+        if not self._queues.is_asynchronous:
+            return Verdict(numbers, objections, terms, self._queues)
+        if self._decisions is None or self._decisions.limits is not limits:
+            self._decisions = KeptDecisions(limits, self._device)
+        decided = self._decisions.of(numbers, objections.group_check, terms)
+        return DeviceVerdict(decided, objections, terms, self._queues)
 
 
 def _same(decided: Decided, inv_scale: float | Tensor) -> bool:
