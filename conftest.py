@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from installed_packages import read_entry_points_once
 
 if find_spec("torch") is not None:  # opt-scheduler is also tested without it
@@ -19,9 +18,13 @@ if find_spec("torch") is not None:  # opt-scheduler is also tested without it
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same examples in every run, however slow the machine; `--hypothesis-profile=default` draws others.
-settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("repeatable")
+if find_spec("hypothesis") is not None:  # some GPU machines have pytest only
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, however slow the machine; `--hypothesis-profile=default` draws others.
+    repeatable = {"deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("repeatable", **repeatable)
+    settings.load_profile("repeatable")
 
 
 def pytest_report_header() -> str:
