@@ -4,6 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
@@ -279,6 +280,23 @@ def asks_for_both(p: Any, g: Any, trace: Any) -> Any:
     return where(g > 0 and p > 0, p - g, p), trace
 
 
+def around(update: Any = lambda p, g, trace: (p - g, trace)) -> Any:
+    return update
+
+
+def doubled(function: Any) -> Any:
+    @wraps(function)
+    def update(p: Any, g: Any, trace: Any) -> Any:
+        return function(p, 2 * g, trace)
+
+    return update
+
+
+@doubled
+def decorated(p: Any, g: Any, trace: Any) -> Any:
+    return p - g, trace
+
+
 ABSENT = {"states": (TRACE, PEAK), "choices": (Choice("has_peak", False),), "update": reads_an_absent_state}
 DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "a state twice": ({"states": (TRACE, TRACE)}, "its positional parameters must be p, g, trace, trace"),
@@ -295,6 +313,8 @@ DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "an expression that branches on elements": ({"update": chooses_with_if}, r"`if g > 0` branches on elements \(g\)"),
     "a conjunction of elements": ({"update": asks_for_both}, r"branches on elements \(g, p\); .* where\(condition"),
     "a lambda": ({"update": lambda p, g, trace: (p, trace)}, "a lambda cannot be translated"),
+    "a lambda in a function": ({"update": around()}, "a lambda cannot be translated"),
+    "a decorated function": ({"update": decorated}, "decorated is decorated, which backends would ignore"),
     "a constant that no choice declares": (
         {"constants": (("nesterov", True),)},
         "nesterov=True: formula 'refused' has",

@@ -57,8 +57,13 @@ def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
         raise FormulaError(
             f"{function.__qualname__} has no source to translate: {error}; define it with `def` in a file"
         ) from None
+    if hasattr(function, "__wrapped__"):
+        raise FormulaError(
+            f"{function.__qualname__} is decorated, which backends would ignore; leave the decorator out"
+        )
     definition = _parsed(function, source)
-    if not isinstance(definition, ast.FunctionDef):
+    # The source of a lambda may be that of a function around it.
+    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__code__.co_name:
         raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
     body: list[ast.stmt] = definition.body
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):

@@ -272,7 +272,9 @@ class Check(Dialect):
 
     def call(self, function: str, arguments: list[str]) -> str:
         if function in OF_SCALARS:
-            raise FormulaError(f"{self.function} calls {function} on elements, but only scalars may; multiply instead")
+            raise FormulaError(
+                f"{self.function} calls {function} on elements, but only scalars may; multiply, or call sqrt"
+            )
         return ""
 
     def choice(self, condition: str, yes: str, no: str) -> str:
