@@ -141,7 +141,11 @@ def adam_step(works: Sequence[Work], *, kind: str) -> Callable[[], None]:
         "8-bit": (codec_for("m", torch.int8, signed=True), codec_for("v", torch.uint8, signed=False)),
     }.get(kind, (Plain(), Plain()))
     batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, step=3), works)]
-    return lambda: update_(batches, ADAM, {"exp_avg": m, "exp_avg_sq": v})
+
+    def step() -> None:
+        update_(batches, ADAM, {"exp_avg": m, "exp_avg_sq": v})
+
+    return step
 
 
 def flat_sweeps(stage: Stage) -> Iterator[Measure]:
