@@ -1,5 +1,6 @@
 """What a formula from outside may do that none of ours does: on every backend the bits of the reference."""
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +16,13 @@ from opt_kernels.formulas import (
     Number,
     State,
     absolute,
+    exp,
     floor,
     fma,
     maximum,
     minimum,
     power,
+    sign,
     where,
 )
 from opt_kernels.hooks import CautiousUpdate, HookError, hooked
@@ -215,3 +218,53 @@ def test_literals_are_float32_numbers_in_every_operation(backend: str) -> None:
         update=with_literals,
     )
     assert_as_the_reference(formula, backend)
+
+
+def rprop_scalars(*, lr: float, step: float, up: float, down: float, start: float) -> dict[str, float]:
+    return {"lr": lr, "up": up, "down": down, "start": start, "is_first": where(step == 1, 1.0, 0.0)}
+
+
+def rprop(
+    p: Any, g: Any, previous: Any, size: Any, flips: Any, *, lr: Any, up: Any, down: Any, start: Any, is_first: Any
+) -> Any:
+    size = where(is_first != 0, start, size)
+    agreement = g * previous
+    factor = where(agreement > 0, up, where(agreement < 0, down, 1.0))
+    size = minimum(size * factor, 50.0)
+    flips = where(agreement < 0, flips + 1, flips)
+    previous = where(agreement < 0, 0.0, g)
+    return p - lr * sign(previous) * size * exp(-flips / 3 - absolute(g)), previous, size, flips
+
+
+RPROP = Formula(
+    name="damped_rprop",
+    states=(State("previous"), State("size", signed=False), State("flips", signed=False)),
+    numbers=(Number("up", 1.2, low=1.0), Number("down", 0.5, low=0.0), Number("start", 0.1, low=0.0)),
+    scalars=rprop_scalars,
+    update=rprop,
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_may_start_at_a_number_and_count(backend: str) -> None:
+    """Exponentials of elements had other bits in Triton."""
+    assert_as_the_reference(RPROP, backend, up=1.3, down=0.4, start=0.2)
+
+
+def test_a_rule_with_counts_is_the_loop_that_it_describes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    main = torch.randn(40, generator=generator, dtype=torch.float64)
+    rule = elementwise(RPROP, backend="reference", **{f"{s.name}_dtype": torch.float64 for s in RPROP.states})
+    state = rule.init_state(main)
+    weights = main.tolist()
+    previous, size, flips = [0.0] * 40, [0.1] * 40, [0] * 40
+    for step in range(1, 6):
+        grad = torch.randn(40, generator=generator, dtype=torch.float64)
+        rule.update_([Batch(Hyper(lr=0.1, step=step), [Work(grad=grad, main=main, state=state)])])
+        for i, g in enumerate(grad.tolist()):
+            flipped = g * previous[i] < 0
+            flips[i] += flipped
+            size[i] *= 0.5 if flipped else 1.2 if g * previous[i] > 0 else 1.0
+            previous[i] = 0.0 if flipped else g
+            weights[i] -= 0.0 if flipped else 0.1 * math.copysign(size[i], g) * math.exp(-flips[i] / 3 - abs(g))
+    torch.testing.assert_close(main, torch.tensor(weights, dtype=torch.float64), rtol=1e-14, atol=1e-14)
