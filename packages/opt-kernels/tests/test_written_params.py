@@ -167,7 +167,7 @@ def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence():
         optimizer.train()
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_evaluation_without_a_load_does_not_warn():
     model, optimizer = trained("AdamWScheduleFree", mains="float32")
     before = optimizer.state[model.weight]["main"].clone()

@@ -90,7 +90,7 @@ class TestAdapter:
     def test_it_is_a_true_lr_scheduler(self) -> None:
         assert isinstance(self.build()[2], torch_schedulers.LRScheduler)
 
-    @pytest.mark.filterwarnings("error")
+    @pytest.mark.filterwarnings("error::UserWarning")
     def test_it_steps_the_scheduler_inside(self) -> None:
         optimizer, scheduler, adapter = self.build(increment=5)
         assert (scheduler.num_steps, adapter.last_epoch) == (0, 0)

@@ -43,13 +43,13 @@ def test_a_parameter_that_is_unfrozen_too_late_is_reported_once() -> None:
     model[0].weight.requires_grad_(False)
     optimizer = get_optimizer(CONFIG, [model])
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # while it is frozen there is nothing to tell
+        warnings.simplefilter("error", UserWarning)  # while it is frozen there is nothing to tell
         train(model, optimizer, range(1))
     model[0].weight.requires_grad_(True)
     with pytest.warns(UserWarning, match=r"'0\.weight' \(and 0 more\) was frozen when the optimizer was built"):
         train(model, optimizer, range(1))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         train(model, optimizer, range(1))
 
 

@@ -188,7 +188,7 @@ def test_a_step_warns_about_weights_that_the_rule_keeps() -> None:
         train(model, optimizer, range(1))
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("model_first", [True, False])
 def test_a_load_of_both_is_not_warned_about(model_first: bool) -> None:
     model, optimizer = averaged()
@@ -204,7 +204,7 @@ def test_a_load_of_both_is_not_warned_about(model_first: bool) -> None:
     assert_equal(weights(model), expected)
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_an_evaluation_is_not_warned_about() -> None:
     model, optimizer = averaged()
     for _ in range(2):
