@@ -46,4 +46,4 @@ def in_another_process(script: str, **environment: str | None) -> subprocess.Com
     """`script` in a fresh interpreter; a variable that is None is not set there."""
     changed = {key: value for key, value in (os.environ | environment).items() if value is not None}
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=300, check=False)

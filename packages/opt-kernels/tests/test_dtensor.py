@@ -137,7 +137,7 @@ def _rank(rank: int, meeting: str) -> None:
 def test_shards_move_as_the_whole_does(tmp_path: Path) -> None:
     meeting = str(tmp_path / "world")
     ranks = [subprocess.Popen([sys.executable, __file__, str(rank), meeting]) for rank in range(WORLD)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0] * WORLD
+    assert [rank.wait(timeout=300) for rank in ranks] == [0] * WORLD
 
 
 if __name__ == "__main__":

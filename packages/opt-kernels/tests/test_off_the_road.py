@@ -80,6 +80,13 @@ def test_states_of_another_rule_are_refused(saved_by, loaded_by):
     assert str(optimizer.state_dict()) == str(before)
 
 
+def test_adamw_refuses_the_state_of_nadam():
+    """Their moments have the same names; NAdam's products of momenta give its state away."""
+    saved = stepped(optim.NAdam([weights(3, 3)], decoupled_weight_decay=True)).state_dict()
+    with pytest.raises(optim.StateDictError, match=r"\['mu_product'\] are unknown to rule 'adam'"):
+        optim.AdamW([weights(3, 3)]).load_state_dict(saved)
+
+
 def test_a_momentum_that_was_switched_off_does_not_keep_a_state_from_loading():
     optimizer = stepped(optim.SGD([weights(3, 3)], momentum=0.9))
     optimizer.param_groups[0]["momentum"] = 0.0

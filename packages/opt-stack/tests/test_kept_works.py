@@ -480,7 +480,7 @@ def calls_of_a_step(num_params: int) -> int:
     """Calls of Python functions in a step on a device, whose kernels are not launched."""
     script = Path(__file__).parents[2] / "opt-distributed" / "benchmarks" / "bench_host_step.py"
     command = [sys.executable, str(script), "--params", str(num_params), "--calls"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
     return int(printed.split()[2])
 
 

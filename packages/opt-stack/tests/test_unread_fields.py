@@ -49,6 +49,19 @@ def test_a_number_that_no_rule_reads_is_refused(fields: dict[str, Any], message:
         built(**fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lr", "a field of the configuration sets it"),
+        ("backend", "the stack chooses the fastest backend"),
+        ("stochastic_rounding", "the stack keeps main values; only the drop-in optimizers"),
+    ],
+)
+def test_an_option_that_is_not_the_formulas_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{name!r}=1; for optimizer='undecayed' {reason}")):
+        built(optimizer_options={name: 1})
+
+
 def test_an_override_and_a_callers_group_are_refused_too() -> None:
     with pytest.raises(ConfigError, match=re.escape("end_wd=0.1 has no effect: formula 'undecayed' never reads it")):
         built(overrides={ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}})

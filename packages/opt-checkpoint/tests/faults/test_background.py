@@ -163,7 +163,7 @@ def test_a_process_that_ends_without_waiting_finishes_its_save(tmp_path: Path) -
         "from opt_checkpoint import async_save\nfrom states import state_at\n"
         f"async_save(state_at(1, 0, 1), {str(tmp_path / 'x')!r})\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
     assert verify_checkpoint(tmp_path / "x") == []
 
 

@@ -16,9 +16,10 @@ from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import MatrixSpec
 
 STEP = "step"
-# Saved in addition to the states of a rule: by any optimizer, by evaluation mode, for torch.optim.NAdam, and by SGD
-# groups whose momentum was set to 0 later.
-_OF_ANY_RULE = frozenset({STEP, MAIN, REMAINDER, "trained_weights", "mu_product", "momentum_buffer"})
+# Saved in addition to the states of a rule: by any optimizer, and in evaluation mode.
+_OF_ANY_RULE = frozenset({STEP, MAIN, REMAINDER, "trained_weights"})
+# By torch.optim.NAdam, and by SGD groups whose momentum was set to 0 later.
+_OF_RULE = {"nadam": frozenset({"mu_product"}), "sgd": frozenset({"momentum_buffer"})}
 
 
 class StateDictError(ValueError):
@@ -66,11 +67,8 @@ class Saved:
         kept = self._kept(like)
         for name, wanted in kept.items():
             self._fitting(name, wanted)
-        unknown = sorted(
-            name
-            for name, value in self.values.items()
-            if isinstance(value, Tensor) and name not in kept and name not in _OF_ANY_RULE
-        )
+        known = _OF_ANY_RULE | _OF_RULE.get(self.rule.name, frozenset()) | kept.keys()
+        unknown = sorted(name for name in self.values.keys() - known if isinstance(self.values[name], Tensor))
         if unknown:
             raise StateDictError(
                 f"states {unknown} are unknown to rule {self.rule.name!r}; load one that was saved by the same rule"

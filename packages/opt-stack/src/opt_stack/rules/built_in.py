@@ -70,18 +70,24 @@ def formula_entry(formula: Formula, *, fields: OfFields | None = None) -> RuleEn
     return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=fields is not None)
 
 
+_REFUSED = {
+    "backend": "the stack chooses the fastest backend",
+    "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
+}
+
+
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """`optimizer_options` if they are for this formula, else empty.
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
     """
     options = config.optimizer_options or {} if config.optimizer == formula.name else {}
-    for name in ("lr", "weight_decay", "decoupled_weight_decay", "backend", "stochastic_rounding", *of_fields):
-        if name in options:
-            raise ConfigError(
-                f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} a field of the "
-                "configuration sets it, or it is not supported"
-            )
+    set_by_field = "a field of the configuration sets it"
+    refused = dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", *of_fields), set_by_field) | _REFUSED
+    for name in (name for name in options if name in refused):
+        raise ConfigError(
+            f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} {refused[name]}"
+        )
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
     known += [choice.name for choice in formula.choices if choice.off_at_zero is None]
     known += ["maximize", *(f"{state.name}_dtype" for state in formula.declared)]
