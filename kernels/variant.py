@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
-from opt_kernels.backends.triton.jit import tl
 from opt_kernels.codecs import StateCodec
 from opt_kernels.codecs.remainder import REMAINDERS
 
@@ -77,14 +76,16 @@ def sweep(
     """Variant of an elementwise sweep in these formats."""
     scaled = any(codec.block for codec in codecs.values())
     lanes = 2 + len(codecs) + sum(codec.block > 0 for codec in codecs.values()) + 3
-    reads = formats.grad.itemsize + (4 if formats.main is None else formats.main.itemsize)
+    reads = formats.grad.itemsize + formats.main.itemsize
+    if formats.remainder and formats.out is not None:
+        reads += formats.out.itemsize  # the other half of the main
     return Variant(
         name=name,
         kernel=kernel,
         signature={"records": "*i64", "grads": "*i64", "block": "*fp32"},
         constants={
             "GRAD": triton_dtype(formats.grad),
-            "MAIN": tl.int16 if formats.main is None else triton_dtype(formats.main),
+            "MAIN": triton_dtype(formats.main),
             "OUT": None if formats.out is None else triton_dtype(formats.out),
             "REMAINDER": formats.remainder,
             "IEEE": formats.ieee,
