@@ -1,5 +1,6 @@
 """Rules by name: ours, the caller's, and those of installed packages."""
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +199,26 @@ class OneLess(OtherShapes):
         return {"scale": states["scale"], "gram": states["gram"]}
 
 
+class Declares(NoRemainder):
+    """A rule for matrices with one state of the shape of the parameter, whatever it declares."""
+
+    needs = Needs.MATRICES
+
+    def __init__(self, **spec: Any) -> None:
+        self.state_specs = (StateSpec(name="gram", **spec),)
+
+    def init_state(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"gram": torch.zeros_like(main)}
+
+
+def declared(kind: StateKind, problem: str, **spec: Any) -> Any:
+    """A case of a spec that leaves the shape of its state undefined."""
+    message = re.escape(f"optimizer='mine': its rule Declares declares the state 'gram' with kind={kind}, {problem}")
+    return pytest.param(Declares(kind=kind, **spec), {}, message, id=f"{kind.name}-{spec}".lower())
+
+
+MATRIX, REDUCED = StateKind.MATRIX, StateKind.REDUCED
+ONE_DIM, LACKED = "allowed is a tuple of one int", "allowed is a tuple of the dims that it lacks"
 REMAINDERS = {"bf16": True, "use_precision_aware_optimizer": True, "store_param_remainders": True}
 SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
 
@@ -211,6 +232,14 @@ SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype
         pytest.param(
             OneLess(), {}, r"'gram' of shape \(4, 4\) .* \(4, 6\), but declares kind=StateKind.LIKE_PARAM", id="shapes"
         ),
+        declared(MATRIX, f"dims=(); {ONE_DIM}"),
+        declared(MATRIX, f"dims=0; {ONE_DIM}", dims=0),
+        declared(MATRIX, f"dims=(0, 1); {ONE_DIM}", dims=(0, 1)),
+        declared(MATRIX, "dims=(2,), but keeps it for a parameter of shape (4, 6), which has no dim 2", dims=(2,)),
+        declared(REDUCED, f"dims=(); {LACKED}"),
+        declared(REDUCED, f"dims=[0]; {LACKED}", dims=[0]),
+        declared(REDUCED, "dims=(-3,), but keeps it for a parameter of shape (4, 6), which has no dim -3", dims=(-3,)),
+        declared(StateKind.BLOCK_SCALES, "block=0; allowed is the number of elements per scale, at least 1"),
         pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
         pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
         pytest.param(NoRemainder(), SHORT, "torch.int8: .* with a remainder raised AttributeError", id="no-short"),

@@ -41,14 +41,16 @@ def checked_rule(name: str, rule: Any, config: OptimizerConfig) -> Rule:
 
 
 def _check_states(name: str, rule: Rule) -> None:
-    """Raise ConfigError if the states of a trial parameter are not those of `state_specs`: checkpoints would lose or
-    refuse them."""
+    """Raise ConfigError if `state_specs` leave a shape undefined, or if the states of a trial parameter are not those
+    that they declare: checkpoints would lose or refuse them."""
+    rule_of = f"optimizer={name!r}: its rule {type(rule).__name__}"
+    for spec in rule.state_specs:
+        _check_spec(rule_of, spec)
     main = torch.zeros(_SHAPES[rule.needs])
     try:
         states = rule.init_state(main)
     except Exception:  # the caller's code may raise anything, and may support some shapes only
         return
-    rule_of = f"optimizer={name!r}: its rule {type(rule).__name__}"
     declared = {spec.name: spec for spec in rule.state_specs}
     if undeclared := sorted(states.keys() - declared.keys()):
         raise ConfigError(
@@ -57,6 +59,8 @@ def _check_states(name: str, rule: Rule) -> None:
         )
     for spec in declared.values():
         state = states.get(spec.name)
+        if state is not None:
+            _check_dims(rule_of, spec, main.shape)
         expected = None if state is None else _shape_of(spec, main.shape, dim=state.dim())
         if state is None and not spec.optional:
             raise ConfigError(f"{rule_of} declares the state {spec.name!r}, which its init_state does not return")
@@ -67,6 +71,35 @@ def _check_states(name: str, rule: Rule) -> None:
                 "StateSpec(kind=StateKind.MATRIX, dims=(dim,)) for a square matrix of the size of one dim, "
                 "StateKind.REDUCED with the dims that it lacks, or StateKind.SCALAR for one number"
             )
+
+
+def _check_spec(rule_of: str, spec: StateSpec) -> None:
+    """Raise ConfigError for a spec whose `dims` or `block` cannot be those of its kind, whatever the parameter."""
+    match spec.kind:
+        case StateKind.MATRIX if not (_are_dims(spec.dims) and len(spec.dims) == 1):
+            problem = f"dims={spec.dims!r}; allowed is a tuple of one int, as in dims=(0,)"
+        case StateKind.REDUCED if not (_are_dims(spec.dims) and spec.dims):
+            problem = f"dims={spec.dims!r}; allowed is a tuple of the dims that it lacks, as in dims=(-1,)"
+        case StateKind.BLOCK_SCALES if spec.block < 1:
+            problem = f"block={spec.block!r}; allowed is the number of elements per scale, at least 1"
+        case _:
+            return
+    raise ConfigError(f"{rule_of} declares the state {spec.name!r} with kind={spec.kind}, {problem}")
+
+
+def _are_dims(dims: Any) -> bool:
+    return isinstance(dims, tuple) and all(type(dim) is int for dim in dims)
+
+
+def _check_dims(rule_of: str, spec: StateSpec, shape: Sequence[int]) -> None:
+    """Raise ConfigError for `dims` that a parameter of `shape` does not have."""
+    beyond = [dim for dim in spec.dims if not -len(shape) <= dim < len(shape)]
+    if beyond and spec.kind in (StateKind.MATRIX, StateKind.REDUCED):
+        raise ConfigError(
+            f"{rule_of} declares the state {spec.name!r} with kind={spec.kind}, dims={spec.dims}, but keeps it for a "
+            f"parameter of shape {tuple(shape)}, which has no dim {beyond[0]}; allowed are {-len(shape)} to "
+            f"{len(shape) - 1}"
+        )
 
 
 def _shape_of(spec: StateSpec, shape: Sequence[int], *, dim: int) -> tuple[int, ...] | None:
