@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from opt_config import ConfigError
 from opt_distributed.step.clip import Products
 from opt_distributed.step.piece_runs import PieceRun
 from opt_distributed.step.ready import Ready
@@ -62,3 +63,24 @@ class KeptUpdate:
 
     def _rows_are_same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         return all(run.hyper.read(groups[run.key.group], step=run.count.next()) is row for run, row in self._rows)
+
+
+def checked_launches(rule: Rule, returned: Any) -> Sequence[Repeatable]:
+    """What `rule.update_` returned, () for None. Raises ConfigError unless it is None or a sequence of `Repeatable`."""
+    if returned is None:
+        return ()
+    wrong = [one for one in returned if not _is_repeatable(one)] if isinstance(returned, Sequence) else [returned]
+    if wrong:
+        found = "" if wrong[0] is returned else "a sequence with "
+        raise ConfigError(
+            f"rule {rule.name!r} ({type(rule).__name__}): update_ returned {found}an object of type "
+            f"{type(wrong[0]).__name__}; allowed are None, and a sequence of opt_kernels.rules.base.Repeatable, with "
+            "holds and launch; return None if the launches cannot be repeated. Weights have been written: load the "
+            "last checkpoint"
+        )
+    launches: Sequence[Repeatable] = returned
+    return launches
+
+
+def _is_repeatable(one: object) -> bool:
+    return all(callable(getattr(one, name, None)) for name in ("holds", "launch"))

@@ -16,7 +16,7 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
-from opt_distributed.step.kept_update import Inputs, KeptUpdate
+from opt_distributed.step.kept_update import Inputs, KeptUpdate, checked_launches
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
@@ -200,7 +200,8 @@ class Unit:
             for together in self._calls(runs):
                 if begun is None:
                     batches = self._batches(together, ready, groups)
-                    launches = update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+                    returned = update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
+                    launches = checked_launches(self.rule, returned)
                     if kept is not None and launches:
                         kept.add(together, batches, launches)
                 for run in together:
