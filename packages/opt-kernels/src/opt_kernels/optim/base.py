@@ -1,56 +1,36 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
-from abc import ABC
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.triton.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.entries import SCHEDULED, GroupEntries
+from opt_kernels.optim.checked import CheckedOptimizer
 from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
-from opt_kernels.optim.groups import (
-    NEUTRAL,
-    ParamGroup,
-    check_distinct,
-    check_fixed,
-    check_flags,
-    check_keys,
-    check_options,
-    loaded_groups,
-    params_with_groups,
-)
-from opt_kernels.optim.hooks import (
-    HOOKS,
-    check_names,
-    check_param_hooks,
-    checked_hooks,
-    record_hooks_,
-    warn_of_other_hooks,
-    with_hooks,
-)
+from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loaded_groups, params_with_groups
+from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
 from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.observed import before_load, observed
-from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable, scaling_of
+from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, scaling_of
 from opt_kernels.optim.param_rows import ParamRows, params_of
-from opt_kernels.optim.params import check_available, check_param, for_dtype, spans_of
+from opt_kernels.optim.params import check_available, spans_of
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, saved_state
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper, MatrixSpec
+from opt_kernels.works import Batch, Hyper
 
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
 
-class RuleOptimizer(torch.optim.Optimizer, ABC):
+class RuleOptimizer(CheckedOptimizer):
     """Base class of the optimizers of this package. A final class provides its rule and the defaults of its groups.
 
     The state of a parameter is created in its first step: `step` (0-d float32, on the host, as in torch.optim), the
@@ -68,14 +48,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
     `hooks` modify the update, see `opt_kernels.hooks`. A group may have its own under "hooks". A state_dict records
     hooks as text; loading one that was saved with other hooks logs a warning and keeps those of this optimizer.
     """
-
-    # Options that torch.optim has in each group, and that must be equal in all groups here.
-    fixed: ClassVar[tuple[str, ...]] = ()
-    # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
-    structural: ClassVar[tuple[str, ...]] = ()
-
-    # Entries of groups that schedulers may set to any number.
-    scheduled: ClassVar[tuple[str, ...]] = SCHEDULED
 
     # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
@@ -104,7 +76,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
         self._param_rows: ParamRows | None = None  # rebuilt whenever parameters, gradients or states changed
-        self._entries: GroupEntries | None = None  # of the groups in the last step; None: not built yet
+        self._entries = None
         self._states_may_change = False  # True once `state` was read
         self._fits_graphs = True  # whether torch.compile can take a step as one operation
         self._handle = handle_of(self)
@@ -136,19 +108,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             self._param_rows.write_steps_()
         states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
         return states
-
-    @property
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules that may update its parameters."""
-        return (self.rule,)
-
-    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that updates `param`, without hooks. It is the same in every step."""
-        return for_dtype(self.rule, param)
-
-    def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
-        """How a matrix rule treats `param`."""
-        return MatrixSpec()
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,24 +214,9 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             after(self)
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
-        unknown, not allowed, or equal in all groups by definition."""
-        if isinstance(param_group, dict):  # torch raises for anything else
-            check_keys(param_group, {*self.defaults, HOOKS, *(("capturable",) if self.capturable else ())})
-            self._check_group(self.defaults | param_group)
-        if self._entries is not None:
-            self._adopt_changes()
+        """As in `CheckedOptimizer`. Also notes whether torch.compile can still take a step as one operation."""
         super().add_param_group(param_group)
-        try:
-            check_distinct(self.param_groups[-1]["params"])
-            for param in self.param_groups[-1]["params"]:
-                self._check_param(self.param_groups[-1], param)
-        except ValueError:
-            del self.param_groups[-1]
-            raise
         self._fits_graphs = self._fits_graphs and are_plain(self.param_groups[-1]["params"])
-        if self._entries is not None:
-            self._entries.accept(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_param_rows" in self.__dict__:
@@ -287,58 +231,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         kept = ("rule", "mains", "max_norm", "grad_norm", "hooks", "capturable")
         own = {name: getattr(self, name) for name in kept}
         return super().__getstate__() | own | {"_param_rows": None, "_on_device": None, "_captured_at": []}
-
-    def _check_group(self, group: ParamGroup) -> None:
-        """Raise ValueError for a group that this optimizer does not support."""
-        check_options(group)
-        check_fixed(group, self.defaults, self.fixed)
-        check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
-
-    def _adopt_changes(self) -> None:
-        """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
-        not supported, and for an entry that was removed."""
-        assert self._entries is not None
-        changes = self._entries.changes(self.param_groups)
-        if not changes:
-            return
-        flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
-        for number, before, names in changes:
-            group = self.param_groups[number]
-            check_flags({name: group[name] for name in names & flags})
-            self._check_group(group)
-            self._check_read(group, names)
-            if not names.isdisjoint((HOOKS, *self.structural)):
-                self._check_changed(group, {**self.defaults, **before})
-                for param in group["params"]:
-                    self._check_param(group, param)
-                self._forget_rows()
-        self._entries.accept(self.param_groups)
-
-    def _new_entries(self) -> GroupEntries:
-        return GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
-
-    def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
-        """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
-
-    def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
-        """Raise ValueError if existing states are of no use with changed structural entries."""
-
-    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
-        """Raise ValueError if state saved with the group options `loaded` cannot be used with the options `own`."""
-
-    def _check_param(self, group: ParamGroup, param: Tensor) -> None:
-        """Raise ValueError for a parameter that cannot be updated."""
-        if is_lazy(param):
-            return  # its shape is not known yet
-        rule = self._hooked_rule_of(group, param)
-        check_param(param, rule, self.mains)
-        if self.capturable:
-            check_capturable(param, rule)
-        check_param_hooks(param, rule, group)
-
-    def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
-        """The rule that updates `param`, with its hooks."""
-        return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
 
     def _update_(self) -> None:
         self._adopt_changes()

@@ -1,0 +1,132 @@
+"""`CheckedOptimizer`: checks parameter groups when they are added or loaded, and when they change between steps."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from opt_kernels.hooks import GivenHooks
+from opt_kernels.optim.entries import SCHEDULED, GroupEntries
+from opt_kernels.optim.groups import (
+    NEUTRAL,
+    ParamGroup,
+    check_distinct,
+    check_fixed,
+    check_flags,
+    check_keys,
+    check_options,
+)
+from opt_kernels.optim.hooks import HOOKS, check_names, check_param_hooks, checked_hooks, with_hooks
+from opt_kernels.optim.mains import Mains
+from opt_kernels.optim.on_device import check_capturable
+from opt_kernels.optim.params import check_param, for_dtype
+from opt_kernels.rules.base import Rule
+from opt_kernels.works import MatrixSpec
+
+
+class CheckedOptimizer(torch.optim.Optimizer, ABC):
+    """Choose the rule of each parameter, and check its group. Subclasses restrict their groups by overriding checks."""
+
+    # Options that torch.optim has in each group, and that must be equal in all groups here.
+    fixed: ClassVar[tuple[str, ...]] = ()
+    # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
+    structural: ClassVar[tuple[str, ...]] = ()
+    # Entries of groups that schedulers may set to any number.
+    scheduled: ClassVar[tuple[str, ...]] = SCHEDULED
+
+    rule: Rule
+    mains: Mains
+    hooks: GivenHooks  # of groups without hooks of their own
+    capturable: bool
+    _entries: GroupEntries | None  # of the groups in the last step; None: not built yet
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that may update its parameters."""
+        return (self.rule,)
+
+    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that updates `param`, without hooks. It is the same in every step."""
+        return for_dtype(self.rule, param)
+
+    def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
+        """How a matrix rule treats `param`."""
+        return MatrixSpec()
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
+        unknown, not allowed, or equal in all groups by definition."""
+        if isinstance(param_group, dict):  # torch raises for anything else
+            check_keys(param_group, {*self.defaults, HOOKS, *(("capturable",) if self.capturable else ())})
+            self._check_group(self.defaults | param_group)
+        if self._entries is not None:
+            self._adopt_changes()
+        super().add_param_group(param_group)
+        try:
+            check_distinct(self.param_groups[-1]["params"])
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(self.param_groups[-1], param)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        if self._entries is not None:
+            self._entries.accept(self.param_groups)
+
+    def _check_group(self, group: ParamGroup) -> None:
+        """Raise ValueError for a group that this optimizer does not support."""
+        check_options(group)
+        check_fixed(group, self.defaults, self.fixed)
+        check_names(checked_hooks(group.get(HOOKS, ())), self.rules)
+
+    def _adopt_changes(self) -> None:
+        """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
+        not supported, and for an entry that was removed."""
+        assert self._entries is not None
+        changes = self._entries.changes(self.param_groups)
+        if not changes:
+            return
+        flags = NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
+        for number, before, names in changes:
+            group = self.param_groups[number]
+            check_flags({name: group[name] for name in names & flags})
+            self._check_group(group)
+            self._check_read(group, names)
+            if not names.isdisjoint((HOOKS, *self.structural)):
+                self._check_changed(group, {**self.defaults, **before})
+                for param in group["params"]:
+                    self._check_param(group, param)
+                self._forget_rows()
+        self._entries.accept(self.param_groups)
+
+    def _new_entries(self) -> GroupEntries:
+        return GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
+
+    @abstractmethod
+    def _forget_rows(self) -> None:
+        """Forget what was derived from the groups and the rules of their parameters."""
+
+    def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
+        """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
+
+    def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
+        """Raise ValueError if existing states are of no use with changed structural entries."""
+
+    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
+        """Raise ValueError if state saved with the group options `loaded` cannot be used with the options `own`."""
+
+    def _check_param(self, group: ParamGroup, param: Tensor) -> None:
+        """Raise ValueError for a parameter that cannot be updated."""
+        if is_lazy(param):
+            return  # its shape is not known yet
+        rule = self._hooked_rule_of(group, param)
+        check_param(param, rule, self.mains)
+        if self.capturable:
+            check_capturable(param, rule)
+        check_param_hooks(param, rule, group)
+
+    def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that updates `param`, with its hooks."""
+        return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
