@@ -5,7 +5,7 @@ suffices, and an outlier costs precision in 128 elements instead of a million. C
 not codes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -87,7 +87,11 @@ class Scaled:
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
         x = values if self.signed else _root(values)
-        y = _normalised(x, scales, self.block, exponent=self.exponent)
+        y = torch.empty_like(x)
+        for run, share, scale in _rows(x, y, scales, self.block):
+            _scale_(scale, run, lambda largest: _power_of_two(largest, self.exponent))
+            torch.div(run, torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
+        y.nan_to_num_(0.0)
         if not self.signed:
             y = torch.where(x > 0, y.clamp(min=self.smallest), y)
         codes.copy_(y)
@@ -97,8 +101,10 @@ class Scaled:
 class Companded:
     """Signed 8-bit codes with one scale per block, denser near zero (FlashOptim, arXiv 2602.23349, section 3).
 
-    scale = max |x|; n = x / scale; code = round(127 * 2n / (1 + |n|)). Back: y = code / 127; x = scale * y / (2 - |y|).
-    A block with a value that is not finite decodes as NaN.
+    scale = max |x|; code = round(127 * x / ((|x| + scale) / 2)). Back: x = scale * (code / (254 - |code|)).
+
+    Each operation is rounded as written, the mean of |x| and scale once. A block with a value that is not finite decodes
+    as NaN.
     """
 
     block: int = BLOCK
@@ -108,21 +114,27 @@ class Companded:
         return torch.int8
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        y = values.copy_(codes).div_(127)
-        _scaled_(y.div_(2 - y.abs()), scales, self.block)
+        values.copy_(codes)
+        _scaled_(values.div_(254 - values.abs()), scales, self.block)
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
-        n = _normalised(values, scales, self.block)
-        codes.copy_(_rounded(n.div_(n.abs().add_(1)).mul_(2 * 127)))
+        y = torch.empty_like(values)
+        for run, share, scale in _rows(values, y, scales, self.block):
+            _scale_(scale, run, lambda largest: largest.clamp(min=TINY))
+            # In float64, in which neither the sum overflows nor its half loses bits.
+            mean = run.abs().double().add_(scale[:, None].clamp(min=TINY)).div_(2).to(run.dtype)
+            torch.div(run, mean, out=share)
+        codes.copy_(y.nan_to_num_(0.0).mul_(127).round_())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
     """Unsigned 8-bit codes of the square root of a state that is never negative, with one scale per block.
 
-    scale = max sqrt(x); code = round(255 * sqrt(x) / scale), at least 1 if x > 0: with a second moment of zero, a first
-    moment that is not zero would be divided by eps alone. Back: x = (code / 255 * scale)^2. A block with a value that
-    is not finite decodes as NaN.
+    scale = max sqrt(x) / 255; code = round(sqrt(x) * (1 / scale)), at least 1 if x > 0. Back: x = (code * scale)^2.
+
+    With a second moment of zero, a first moment that is not zero would be divided by eps alone. A block with a value
+    that is not finite decodes as NaN.
     """
 
     block: int = BLOCK
@@ -132,11 +144,15 @@ class Root:
         return torch.uint8
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
-        _scaled_(values.copy_(codes).div_(255), scales, self.block).square_()
+        _scaled_(values.copy_(codes), scales, self.block).square_()
 
     def encode_(self, codes: Tensor, scales: Tensor | None, values: Tensor) -> None:
         root = _root(values)
-        y = _rounded(_normalised(root, scales, self.block).mul_(255))
+        y = torch.empty_like(root)
+        for run, share, scale in _rows(root, y, scales, self.block):
+            _scale_(scale, run, lambda largest: largest / 255)
+            torch.mul(run, 1.0 / torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
+        y.nan_to_num_(0.0).round_()
         codes.copy_(torch.where(root > 0, y.clamp(min=1), y))
 
 
@@ -206,19 +222,14 @@ def init_state(codecs: Mapping[str, StateCodec], main: Tensor) -> dict[str, Tens
     return state
 
 
-def _normalised(values: Tensor, scales: Tensor | None, block: int, *, exponent: int | None = None) -> Tensor:
-    """Write the scale of each block to `scales`. Returns `values` divided by it, with zeros for non-finite values.
+def _scale_(scale: Tensor, run: Tensor, of_largest: Callable[[Tensor], Tensor]) -> None:
+    """Write the scales (rows,) of the blocks in `run` (rows, block), from the largest |x| of each, float32.
 
-    The scale is max |x| of the block, or with `exponent` the power of two that brings it below 2^exponent.
+    The scale of zeros is zero. An infinite one would turn the finite values of its block into zeros; NaN marks them as
+    lost.
     """
-    result = torch.empty_like(values)
-    for run, part, into in zip(_blocks(values, block), _blocks(result, block), _parts(scales, values, block)):
-        largest = torch.linalg.vector_norm(run, ord=torch.inf, dim=1).to(torch.float32)
-        scale = largest if exponent is None else _power_of_two(largest, exponent)
-        # An infinite scale would turn the finite values of the block into zeros; NaN marks them as lost.
-        into.copy_(torch.where(largest > 0, scale.clamp(min=TINY), largest).masked_fill_(largest.isinf(), torch.nan))
-        torch.div(run, torch.where(into == 0, 1.0, into).to(run.dtype)[:, None], out=part)
-    return result.nan_to_num_(0.0)
+    largest = torch.linalg.vector_norm(run, ord=torch.inf, dim=1).to(torch.float32)
+    scale.copy_(torch.where(largest > 0, of_largest(largest), largest).masked_fill_(largest.isinf(), torch.nan))
 
 
 def _power_of_two(largest: Tensor, exponent: int) -> Tensor:
@@ -232,6 +243,13 @@ def _scaled_(values: Tensor, scales: Tensor | None, block: int) -> Tensor:
     for run, factor in zip(_blocks(values, block), _parts(scales, values, block)):
         run.mul_(factor[:, None])
     return values
+
+
+def _rows(
+    values: Tensor, result: Tensor, scales: Tensor | None, block: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """The blocks of `values` with those of `result` and their scales: first the full ones, then the rest."""
+    return zip(_blocks(values, block), _blocks(result, block), _parts(scales, values, block))
 
 
 def _blocks(values: Tensor, block: int) -> list[Tensor]:
@@ -251,8 +269,3 @@ def _parts(scales: Tensor | None, values: Tensor, block: int) -> list[Tensor]:
 def _root(values: Tensor) -> Tensor:
     """The correctly rounded square root. torch's float32 square root is not correctly rounded on every CPU."""
     return values.sqrt() if values.dtype is torch.float64 else values.double().sqrt_().to(values.dtype)
-
-
-def _rounded(values: Tensor) -> Tensor:
-    """Round to the nearest integer, halves upwards, which is one instruction with equal results on any device."""
-    return values.add_(0.5).floor_()

@@ -5,10 +5,11 @@ and encode every state. Each is a loop of few operations, which keeps a processo
 """
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from opt_kernels.backends.cpp.dialect import POINTERS, Cpp
-from opt_kernels.backends.cpp.roots import cut, read
+from opt_kernels.backends.cpp.roots import copies, cut, read
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.numbers import Constant
 from opt_kernels.formulas.syntax import assigned
@@ -54,12 +55,20 @@ class _ChunkPlan:
         ]
         if not self.cut.roots:
             self.kept = []
-        # Of these, names whose value is also that of an early result: the chunk has it already if the codec KEEPS it.
-        self.stored = {
-            result.id: i
+        # Of these, names whose value, or the square of it, is an early result: the chunk has them if the codec stores that.
+        self.stored = dict(self._stored(copies(self.cut.before, constants)))
+
+    def _stored(self, same: Mapping[str, str]) -> Iterator[tuple[str, "_Stored"]]:
+        early = {
+            same.get(result.id, result.id): i
             for i, (result, is_early) in enumerate(zip(self.results, self.is_early))
-            if is_early and isinstance(result, ast.Name) and result.id in self.kept
+            if is_early and isinstance(result, ast.Name)
         }
+        squares = dict(self.cut.squares())
+        for name in self.kept:
+            of = squares.get(name, name)
+            if (i := early.get(same.get(of, of))) is not None:
+                yield name, _Stored(i, f"{'!' if name in squares else ''}Codec{i}::KEEPS")
 
     def loads_main(self) -> bool:
         """Whether the first part reads the main."""
@@ -67,12 +76,19 @@ class _ChunkPlan:
 
     def kept_at(self, name: str) -> str:
         """Where the second part finds a name that the first has computed."""
-        i = self.stored.get(name)
-        return f"chunk.y_{name}[j]" if i is None else f"(Codec{i}::KEEPS ? chunk.values{i} : chunk.y_{name})[j]"
+        stored = self.stored.get(name)
+        return f"({stored.when} ? chunk.values{stored.state} : chunk.y_{name})[j]" if stored else f"chunk.y_{name}[j]"
 
     def unless_stored(self, name: str) -> str:
         """The condition under which the first part has to write a name."""
-        return f"if constexpr (!Codec{self.stored[name]}::KEEPS) " if name in self.stored else ""
+        return f"if constexpr (!({self.stored[name].when})) " if name in self.stored else ""
+
+
+class _Stored(NamedTuple):
+    """Where a chunk has the value of a name, under a condition in C++."""
+
+    state: int
+    when: str
 
 
 def _chunk(parts: _ChunkPlan, states: range) -> list[str]:
@@ -199,7 +215,7 @@ def _stored(parts: _ChunkPlan, early: bool) -> list[str]:
 
 
 def _span(parts: _ChunkPlan, states: range) -> list[str]:
-    decode = "Codec{i}::decode(run.codes{i} + at, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k, n);"
+    decode = "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
     encode = (
         "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
         "Codec{i}::scale_at(run.scales{i}, at), n);"
@@ -207,7 +223,8 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
     before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if parts.cut.roots else ""
     calls = [
-        *(decode.format(i=i) for i in states),
+        # In turns: one state's divisions leave room for what another is decoded with.
+        f"for (int64_t j = 0; j < n; j += part) {{ {' '.join(decode.format(i=i) for i in states)} }}",
         # Spread over the loops: a processor waits when many lines of memory are fetched at once.
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",
         f"{{ prefetch(run.main, at + AHEAD); if (moderate{is_finite}) after<false>(run, row, chunk, at, n, k); "
@@ -217,6 +234,7 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
         "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
+        "const int64_t part = smaller(n, PART);",
         *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {call}" for call in calls),
         "}",
         "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",

@@ -16,12 +16,6 @@
 #include <immintrin.h>
 #endif
 
-// `code`, at least 1 where x is above zero; compared as words, which is faster than as floats.
-static inline int32_t at_least_one(int32_t code, float x) {
-    const int32_t word = int32_t(word_of(x));
-    return at_least(code, word < 1 ? word : 1);
-}
-
 #if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512BW__)
 #define ONLY_AVX2 1  // compilers vectorise as well where there is AVX-512
 
@@ -34,24 +28,13 @@ static inline __m256 absolute(__m256 x) { return _mm256_andnot_ps(all(-0.0f), x)
 
 static inline void load_32(const float *values, __m256 (&x)[4]) { EACH x[q] = _mm256_loadu_ps(values + 8 * q); }
 
-// A byte for each float: zero for zero, else of the float's sign. Bytes are in the order in which packing leaves them;
-// `store_32` restores that of the elements.
-static inline __m256i signs_of(const __m256 (&x)[4]) {
-    __m256i words[4];
-    EACH words[q] = _mm256_castps_si256(x[q]);
-    return _mm256_packs_epi16(_mm256_packs_epi32(words[0], words[1]), _mm256_packs_epi32(words[2], words[3]));
-}
-
-// `codes`, at least 1 where x is above zero.
-static inline __m256i at_least_one(__m256i codes, const __m256 (&x)[4]) {
-    const __m256i above_zero = _mm256_cmpgt_epi8(signs_of(x), _mm256_setzero_si256());
-    return _mm256_max_epu8(codes, _mm256_and_si256(above_zero, _mm256_set1_epi8(1)));
-}
-
+// Writes bytes that packing has left in the order of its quarters.
 static inline void store_32(void *codes, __m256i bytes) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     _mm256_storeu_si256((__m256i *)codes, _mm256_permutevar8x32_epi32(bytes, order));
 }
+
+static inline bool has_zero(__m256i bytes) { return _mm256_movemask_epi8(_mm256_cmpeq_epi8(bytes, _mm256_setzero_si256())); }
 #endif
 
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
@@ -102,7 +85,19 @@ struct Coded {
         for (int64_t k = 0; k < n; k++) set(codes[k], !SIGNED && values[k] > 0.0f);
     }
 
+    // Raises codes of zero where the root of a state is above zero; where that is -0, the code becomes `negative_zero`.
+    static __attribute__((noinline)) void raise_zeros(const float *values, Code *codes, int64_t n, uint32_t negative_zero) {
+#pragma GCC ivdep
+        for (int64_t k = 0; k < n; k++) {
+            const uint32_t code = bits(codes[k]), raised = word_of(values[k]) >> 31 ? negative_zero : values[k] > 0.0f;
+            set(codes[k], code == 0 ? raised : code);
+        }
+    }
+
    private:
+    static inline uint32_t bits(half code) { return code.bits; }
+    static inline uint32_t bits(uint8_t code) { return code; }
+    static inline uint32_t bits(int8_t code) { return uint8_t(code); }
     static inline void set(half &code, uint32_t bits) { code.bits = uint16_t(bits); }
     static inline void set(uint8_t &code, uint32_t bits) { code = uint8_t(bits); }
     static inline void set(int8_t &code, uint32_t bits) { code = int8_t(bits); }

@@ -32,19 +32,15 @@ static inline float scale_of_halves(E4M3, float scale) { return scale * 256.0f; 
 
 template <class Float, bool SIGNED>
 static inline void widen(const uint8_t *codes, float scale, float *values, int64_t n) {
+    int64_t k = 0;
 #if defined(__AVX512VBMI__) && defined(__AVX512BW__)
     static const Table table(Float::value);
-    if (n == GROUP) {
-        for (int64_t k = 0; k < GROUP; k += 64) {
-            const __m512i part = _mm512_loadu_si512(codes + k);
-            table.look_up(part, part, values + k);  // the upper bit of an index is not looked at
-        }
-        for (int64_t k = 0; k < GROUP; k++) values[k] = scaled<SIGNED>(values[k], scale);
-        return;
+    for (; k + 64 <= n; k += 64) {
+        const __m512i part = _mm512_loadu_si512(codes + k);
+        table.look_up(part, part, values + k);  // the upper bit of an index is not looked at
+        for (int64_t i = k; i < k + 64; i++) values[i] = scaled<SIGNED>(values[i], scale);
     }
-#endif
-    int64_t k = 0;
-#if defined(__AVX2__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__F16C__)
     const float factor = scale_of_halves(Float(), scale);
     for (; k + 16 <= n && factor < 0x1p127f; k += 16) {
         const __m256i halves = halves_of(Float(), _mm_loadu_si128((const __m128i *)(codes + k)));
@@ -72,13 +68,13 @@ static inline void widen(const half *codes, float scale, float *values, int64_t 
 
 #if ONLY_AVX2
 // 32 codes, as `narrow` has them, of values that are rounded without being scaled: `normal` is the word of the smallest
-// value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers joins. Signs,
-// and what is above zero, are seen in words saturated to bytes, four times as many at a time.
+// value whose code is normal. A sum's exponent and units are halves of its word, which one product of integers joins. Signs
+// are seen in words saturated to bytes, four times as many at a time.
 template <class Float, bool SIGNED>
-static inline void narrow_32(const float *values, uint32_t normal, uint8_t *codes) {
+static inline __m256i narrow_32(const float *values, uint32_t normal, uint8_t *codes) {
     constexpr int SHIFT = Float::SHIFT, ROOM = SHIFT - 16;
     __m256 x[4];
-    __m256i code[4];
+    __m256i words[4], code[4];
     load_32(values, x);
     EACH {
         const __m256 size = SIGNED ? absolute(x[q]) : x[q];
@@ -91,54 +87,60 @@ static inline void narrow_32(const float *values, uint32_t normal, uint8_t *code
     const __m256i least = _mm256_set1_epi16(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
     const __m256i first = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), least);
     const __m256i second = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), least);
-    const __m256i sizes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
-    const __m256i signs = _mm256_and_si256(signs_of(x), _mm256_set1_epi8(char(Float::SIGN)));
-    const __m256i bytes = _mm256_or_si256(sizes, signs);
-    store_32(codes, SIGNED ? bytes : at_least_one(bytes, x));
+    __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
+    if (SIGNED) {
+        EACH words[q] = _mm256_castps_si256(x[q]);
+        const __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(words[0], words[1]), _mm256_packs_epi32(words[2], words[3]));
+        bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, _mm256_set1_epi8(char(Float::SIGN))));
+    }
+    store_32(codes, bytes);
+    return bytes;
 }
 #endif
 
-// Codes of values times `factor`, a power of two; where they are not SIGNED, at least the smallest code above zero.
+// Writes the codes of values times `factor`, a power of two. Returns whether any of them is zero.
 template <class Float, bool SIGNED>
-static inline void narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
+static inline bool narrow(const float *values, float factor, uint8_t *codes, int64_t n) {
     int64_t k = 0;
+    int32_t smallest = 0xFF;
 #if ONLY_AVX2
     // NORMAL over a power of two; of moderate ones, so that sums are finite and normal.
     const uint32_t power = word_of(factor), normal = Float::NORMAL + (127u << 23) - power;
     const bool is_moderate = power - (63u << 23) < 128u << 23;
-    for (; k + 32 <= n && is_moderate; k += 32) narrow_32<Float, SIGNED>(values + k, normal, codes + k);
+    __m256i each = _mm256_set1_epi8(-1);
+    for (; k + 32 <= n && is_moderate; k += 32)
+        each = _mm256_min_epu8(each, narrow_32<Float, SIGNED>(values + k, normal, codes + k));
+    smallest = has_zero(each) ? 0 : smallest;
 #endif
 #pragma GCC ivdep
     for (; k < n; k++) {
         const int32_t code = int32_t(Float::code(values[k] * factor));
-        codes[k] = uint8_t(SIGNED ? code : at_least_one(code, values[k]));
+        smallest = code < smallest ? code : smallest;
+        codes[k] = uint8_t(code);
     }
+    return smallest == 0;
 }
 
 template <class Float, bool SIGNED>
-static inline void narrow(const float *values, float factor, half *codes, int64_t n) {
+static inline bool narrow(const float *values, float factor, half *codes, int64_t n) {
     int64_t k = 0;
-#if defined(__AVX512F__)
-    const __m512 smallest = _mm512_set1_ps(Float::value(1)), factors = _mm512_set1_ps(factor);
-    for (; k + 16 <= n; k += 16) {
-        const __m512 x = _mm512_loadu_ps(values + k);
-        __m512 y = _mm512_mul_ps(x, factors);
-        if (!SIGNED) y = _mm512_mask_max_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GT_OQ), y, smallest);
-        _mm256_storeu_si256((__m256i *)(codes + k), _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
-    }
-#elif defined(__F16C__)
-    const __m256 smallest = _mm256_set1_ps(Float::value(1)), factors = _mm256_set1_ps(factor);
+    int32_t smallest = 0xFFFF;
+#if defined(__F16C__)
+    __m128i each = _mm_set1_epi16(-1);
     for (; k + 8 <= n; k += 8) {
-        const __m256 x = _mm256_loadu_ps(values + k);
-        __m256 y = _mm256_mul_ps(x, factors);
-        if (!SIGNED) y = _mm256_blendv_ps(y, _mm256_max_ps(y, smallest), _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_GT_OQ));
-        _mm_storeu_si128((__m128i *)(codes + k), _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+        const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(values + k), _mm256_set1_ps(factor));
+        const __m128i halves = _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
+        each = _mm_min_epu16(each, halves);
+        _mm_storeu_si128((__m128i *)(codes + k), halves);
     }
+    smallest = _mm_movemask_epi8(_mm_cmpeq_epi16(each, _mm_setzero_si128())) ? 0 : smallest;
 #endif
     for (; k < n; k++) {
         const int32_t code = int32_t(Float::code(values[k] * factor));
-        codes[k].bits = uint16_t(SIGNED ? code : at_least_one(code, values[k]));
+        smallest = code < smallest ? code : smallest;
+        codes[k].bits = uint16_t(code);
     }
+    return smallest == 0;
 }
 
 // --- codecs -----------------------------------------------------------------------------------------------------------
@@ -155,7 +157,9 @@ struct Scaled : Coded<T, SIGNED> {
         const int32_t biased = (largest >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         *scale = largest == 0 ? 0.0f : float_of(word);
         // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
-        narrow<Float, SIGNED>(values, largest == 0 ? 1.0f : float_of((254 << 23) - word), codes, n);
+        const float factor = largest == 0 ? 1.0f : float_of((254 << 23) - word);
+        const bool any_zero = narrow<Float, SIGNED>(values, factor, codes, n);
+        if (!SIGNED && any_zero && largest != 0) Coded<T, SIGNED>::raise_zeros(values, codes, n, Float::SIGN);
     }
 };
 

@@ -5,11 +5,12 @@ roots of a chunk of elements in an array between them, keep it busy.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
-from opt_kernels.formulas.syntax import assigned
+from opt_kernels.formulas.numbers import Constant
+from opt_kernels.formulas.syntax import assigned, decided
 
 
 class SplitFormula(NamedTuple):
@@ -19,6 +20,13 @@ class SplitFormula(NamedTuple):
     roots: list[ast.stmt]
     after: list[ast.stmt]
     results: list[ast.expr]  # of the whole formula, in terms of the roots
+
+    def squares(self) -> Iterator[tuple[str, str]]:
+        """The names of the roots of names, with these."""
+        for statement in self.roots:
+            match statement:
+                case ast.Assign([ast.Name(root)], ast.Call(args=[ast.Name(square)])):
+                    yield root, square
 
 
 def read(*nodes: ast.AST) -> set[str]:
@@ -30,6 +38,27 @@ def read(*nodes: ast.AST) -> set[str]:
         for node in ast.walk(root)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
     }
+
+
+def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[str, str]:
+    """Names that after `body` have the value of another one, with the first name of this value."""
+    same: dict[str, str] = {}
+    for statement in body:
+        written = {*assigned([statement])}
+        same = {name: first for name, first in same.items() if not written & {name, first}}
+        match statement:
+            case ast.Assign([ast.Name(name)], value):
+                other = _chosen(value, constants)
+                if isinstance(other, ast.Name) and other.id != name:
+                    same[name] = same.get(other.id, other.id)
+    return same
+
+
+def _chosen(value: ast.expr, constants: Mapping[str, Constant]) -> ast.expr:
+    """`value`, or the branch of it that constants choose."""
+    if isinstance(value, ast.IfExp) and isinstance(test := decided(value.test, constants), bool):
+        return _chosen(value.body if test else value.orelse, constants)
+    return value
 
 
 def cut(body: Sequence[ast.stmt], results: Sequence[ast.expr]) -> SplitFormula:

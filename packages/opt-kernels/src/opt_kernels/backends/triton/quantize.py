@@ -57,10 +57,10 @@ def read_state(
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         scale = spread(load(scales, group, (n + GROUP - 1) // GROUP, FULL), BLOCK)
         if SCHEME == "companded":
-            y = divide(stored.to(tl.float32), 127.0, IEEE)
-            return divide(y, 2.0 - tl.abs(y), IEEE) * scale
+            y = stored.to(tl.float32)
+            return divide(y, 254.0 - tl.abs(y), IEEE) * scale
         elif SCHEME == "root":
-            y = divide(stored.to(tl.float32), 255.0, IEEE) * scale
+            y = stored.to(tl.float32) * scale
             return y * y
         else:
             y = (stored.to(tl.float32) if SCHEME == "half" else from_fp8(stored, SCHEME)) * scale
@@ -91,7 +91,7 @@ def write_state(
         if not SIGNED:
             x = root(x, IEEE)
         largest = largest_of_groups(x, BLOCK)
-        scale = scale_of(largest, SCHEME)
+        scale = scale_of(largest, SCHEME, IEEE)
         group = start // GROUP + tl.arange(0, BLOCK // GROUP)
         store(scales, group, (n + GROUP - 1) // GROUP, scale, FULL)
         store(codes, at, n, code(x, scale, BLOCK, SCHEME, SIGNED, IEEE), FULL)
@@ -115,15 +115,20 @@ def code(
             y = tl.where(x > 0.0, tl.maximum(y, smallest), y)
         return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
     else:
-        divisor = spread(tl.where(scale == 0.0, 1.0, scale), BLOCK)
-        y = divide(x, divisor, IEEE)
-        y = tl.where(y == y, y, 0.0)
         if SCHEME == "companded":
-            y = divide(y, tl.abs(y) + 1.0, IEEE) * 254.0
-            return tl.floor(y + 0.5).to(tl.int8)
+            half = 0.5 * tl.where(scale == 0.0, TINY, scale)
+            y = divide(x, 0.5 * tl.abs(x) + spread(half, BLOCK), IEEE) * 127.0
+            return nearest_integer(y).to(tl.int8)
         else:
-            y = tl.floor(y * 255.0 + 0.5)
-            return tl.where(x > 0.0, tl.maximum(y, 1.0), y).to(tl.uint8)
+            inverse = divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE)
+            word = nearest_integer(x * spread(inverse, BLOCK))
+            return tl.where(x > 0.0, tl.maximum(word, 1), word).to(tl.uint8)
+
+
+@jit
+def nearest_integer(y: tl.tensor) -> tl.tensor:
+    """The integer nearest to y (float32, |y| < 2^21), ties to even; zero for NaN. int32."""
+    return tl.where(y == y, (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 0)
 
 
 @jit
@@ -135,12 +140,14 @@ def largest_of_groups(x: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def scale_of(largest: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
+def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr) -> tl.tensor:
     """The scale of a group from its largest magnitude: 0 for 0, NaN if it is not finite."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         exponent = 8 if SCHEME == "e4m3" else 15
         biased = (largest.to(tl.int32, bitcast=True) >> 23) + (1 - exponent)
         scale = (tl.maximum(biased, 1) << 23).to(tl.float32, bitcast=True)
+    elif SCHEME == "root":
+        scale = divide(largest, 255.0, IEEE)
     else:
         scale = tl.maximum(largest, TINY)
     return tl.where(largest > 0.0, tl.where(largest < float("inf"), scale, float("nan")), 0.0)
