@@ -103,7 +103,7 @@ class Companded:
 
     scale = max |x|; code = round(127 * x / ((|x| + scale) / 2)). Back: x = scale * (code / (254 - |code|)).
 
-    Each operation is rounded as written, the mean of |x| and scale once. A block with a value that is not finite decodes
+    Operations are rounded as written, the mean of |x| and scale once. A block with a value that is not finite decodes
     as NaN.
     """
 
@@ -245,9 +245,7 @@ def _scaled_(values: Tensor, scales: Tensor | None, block: int) -> Tensor:
     return values
 
 
-def _rows(
-    values: Tensor, result: Tensor, scales: Tensor | None, block: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _rows(values: Tensor, result: Tensor, scales: Tensor | None, block: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """The blocks of `values` with those of `result` and their scales: first the full ones, then the rest."""
     return zip(_blocks(values, block), _blocks(result, block), _parts(scales, values, block))
 

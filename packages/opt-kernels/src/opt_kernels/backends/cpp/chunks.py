@@ -55,7 +55,7 @@ class _ChunkPlan:
         ]
         if not self.cut.roots:
             self.kept = []
-        # Of these, names whose value, or the square of it, is an early result: the chunk has them if the codec stores that.
+        # Of these, names that are an early result or the root of one, where the chunk stores that.
         self.stored = dict(self._stored(copies(self.cut.before, constants)))
 
     def _stored(self, same: Mapping[str, str]) -> Iterator[tuple[str, "_Stored"]]:
@@ -215,7 +215,9 @@ def _stored(parts: _ChunkPlan, early: bool) -> list[str]:
 
 
 def _span(parts: _ChunkPlan, states: range) -> list[str]:
-    decode = "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
+    decode = (
+        "Codec{i}::decode(run.codes{i} + at + j, Codec{i}::scale_at(run.scales{i}, at), chunk.values{i} + k + j, part);"
+    )
     encode = (
         "Codec{i}::encode(chunk.values{i} + k, chunk.largest{i}[k / GROUP], run.codes{i} + at, "
         "Codec{i}::scale_at(run.scales{i}, at), n);"

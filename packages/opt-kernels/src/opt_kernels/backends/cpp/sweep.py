@@ -1,8 +1,9 @@
 """Calls of an update sweep in C++ for batches of works: one per combination of formats, over all groups."""
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from ctypes import CDLL
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -24,6 +25,7 @@ UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = ("formats.h", "update.h")
 HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
+GRADS = 2  # the field of gradients in a `Run`
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -123,32 +125,43 @@ class Columns(NamedTuple):
         )
 
 
-class _Columns:
-    """The runs of one combination of formats, as the C++ side reads them: the fields of `struct Run` in columns."""
+@dataclass(slots=True)
+class Runs:
+    """The runs of works in one combination of formats: the fields of `struct Run`, except its row, in columns."""
+
+    formats: Formats
+    fields: list[
+        "array[int]"
+    ]  # addresses of mains, outs, grads, and of the codes and scales of each state; numel, first
+    numel: int
+    tensors: Columns | None  # kept alive until the call, because the fields are addresses; None: their owner keeps them
+    grads_at: Hashable = None  # `Works.grads_at`, where these runs are kept
+
+    def move_grads(self, works: Works) -> None:
+        """Follow the gradients, whose layouts are the same."""
+        if works.grads_at != self.grads_at:
+            self.fields[GRADS] = array("q", map(Tensor.data_ptr, works.grads))
+            self.grads_at = works.grads_at
+
+
+class _Call:
+    """The runs of one combination of formats, as the C++ side reads them."""
 
     def __init__(self, num_states: int) -> None:
         self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
-        self._kept: list[Columns] = []  # keeps the tensors alive, because the fields are addresses
         self._numel = 0
+        self._kept: list[Columns | None] = []
         self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
 
-    def add(self, columns: Columns, works: Sequence[Work], row: int) -> None:
-        """Add the flat columns of `works`, which use `row` of the table of hyper-parameters."""
+    def add(self, runs: Runs, works: Sequence[Work], row: int) -> None:
+        """Add the runs of `works`, which use `row` of the table of hyper-parameters."""
+        *addresses, numels, firsts = runs.fields
+        rows = array("q", [row]) * len(numels)
+        for into, values in zip(self._fields, (*addresses, numels, rows, firsts), strict=True):
+            into.extend(values)
+        self._numel += runs.numel
+        self._kept.append(runs.tensors)
         self.works.append((row, works))
-        numels = list(map(Tensor.numel, columns.grads))
-        nothing = [0] * len(numels)
-        values: list[Iterable[int]] = [
-            map(Tensor.data_ptr, columns.mains),
-            nothing if columns.outs is None else map(Tensor.data_ptr, columns.outs),
-            map(Tensor.data_ptr, columns.grads),
-        ]
-        for codes, scales in zip(columns.states, columns.scales, strict=True):
-            values += [map(Tensor.data_ptr, codes), nothing if scales is None else map(Tensor.data_ptr, scales)]
-        values += [numels, [row] * len(numels), columns.firsts]
-        for into, value in zip(self._fields, values, strict=True):
-            into.extend(value)
-        self._kept.append(columns)
-        self._numel += sum(numels)
 
     def run(self, compiled: CDLL, rows: "array[float]") -> None:
         """Sweep all runs, on as many threads as torch uses."""
@@ -175,16 +188,16 @@ def update_(
 
     These include works whose sweep could not be compiled.
     """
-    calls: dict[tuple[Formats, tuple[str, ...]], _Columns] = {}
+    calls: dict[tuple[Formats, tuple[str, ...]], _Call] = {}
     others = []
     for index, (hyper, works) in enumerate(batches):
         for formats, same, columns in _by_formats(works, codecs):
             types = formats.codec_types(codecs.values())
             if types is None or (stochastic_rounding and formats.main is torch.float16):
                 others.append(Batch(hyper, same))
-                continue
-            call = calls.setdefault((formats, types), _Columns(len(codecs)))
-            call.add(_checked(columns, same, codecs), same, index)
+            else:
+                call = calls.setdefault((formats, types), _Call(len(codecs)))
+                call.add(_runs(formats, same, columns, codecs), same, index)
     if not calls:
         return others
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
@@ -205,9 +218,12 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
 
 def _by_formats(
     works: Sequence[Work], codecs: Mapping[str, StateCodec]
-) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
-    """`works` by their formats, with their tensors as columns."""
+) -> Iterator[tuple[Formats, Sequence[Work], Columns | None]]:
+    """`works` by their formats, with their tensors as columns; None if their runs are kept."""
     if isinstance(works, Works) and works:
+        if kept := _kept_runs(works, codecs):
+            yield kept.formats, works, None
+            return
         columns = _columns(works, codecs)
         if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
             yield _formats(works[0], codecs), works, columns
@@ -217,6 +233,44 @@ def _by_formats(
         found.setdefault(_formats(work, codecs), []).append(work)
     for formats, same in found.items():
         yield formats, same, _columns(same, codecs)
+
+
+def _kept_runs(works: Works, codecs: Mapping[str, StateCodec]) -> Runs | None:
+    """The runs of an earlier call with tensors that have not moved since."""
+    return None if works.unchanged is None else works.unchanged.cache.get(_key_of(codecs))
+
+
+def _key_of(codecs: Mapping[str, StateCodec]) -> Hashable:
+    return Runs, tuple(codecs.items())
+
+
+def _runs(formats: Formats, works: Sequence[Work], columns: Columns | None, codecs: Mapping[str, StateCodec]) -> Runs:
+    """The runs of works in CPU memory; `columns` is that of `_by_formats`."""
+    if columns is None:
+        assert isinstance(works, Works)
+        kept = _kept_runs(works, codecs)
+        assert kept is not None
+        kept.move_grads(works)
+        return kept
+    flat = _checked(columns, works, codecs)
+    runs = Runs(formats, _fields(flat), sum(map(Tensor.numel, flat.grads)), flat)
+    if flat is columns and isinstance(works, Works) and works.unchanged is not None:
+        # Of these works other code keeps the tensors, and proves before every call that they are still there.
+        works.unchanged.cache[_key_of(codecs)] = replace(runs, tensors=None, grads_at=works.grads_at)
+    return runs
+
+
+def _fields(columns: Columns) -> list["array[int]"]:
+    numels = list(map(Tensor.numel, columns.grads))
+    nothing = [0] * len(numels)
+    values: list[Iterable[int]] = [
+        map(Tensor.data_ptr, columns.mains),
+        nothing if columns.outs is None else map(Tensor.data_ptr, columns.outs),
+        map(Tensor.data_ptr, columns.grads),
+    ]
+    for codes, scales in zip(columns.states, columns.scales, strict=True):
+        values += [map(Tensor.data_ptr, codes), nothing if scales is None else map(Tensor.data_ptr, scales)]
+    return [array("q", value) for value in (*values, numels, columns.firsts)]
 
 
 def _formats(work: Work, names: Iterable[str]) -> Formats:

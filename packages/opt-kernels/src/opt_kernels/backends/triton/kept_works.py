@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
 from opt_kernels.works import Unchanged, Works
 
@@ -88,8 +89,11 @@ class KeptWorks:
 
 
 def is_launched(rule: object, device: torch.device) -> bool:
-    """Whether `rule` updates tensors on `device` with kernels that read addresses from a table, which can be kept."""
-    return device.type == "cuda" or getattr(rule, "backend", None) == "triton"
+    """Whether `rule` updates tensors on `device` by sweeps that read addresses from a table, which can be kept."""
+    backend = getattr(rule, "backend", None)
+    if device.type == "cpu" and backend in (None, "cpp"):
+        return hasattr(rule, "formula") and usable()
+    return device.type == "cuda" or backend == "triton"
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
