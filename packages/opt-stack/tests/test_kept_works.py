@@ -38,6 +38,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Host
 from opt_distributed.step import scaler, stats, verdict
+from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.verdict import triton_kernels
 from opt_kernels.rules.adam import Adam
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
@@ -70,18 +71,18 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "verdict_kernels", lambda device: triton_kernels())
 
 
-def build(form: str) -> tuple[Net, Optimizer]:
+def build(form: str, backend: str = "triton") -> tuple[Net, Optimizer]:
     fields = FORMS[form]
     model = Net(fields.get("params_dtype", torch.float32))
     config = OptimizerConfig(**{"lr": 0.1, "weight_decay": 0.1, "clip_grad": 1.0, **fields})
-    return model, on_triton(get_optimizer(config, [model]))
+    return model, on_backend(get_optimizer(config, [model]), backend)
 
 
-def on_triton(optimizer: Optimizer) -> Optimizer:
+def on_backend(optimizer: Optimizer, backend: str = "triton") -> Optimizer:
     for unit in optimizer.stepper.units:
         rule: Any = unit.rule
         if unit.host is None:
-            unit.rule = replace(rule, backend="triton")
+            unit.rule = replace(rule, backend=backend)
     return optimizer
 
 
@@ -97,9 +98,9 @@ def outcome(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Any]:
     return [tensor.detach().clone() for tensor in (*params, *optimizer.get_parameters(), *states)]
 
 
-def run(form: str, disturb: Disturb, *, kept: bool, in_the_middle: bool = False) -> list[Any]:
+def run(form: str, disturb: Disturb, *, kept: bool, in_the_middle: bool = False, backend: str = "triton") -> list[Any]:
     """Weights, states and errors over steps, with `disturb` before one of them, or between its halves."""
-    model, optimizer = build(form)
+    model, optimizer = build(form, backend)
     params = list(model.parameters())
     found: list[Any] = []
     for step in range(5):
@@ -147,6 +148,14 @@ def test_the_same_in_every_form(form: str, disturb: Disturb) -> None:
     assert same(run(form, disturb, kept=True), run(form, disturb, kept=False))
 
 
+@pytest.mark.skipif(not usable(), reason="no C++ compiler is installed")
+@pytest.mark.parametrize("disturb", DISTURBED)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "muon"])
+def test_the_same_for_compiled_sweeps(form: str, disturb: Disturb) -> None:
+    found, expected = (run(form, disturb, kept=kept, backend="cpp") for kept in (True, False))
+    assert same(found, expected)
+
+
 IN_THE_MIDDLE = [nothing, weight_elsewhere, state_elsewhere, mains_elsewhere, loaded, offloaded_and_restored]
 
 
@@ -190,7 +199,7 @@ def test_the_same_where_gradients_live_in_buffers(wide: bool, disturb: Disturb, 
         net = Net(fields.get("params_dtype", torch.float32))  # type: ignore[arg-type]
         wrapped = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), net)
         config = OptimizerConfig(lr=0.1, weight_decay=0.1, clip_grad=1.0, **fields)  # type: ignore[arg-type]
-        optimizer = on_triton(get_optimizer(config, [wrapped]))
+        optimizer = on_backend(get_optimizer(config, [wrapped]))
         params = list(net.parameters())
         found: list[Any] = []
         for step in range(5):
@@ -216,10 +225,10 @@ def buffers_of(optimizer: Optimizer) -> list[Any]:
     return [source for family in optimizer.stepper.families for source in family.sources]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_works_are_kept_at_all(form: str) -> None:
+@pytest.mark.parametrize(("form", "backend"), [*((form, "triton") for form in FORMS), ("bfloat16 with mains", "cpp")])
+def test_works_are_kept_at_all(form: str, backend: str) -> None:
     """Otherwise the tests above compare a thing with itself."""
-    model, optimizer = build(form)
+    model, optimizer = build(form, backend)
     params, unchanged = list(model.parameters()), []
     for step in range(3):
         new_grads(params, step)
@@ -244,7 +253,7 @@ def test_kernels_decide_as_torch_operations_do(fields: dict[str, Any], monkeypat
         model = Net(fields["params_dtype"])
         params = list(model.parameters())
         config = OptimizerConfig(**{"lr": 0.1, "clip_grad": 1.0, "log_num_zeros_in_grad": True, **fields})
-        optimizer = on_triton(get_optimizer(config, [model]))
+        optimizer = on_backend(get_optimizer(config, [model]))
         results = []
         for step in range(6):
             new_grads(params, step)
@@ -429,7 +438,7 @@ def test_steps_after_access_to_states_are_steady_until_one_is_moved(
     model = Net(torch.bfloat16)
     params = list(model.parameters())
     config = OptimizerConfig(lr=0.1, clip_grad=1.0, optimizer=optimizer_name, sgd_momentum=0.0, **BF16)
-    optimizer = on_triton(get_optimizer(config, [model]))
+    optimizer = on_backend(get_optimizer(config, [model]))
     found = []
     for step in range(7):
         new_grads(params, step)

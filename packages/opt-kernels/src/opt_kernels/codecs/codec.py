@@ -150,7 +150,7 @@ class Root:
         root = _root(values)
         y = torch.empty_like(root)
         for run, share, scale in _rows(root, y, scales, self.block):
-            _scale_(scale, run, lambda largest: largest / 255)
+            _scale_(scale, run, lambda largest: (largest / 255).clamp(min=TINY))
             torch.mul(run, 1.0 / torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
         y.nan_to_num_(0.0).round_()
         codes.copy_(torch.where(root > 0, y.clamp(min=1), y))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.hooks import CautiousUpdate
 from opt_kernels.optim import SGD, AdamW, Muon
 
@@ -196,6 +197,10 @@ def adamw(groups: Any, **options: Any) -> Any:
     return AdamW(groups, lr=0.1, backend="triton", **options)
 
 
+def adamw_in_cpp(groups: Any, **options: Any) -> Any:
+    return AdamW(groups, lr=0.1, backend="cpp", **options)
+
+
 def muon(groups: Any, **options: Any) -> Any:
     return Muon(groups, lr=0.1, backend="triton", scalar_optimizer="adam", nesterov=False, **options)
 
@@ -232,21 +237,29 @@ def same(found: list[Any], expected: list[Any]) -> bool:
     )
 
 
+ON_BACKENDS = pytest.mark.parametrize(
+    "build",
+    [adamw, pytest.param(adamw_in_cpp, marks=pytest.mark.skipif(not usable(), reason="no C++ compiler is installed"))],
+)
+
+
 def nothing(_: Any, __: list[nn.Parameter]) -> None:
     return None
 
 
+@ON_BACKENDS
 @pytest.mark.parametrize("disturb", [nothing, *DISTURBED])
-def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb) -> None:
-    expected = run(disturb, "float32", kept=False)
-    assert same(run(disturb, "float32", kept=True), expected)
-    assert same(run(disturb, "float32", kept=True, looked_at=True), expected)
+def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb, build: Any) -> None:
+    expected = run(disturb, "float32", kept=False, build=build)
+    assert same(run(disturb, "float32", kept=True, build=build), expected)
+    assert same(run(disturb, "float32", kept=True, looked_at=True, build=build), expected)
 
 
 @pytest.mark.parametrize("disturb", [grad_elsewhere, weight_elsewhere, state_elsewhere, loaded])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "float32"])
-def test_the_same_in_every_form(disturb: Disturb, form: str) -> None:
-    assert same(run(disturb, form, kept=True), run(disturb, form, kept=False))
+@ON_BACKENDS
+def test_the_same_in_every_form(disturb: Disturb, form: str, build: Any) -> None:
+    assert same(run(disturb, form, kept=True, build=build), run(disturb, form, kept=False, build=build))
 
 
 @pytest.mark.parametrize("disturb", [grad_gone, grad_transposed, grad_wider])
@@ -313,9 +326,10 @@ def test_the_same_for_the_rounds_of_muon(disturb: Disturb) -> None:
     assert same(run(disturb, "bfloat16 with remainders", kept=True, build=muon), expected)
 
 
-def test_rounds_that_are_kept_keep_no_gradients_alive() -> None:
+@pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
+def test_what_is_kept_keeps_no_gradients_alive(build: Any) -> None:
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
-    optimizer = muon(params)
+    optimizer = build(params)
     for step in range(4):
         new_grads(params, step)
         optimizer.step()
@@ -324,7 +338,7 @@ def test_rounds_that_are_kept_keep_no_gradients_alive() -> None:
     assert [grad() for grad in grads] == [None, None]
 
 
-@pytest.mark.parametrize("build", [adamw, muon])
+@pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
 def test_gradients_at_new_and_old_places_are_read_where_they_are(build: Any) -> None:
     """Launches are kept for some sets of addresses: here more than there is room for, in no order."""
 
@@ -344,7 +358,7 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(build: Any) -> 
     assert same(trained(kept=True), trained(kept=False))
 
 
-@pytest.mark.parametrize("build", [adamw, muon])
+@pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
 def test_a_steady_step_reads_no_gradient_in_python(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
     optimizer = build([{"params": params}])
