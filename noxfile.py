@@ -13,6 +13,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import nox
@@ -55,7 +57,7 @@ PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions
 os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, sorted(PYENV.glob("3.1?.*/bin")))])
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # many small processes; more threads than cores slow them all down
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each of hundreds of processes compiles torch's sources again
-    os.environ["PYTHONPYCACHEPREFIX"] = str(ROOT / ".nox" / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(ROOT / ".nox" / "bytecode")
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -121,6 +123,23 @@ def install(session: nox.Session, *names: str, groups: tuple[str, ...] = ("test"
     if names != tuple(WITHOUT_TORCH):
         install_torch(session, torch)
     install_packages(session, *(names or PACKAGES), groups=groups)
+    reuse_bytecode(session)
+
+
+def reuse_bytecode(session: nox.Session) -> None:
+    """Link what Python compiled in the newest other environment: torch's sources take ten seconds in each.
+
+    Python compares the size and time of a source with those in its compiled file, and replaces one that does not fit.
+    """
+    for here in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
+        others = [torch.parent for torch in here.parents[3].glob(f"*/lib/{here.parent.name}/site-packages/torch")]
+        newest = max(others, key=lambda site: (site != here, site.stat().st_ctime), default=here)
+        for source in newest.rglob("*.py") if newest != here else ():
+            same = here / source.relative_to(newest)
+            compiled, wanted = (Path(cache_from_source(str(one))) for one in (source, same))
+            if compiled.exists() and same.exists() and not wanted.exists():
+                wanted.parent.mkdir(parents=True, exist_ok=True)
+                os.link(compiled, wanted)
 
 
 def uninstall_packages(session: nox.Session, *, before: str) -> None:
