@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ties import companded_ties
 from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -191,6 +192,19 @@ def test_a_narrow_state_is_written_and_read_as_its_codec_does(name: str, n: int,
     same = distance == 0
     torch.testing.assert_close(back[ordinary][same], expected[ordinary][same], rtol=2**-20, atol=1e-44)
     assert back[~ordinary].isnan().all()
+
+
+@pytest.mark.parametrize("exponent", [-126, -123, -1, 0, 126, 127])
+def test_ties_below_a_scale_of_any_size_are_rounded_as_the_codec_rounds_them(
+    exponent: int, kernel_device: torch.device
+) -> None:
+    # Halves of subnormal values lost their last bit before they were added to half of a scale.
+    x = companded_ties(exponent, num_groups=BLOCK // 128)
+    codes, scales, _ = state_through_the_kernel(CODECS["int8"], x.to(kernel_device), signed=True)
+    expected_codes, expected_scales = torch.empty_like(codes, device="cpu"), torch.empty_like(scales, device="cpu")
+    CODECS["int8"].encode_(expected_codes, expected_scales, x)
+    assert torch.equal(codes.cpu(), expected_codes)
+    assert torch.equal(scales.cpu(), expected_scales)
 
 
 def test_codecs_are_distinguished_by_dtype(kernel_device: torch.device) -> None:

@@ -101,9 +101,9 @@ class Scaled:
 class Companded:
     """Signed 8-bit codes with one scale per block, denser near zero (FlashOptim, arXiv 2602.23349, section 3).
 
-    scale = max |x|; code = round(127 * x / ((|x| + scale) / 2)). Back: x = scale * (code / (254 - |code|)).
+    scale = max |x|; code = round(254 * (x / (|x| + scale))). Back: x = scale * (code / (254 - |code|)).
 
-    Operations are rounded as written, the mean of |x| and scale once. A block with a value that is not finite decodes
+    Operations are rounded as written, as if sums could not overflow. A block with a value that is not finite decodes
     as NaN.
     """
 
@@ -121,10 +121,11 @@ class Companded:
         y = torch.empty_like(values)
         for run, share, scale in _rows(values, y, scales, self.block):
             _scale_(scale, run, lambda largest: largest.clamp(min=TINY))
-            # In float64, in which neither the sum overflows nor its half loses bits.
-            mean = run.abs().double().add_(scale[:, None].clamp(min=TINY)).div_(2).to(run.dtype)
-            torch.div(run, mean, out=share)
-        codes.copy_(y.nan_to_num_(0.0).mul_(127).round_())
+            # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
+            factor = torch.where(scale < 1, 1.0, 0.5).to(run.dtype)[:, None]
+            sums = run.abs().double().add_(scale[:, None].clamp(min=TINY)).mul_(factor).to(run.dtype)
+            torch.div(run, sums, out=share).mul_(254 * factor)
+        codes.copy_(y.nan_to_num_(0.0).round_())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,8 @@ class Root:
         root = _root(values)
         y = torch.empty_like(root)
         for run, share, scale in _rows(root, y, scales, self.block):
-            _scale_(scale, run, lambda largest: (largest / 255).clamp(min=TINY))
+            # By a tensor: on GPUs torch divides by a number as a product with its rounded reciprocal.
+            _scale_(scale, run, lambda largest: (largest / torch.full_like(largest, 255)).clamp(min=TINY))
             torch.mul(run, 1.0 / torch.where(scale == 0, 1.0, scale).to(run.dtype)[:, None], out=share)
         y.nan_to_num_(0.0).round_()
         codes.copy_(torch.where(root > 0, y.clamp(min=1), y))

@@ -236,7 +236,7 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
     return [
         "static inline __attribute__((always_inline)) void update_chunk(",
         "    const Run &run, const Row &row, Chunk &chunk, int64_t begin, int64_t size, int64_t n, bool moderate) {",
-        "const int64_t part = smaller(n, PART);",
+        "const int64_t part = n == GROUP ? PART : n;",
         *(f"for (int64_t k = 0, at = begin; k < size; k += GROUP, at += GROUP) {call}" for call in calls),
         "}",
         "static inline void update_span(const Run &run, const Row row, int64_t begin, int64_t end) {",

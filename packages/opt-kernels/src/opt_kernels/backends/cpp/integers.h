@@ -24,14 +24,16 @@ struct Companded : Coded<int8_t, true> {
 
     static inline void encode(const float *values, int32_t largest, int8_t *codes, float *scale, int64_t n) {
         if (largest >= INFINITE) return encode_lost(values, codes, scale, n);
-        const float size = float_of(largest), divisor = size > TINY ? size : TINY, half = divisor * 0.5f;
+        const float size = float_of(largest), divisor = size > TINY ? size : TINY;
+        // Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
+        const float factor = divisor < 1.0f ? 1.0f : 0.5f, offset = divisor * factor, most = 254.0f * factor;
         *scale = largest == 0 ? 0.0f : divisor;
         int64_t k = 0;
 #if ONLY_AVX2
-        for (; k + 32 <= n; k += 32) encode_32(values + k, half, codes + k);
+        for (; k + 32 <= n; k += 32) encode_32(values + k, factor, offset, most, codes + k);
 #endif
 #pragma GCC ivdep
-        for (; k < n; k++) codes[k] = int8_t(nearest(values[k] / fma(__builtin_fabsf(values[k]), 0.5f, half) * 127.0f));
+        for (; k < n; k++) codes[k] = int8_t(nearest(values[k] / fma(__builtin_fabsf(values[k]), factor, offset) * most));
     }
 
    private:
@@ -44,13 +46,13 @@ struct Companded : Coded<int8_t, true> {
         EACH _mm256_storeu_ps(values + 8 * q, _mm256_mul_ps(y[q], all(scale)));
     }
 
-    static inline void encode_32(const float *values, float half, int8_t *codes) {
+    static inline void encode_32(const float *values, float factor, float offset, float most, int8_t *codes) {
         __m256 x[4], y[4];
         __m256i code[4];
         load_32(values, x);
-        EACH y[q] = _mm256_fmadd_ps(absolute(x[q]), all(0.5f), all(half));
+        EACH y[q] = _mm256_fmadd_ps(absolute(x[q]), all(factor), all(offset));
         EACH y[q] = _mm256_div_ps(x[q], y[q]);
-        EACH code[q] = _mm256_cvtps_epi32(_mm256_mul_ps(y[q], all(127.0f)));
+        EACH code[q] = _mm256_cvtps_epi32(_mm256_mul_ps(y[q], all(most)));
         store_32(codes, _mm256_packs_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3])));
     }
 #endif

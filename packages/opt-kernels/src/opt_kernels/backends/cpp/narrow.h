@@ -157,8 +157,7 @@ struct Scaled : Coded<T, SIGNED> {
         const int32_t biased = (largest >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         *scale = largest == 0 ? 0.0f : float_of(word);
         // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
-        const float factor = largest == 0 ? 1.0f : float_of((254 << 23) - word);
-        const bool any_zero = narrow<Float, SIGNED>(values, factor, codes, n);
+        const bool any_zero = narrow<Float, SIGNED>(values, float_of((254 << 23) - word), codes, n);
         if (!SIGNED && any_zero && largest != 0) Coded<T, SIGNED>::raise_zeros(values, codes, n, Float::SIGN);
     }
 };

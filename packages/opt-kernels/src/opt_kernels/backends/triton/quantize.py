@@ -116,8 +116,10 @@ def code(
         return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
     else:
         if SCHEME == "companded":
-            half = 0.5 * tl.where(scale == 0.0, TINY, scale)
-            y = divide(x, 0.5 * tl.abs(x) + spread(half, BLOCK), IEEE) * 127.0
+            divisor = spread(tl.where(scale == 0.0, TINY, scale), BLOCK)
+            # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
+            factor = tl.where(divisor < 1.0, 1.0, 0.5)
+            y = divide(x, tl.abs(x) * factor + divisor * factor, IEEE) * (254.0 * factor)
             return nearest_integer(y).to(tl.int8)
         else:
             inverse = divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE)
