@@ -9,6 +9,7 @@ from cpp_works import needs_compiler
 
 from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.roots import cut
+from opt_kernels.backends.reference import update as reference
 from opt_kernels.codecs import codec_for, init_state
 from opt_kernels.formulas import Formula, State, sqrt
 from opt_kernels.works import Batch, Hyper, Work
@@ -90,3 +91,35 @@ def test_a_formula_without_roots_or_with_a_choice_of_them_is_not_cut(source: str
 def test_an_inner_root_is_cut_off_first() -> None:
     before, after, _ = parts("p = sqrt(g + sqrt(v))", "p")
     assert (before, after) == (["0_root = sqrt(v)"], ["p = sqrt(g + 0_root)"])
+
+
+def keeps_last_main(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    return p - sqrt(g), p
+
+
+def replaces_main_in_a_branch(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    if lr > 1:
+        p = g
+    q = sqrt(g)
+    return p - q, q + p
+
+
+@needs_compiler
+@pytest.mark.parametrize("lr", [0.5, 2.0])
+@pytest.mark.parametrize("update", [keeps_last_main, replaces_main_in_a_branch])
+def test_the_first_part_has_the_main_that_it_does_not_compute(
+    update: Any, lr: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first did not compile; the second took zero for the main where the branch was not taken.
+    formula = Formula(name="mains", states=(State(name="x"),), scalars=no_scalars, update=update)
+    codec = codec_for("x", torch.int8, signed=True)
+    works = []
+    for sweep in (cpp, reference):
+        g = torch.rand(300, generator=torch.Generator().manual_seed(0))
+        works.append(Work(grad=g, main=3 + g.flip(0), state=init_state({"x": codec}, g)))
+        sweep.update_([Batch(Hyper(lr=lr), works[-1:])], formula, {"x": codec})
+    assert not caplog.records
+    assert works[0].main is not None
+    assert works[1].main is not None
+    assert torch.equal(works[0].main, works[1].main)
+    assert torch.equal(works[0].state["x"], works[1].state["x"])

@@ -71,8 +71,9 @@ class _ChunkPlan:
                 yield name, _Stored(i, f"{'!' if name in squares else ''}Codec{i}::KEEPS")
 
     def loads_main(self) -> bool:
-        """Whether the first part reads the main."""
-        return "p" in read(*self.cut.before, *self.cut.roots)
+        """Whether the first part needs the main: also if it assigns it, which it may do in a branch only."""
+        early = [result for result, is_early in zip(self.results, self.is_early) if is_early]
+        return "p" in {*read(*self.cut.before, *self.cut.roots, *early), *assigned(self.cut.before)}
 
     def kept_at(self, name: str) -> str:
         """Where the second part finds a name that the first has computed."""
