@@ -5,12 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
+    get_state_dict,
     set_optimizer_state_dict,
 )
 from torch_checkpoint_ranks import (
+    AFTER,
+    BEFORE,
     CONFIGS,
     DROP_INS,
     SHARDED,
@@ -28,9 +33,12 @@ from torch_checkpoint_ranks import (
 )
 from worlds import Job, run_jobs
 
+from opt_checkpoint import load_optimizer
+
 KINDS = (*CONFIGS, *DROP_INS)
 RESHARDED = [kind for kind in KINDS if kind != "drop-in, 8 bit"]  # its blocks follow the shards: other roundings
 FLAT = ("adamw", "bf16", "drop-in")
+FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +128,40 @@ def test_a_round_trip_before_the_first_step_changes_nothing(worlds: dict[str, li
 
 def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
     run = Run("drop-in, remainder").train(0, 2)
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    state = get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    state = get_optimizer_state_dict(run.model, run.optimizer, options=FLATTENED)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True loses it"):
-        set_optimizer_state_dict(run.model, run.optimizer, state, options=options)
+        set_optimizer_state_dict(run.model, run.optimizer, state, options=FLATTENED)
+
+
+def saved_without_choices(folder: Path, kind: str) -> dict[str, Any]:
+    """Save a run in `folder`, with a flattened state that has no record of choices. Return this state."""
+    run = Run(kind).train(0, BEFORE)
+    model, optim = get_state_dict(run.model, run.optimizer, options=FLATTENED)
+    older = {key: value for key, value in optim.items() if not key.endswith(".choices")}
+    assert len(older) < len(optim)
+    dcp.save({"model": model, "optim": older}, checkpoint_id=folder)
+    return older
+
+
+@pytest.mark.parametrize("kind", ["adamw", "bf16"])
+def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_documented(kind: str, tmp_path: Path) -> None:
+    """The page on troubleshooting gives both ways to load it."""
+    saved, missing = saved_without_choices(tmp_path, kind), "param_groups.column.weight.choices"
+    by_file, in_memory = Run(kind, seed=50), Run(kind, seed=51)
+    model, present = get_state_dict(by_file.model, by_file.optimizer, options=FLATTENED)
+    with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optim.{missing}"):
+        dcp.load({"optim": present}, checkpoint_id=tmp_path)
+    with pytest.raises(KeyError, match=missing):
+        set_optimizer_state_dict(in_memory.model, in_memory.optimizer, saved, options=FLATTENED)
+
+    dcp.load({"model": model}, checkpoint_id=tmp_path)
+    by_file.model.load_state_dict(model)
+    load_optimizer(by_file.model, by_file.optimizer, tmp_path, at=("optim",))
+    in_memory.model.load_state_dict(model)
+    present = get_optimizer_state_dict(in_memory.model, in_memory.optimizer, options=FLATTENED)
+    set_optimizer_state_dict(in_memory.model, in_memory.optimizer, {**present, **saved}, options=FLATTENED)
+    resumed = [run.train(BEFORE, BEFORE + AFTER).weights() for run in (by_file, in_memory)]
+    assert_all_equal(resumed, finished(kind))
 
 
 @pytest.mark.parametrize("kind", [*SHARDED, "dealt"])
