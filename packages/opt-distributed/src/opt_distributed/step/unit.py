@@ -188,14 +188,14 @@ class Unit:
         proceeds: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
-        if self._repeats_(ready, groups, scale_of_slot, skip, proceeds):
+        inputs = Inputs(self.rule, ready, scale_of_slot, skip, self._runs)
+        if self._repeats_(inputs, groups, proceeds):
             return
         self._kept = None
         if begun is not None:
             begun.finish_(skip=skip)
         by_scale = self._runs_by_scale(ready, scale_of_slot)
-        inputs = Inputs(self.rule, ready, scale_of_slot, skip, self._runs)
-        kept = KeptUpdate(inputs, self._products) if ready.stays else None
+        kept = KeptUpdate(inputs._replace(runs=self._runs), self._products) if ready.stays else None
         for scale, runs in by_scale:
             for together in self._calls(runs):
                 if begun is None:
@@ -209,19 +209,11 @@ class Unit:
                     run.count.advance(skip, proceeds)
         self._kept = kept if kept is not None and kept.is_complete else None
 
-    def _repeats_(
-        self,
-        ready: Ready,
-        groups: Sequence[Mapping[str, Any]],
-        scale_of_slot: Sequence[float | Tensor],
-        skip: Tensor | None,
-        proceeds: Tensor | None,
-    ) -> bool:
+    def _repeats_(self, inputs: Inputs, groups: Sequence[Mapping[str, Any]], proceeds: Tensor | None) -> bool:
         """Make the last update again, if this one is the same. Return whether it was made."""
-        kept = self._kept
-        if kept is None or self._num_counts != self._touched.counts:
+        if self._kept is None or self._num_counts != self._touched.counts:
             return False
-        return kept.repeat_(Inputs(self.rule, ready, scale_of_slot, skip, self._runs), groups, proceeds)
+        return self._kept.repeat_(inputs, groups, proceeds)
 
     def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
         """The runs that each call of the rule updates.
