@@ -1,5 +1,5 @@
-"""Run Triton's kernels under its interpreter where there is no GPU, repeat the same tests in every run, and keep what
-every test would read again.
+"""Run Triton's kernels under its interpreter on machines without a GPU, repeat the same tests in every run, and cache
+what every test would read again.
 
 Triton reads the variable when a kernel is defined, so it is set before any test module is imported.
 """

@@ -80,7 +80,7 @@ def memory_table() -> str:
 
 
 def recorded(folder: Path, name: str, alt: str, results: Path = ROOT / "kernels" / "results") -> str:
-    """The table and the plot that the nox session `name` recorded; a sentence where there is none."""
+    """The table and the plot that the nox session `name` recorded, or a sentence if it has recorded none."""
     table, plot = (results / f"{name}.{kind}" for kind in ("md", "svg"))
     if not table.exists():
         return f"No full run has been recorded yet. `nox -s {name}` makes one.\n"

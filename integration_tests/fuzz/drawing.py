@@ -200,7 +200,7 @@ def _grid(rng: random.Random) -> Grid:
 
 
 def _resumed(rng: random.Random, case: Case) -> Case:
-    """The case, going on in another setup from a later step; as it is where no setup fits its parameters."""
+    """The case, continued in another setup from a later step; unchanged if no setup fits its parameters."""
     for _ in range(5):
         setup = _setup(rng, case.rule, case.numbers, processes=case.setup.processes)
         numbers = rng.choice(SAME_MAINS) if case.numbers in SAME_MAINS and rng.random() < 0.3 else None

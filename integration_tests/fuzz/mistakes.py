@@ -129,7 +129,7 @@ KINDS = (
 
 
 def with_mistake(rng: random.Random, case: Case) -> Case:
-    """The case with a mistake that fits it; as it is where none does."""
+    """The case with a mistake that fits it; unchanged if none does."""
     fitting = [kind.mistake for kind in KINDS if kind.fits(case)]
     if not fitting:
         return case

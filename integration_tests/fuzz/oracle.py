@@ -166,9 +166,9 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
 
 
 def mean_gradient(case: Case, param: Param, step: int) -> Tensor | None:
-    """Of the whole parameter, over the dense replicas; None where no rank has one and none is made up.
+    """The mean gradient of the whole parameter over the dense replicas. None if no rank has a gradient.
 
-    A wrapped model has zeros for a gradient that no rank has.
+    In a wrapped model, such a gradient is zero instead.
     """
     setup = case.setup_at(step)
     found = [

@@ -293,7 +293,7 @@ REFUSED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_the_state_is_refused_until_it_is_back(name: str) -> None:
-    """On a CPU, too, where nothing moves."""
+    """Also on a CPU, where offloading copies nothing."""
     net = Net(torch.float32, SHAPES)
     optimizer = get_optimizer(BF16.config, [net], {}, pg_collection=roles_over(Alone()))
     net(grads_of(0, 0, 1, SHAPES)).backward()

@@ -116,7 +116,7 @@ class _Accelerated:
 def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
     """The model in our wrapper is left out of `prepare`; the prepared optimizer begins each iteration by `zero_grad`.
 
-    Gradients are in `main_grad`, where no trainer looks: the optimizer clips.
+    Gradients are in `main_grad`, which trainers do not read: the optimizer clips.
     """
     as_launched()
     accelerator = accelerate.Accelerator(cpu=True)

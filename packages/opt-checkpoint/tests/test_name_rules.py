@@ -19,7 +19,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, Described]:
 
 
 def exported(rules: Sequence[NameRule], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their tensors, put together box by box; NaN where no box is."""
+    """Assemble the external tensors box by box; elements that no box covers are NaN."""
     mapped = to_theirs(rules, described(ours))
     theirs = {name: torch.full(t.shape, torch.nan) for name, t in mapped.theirs.items()}
     for key, pieces in mapped.pieces.items():

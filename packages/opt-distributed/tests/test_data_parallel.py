@@ -29,7 +29,7 @@ def backward(loss: Tensor) -> None:
 
 
 def expected_grads(loss: Callable[[Net], Tensor]) -> dict[str, Tensor]:
-    """What one process alone finds on the joined batch; zeros where nothing flows."""
+    """The gradients of one process on the whole batch; zeros for parameters without a gradient."""
     net = Net()
     backward(loss(net))
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}

@@ -36,7 +36,7 @@ class Kept:
     main: torch.dtype | None
     out: torch.dtype | None = None
     grad: torch.dtype = torch.float32
-    remainder: torch.dtype = torch.int16  # where there is no main
+    remainder: torch.dtype = torch.int16  # of works without a main
 
     def work(self, rule: Rule, start: Tensor) -> Work:
         """A work that begins at `start`, float64, with no gradient yet."""

@@ -44,7 +44,7 @@ class Storage:
     main: torch.dtype | None = torch.float32  # None: remainder
     out: torch.dtype | None = None
     momentum: torch.dtype = torch.float32
-    remainder: torch.dtype = torch.int16  # where there is no main
+    remainder: torch.dtype = torch.int16  # of works without a main
 
 
 STORAGES = {

@@ -150,7 +150,7 @@ def test_a_step_count_in_the_group_is_kept_saved_and_loaded() -> None:
 
 
 class CountsInItsGroup(torch.optim.SGD):
-    """Keeps a count that decides its steps where no state by parameter is."""
+    """Keeps a count that its steps depend on in its group, not in the state of a parameter."""
 
     def step(self, closure: Any = None) -> Any:
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
