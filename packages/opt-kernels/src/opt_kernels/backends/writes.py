@@ -7,6 +7,7 @@ raise, as after a step of torch's optimizers.
 import ctypes
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,9 @@ class Writes:
     def of_others(self) -> list[int]:
         """The number of writes of others to each."""
         return [now - before for now, before in zip(self._present(), self._versions, strict=True)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a Writes holds addresses of tensors, so it is not copied or pickled; make another")
 
     def _present(self) -> list[int]:
         return [tensor._version for tensor in self.tensors]

@@ -65,6 +65,9 @@ class Snapshot:
             self.key, self._grads_at = self._key_of_grads(), None
         return found
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a Snapshot holds addresses of tensors, so it is not copied or pickled; make another")
+
     def _is_recorded(self, first: list[Tensor], others: list[Tensor]) -> bool:
         if self._compiled is None:
             return False
