@@ -42,7 +42,7 @@ CASES = {
 if not FSDP2_RUNS:
     CASES = {name: case for name, case in CASES.items() if FSDP2 not in case.saved | case.loaded}
 
-STEPS = 20  # after the save
+STEPS = 8  # after the save
 NUMBERS = {
     "fp32": Numbers(ZERO, torch.float32),
     "bf16": Numbers(ZERO | {"bf16": True}, torch.bfloat16),  # with fp32 mains
