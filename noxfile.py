@@ -45,9 +45,11 @@ NEED_EXTRAS = [
     "opt-checkpoint/tests/test_object_stores.py",
     "opt-checkpoint/tests/faults/test_object_faults.py",
 ]
-# Each worker takes half of the files, in order, and then tests of the other's half: few files have their fixtures made
-# twice, and no worker waits for the last big file of the other.
+# Each worker takes half of the files, in order, and then tests of the other's half.
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
+# Each worker takes the next file, whole: worlds of ranks and compiled kernels, which some files make first, take
+# minutes, and no fixture is made twice.
+FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
@@ -160,7 +162,7 @@ def tests(session: nox.Session, package: str) -> None:
         install(session, groups=("test", "kernels", "lint", "extras", "docs"))
         session.run("lint-imports", "--no-cache")
         with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
-        session.run(*TWO_AT_A_TIME, "kernels", "integration_tests", *with_extras, *session.posargs)
+        session.run(*FILE_BY_FILE, "kernels", "integration_tests", *with_extras, *session.posargs)
         session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
     install(session, *requirements(package))
@@ -214,7 +216,7 @@ def docs(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Only the tests of several packages and several processes."""
     install(session)
-    session.run(*TWO_AT_A_TIME, "integration_tests", *session.posargs)
+    session.run(*FILE_BY_FILE, "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -246,7 +248,7 @@ def matrix(session: nox.Session, torch: str) -> None:
             "PyPI's wheel, which on Linux loads about 3 GB of CUDA libraries, too"
         )
     install_packages(session, *PACKAGES)
-    session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
+    session.run(*FILE_BY_FILE, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
@@ -255,7 +257,7 @@ def minimums(session: nox.Session) -> None:
     install_torch(session, "==2.6.0")
     install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
     session.run("uv", "pip", "list")
-    session.run(*TWO_AT_A_TIME, "packages", "integration_tests", *session.posargs)
+    session.run(*FILE_BY_FILE, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
