@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.literals import rounded_once
+from opt_kernels.formulas.literals import for_torch
 from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
 from opt_kernels.formulas.syntax import FormulaError, body_of, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
@@ -311,7 +311,7 @@ class Formula:
         constants = dict(self.constants)
         # Tensors of one element: torch would round a Python number differently in each operation.
         numbers = {name: constants[name] if name in constants else p.new_full((1,), scalars[name]) for name in named}
-        update = rounded_once(self.update, tuple(constants))
+        update = for_torch(self.update, tuple(constants))
         new = update(p, g, *(states.get(name) for name in positional[2:]), **numbers)
         results = dict(zip(("p", *positional[2:]), new if isinstance(new, tuple) else (new,), strict=True))
         return [_like(results[name], p) for name in self.result_names]

@@ -1,10 +1,14 @@
-"""Quotients of literals: torch computes `0.7 / x` as `0.7 * (1 / x)`, rounded twice; compiled sweeps round once."""
+"""Rewrites formulas so that torch's operations compute what compiled sweeps do.
+
+Torch computes `0.7 / x` as `0.7 * (1 / x)`, rounded twice; compiled sweeps round once. And `x += y` would write to a
+tensor that other names may have, or to a gradient.
+"""
 
 import ast
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,9 +18,10 @@ from opt_kernels.formulas.syntax import FUNCTIONS, body_of, is_constant, paramet
 
 
 @cache
-def rounded_once(update: Callable[..., Any], constants: tuple[str, ...]) -> Callable[..., Any]:
-    """`update` with each quotient rounded once. `constants` are the names that are numbers, not tensors."""
-    replaced = _Quotients(constants)
+def for_torch(update: Callable[..., Any], constants: tuple[str, ...]) -> Callable[..., Any]:
+    """`update` with each quotient rounded once, and without writes to tensors. `constants` are the names that are
+    numbers, not tensors."""
+    replaced = _ForTorch(constants)
     body = [replaced.visit(deepcopy(statement)) for statement in body_of(update)]
     if not replaced.found:
         return update
@@ -34,13 +39,13 @@ def rounded_once(update: Callable[..., Any], constants: tuple[str, ...]) -> Call
     names: dict[str, Any] = {function: getattr(functions, function) for function in FUNCTIONS}
     names["quotient"] = quotient
     module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))
-    exec(compile(module, f"<quotients of {update.__qualname__}>", "exec"), names)
+    exec(compile(module, f"<{update.__qualname__} for torch>", "exec"), names)
     made: Callable[..., Any] = names["update"]
     return made
 
 
-class _Quotients(ast.NodeTransformer):
-    """Replaces `number / b` by `quotient(number, b)`."""
+class _ForTorch(ast.NodeTransformer):
+    """Replaces `number / b` by `quotient(number, b)`, and `a += b` by `a = a + b`."""
 
     def __init__(self, constants: tuple[str, ...]) -> None:
         self.constants = dict.fromkeys(constants, 0.0)
@@ -52,6 +57,13 @@ class _Quotients(ast.NodeTransformer):
             return node
         self.found = True
         return ast.Call(ast.Name("quotient", ast.Load()), [node.left, node.right], [])
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        if not isinstance(node.target, ast.Name):  # refused by `check`
+            return node
+        self.found = True
+        value = ast.BinOp(ast.Name(node.target.id, ast.Load()), node.op, node.value)
+        return ast.Assign([node.target], cast("ast.expr", self.visit_BinOp(value)))
 
 
 def quotient(a: float, b: Any) -> Any:
