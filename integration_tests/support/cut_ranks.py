@@ -1,17 +1,16 @@
 """Rank programs for the tests of matrices that are DTensors; importable, so that spawned processes find them."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from parity import Held
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from tp_model import Part, cut, joined
+from worlds import mesh_of
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
@@ -46,47 +45,41 @@ class Net(nn.Module):
 LayOut = Callable[[Net], None] | None  # None: plain parameters
 
 
-@cache
-def _mesh(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """The same mesh for all models of a world: making one takes ranks longer than a step."""
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
-
-
 def fsdp(net: Net) -> None:
-    fully_shard(net, mesh=_mesh(4))
+    fully_shard(net, mesh=mesh_of(4))
 
 
 def hsdp(net: Net) -> None:
-    fully_shard(net, mesh=_mesh(2, 2, names=("replicate", "shard")))
+    fully_shard(net, mesh=mesh_of(2, 2, names=("replicate", "shard")))
 
 
 def fsdp_x_tp(net: Net) -> None:
     """Tensor parallelism cuts columns of one, rows of the others; FSDP2 cuts rows of what is left."""
-    mesh = _mesh(2, 2, names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     _distribute(net, mesh["tp"], lambda name: [Shard(1 if name == "row" else 0)])
     fully_shard(net, mesh=mesh["dp"])
 
 
 def tp(net: Net) -> None:
-    mesh = _mesh(4, names=("tp",))
+    mesh = mesh_of(4, names=("tp",))
     _distribute(net, mesh, lambda name: [Shard(1 if name == "row" else 0)])
 
 
 def replicas_of_tp(net: Net) -> None:
     """The tensor-parallel part of `fsdp_x_tp`, replicated twice instead of sharded by FSDP2."""
-    mesh = _mesh(2, 2, names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     _distribute(net, mesh, lambda name: [Replicate(), Shard(1 if name == "row" else 0)])
 
 
 def tp_on_a_part_of_the_mesh(net: Net) -> None:
     """Each data-parallel replica on a separate mesh, without a data-parallel axis."""
-    mesh = _mesh(2, 2, names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     _distribute(net, mesh["tp"], lambda name: [Shard(1 if name == "row" else 0)])
 
 
 def two_axes(net: Net) -> None:
     """Placements that no torch API produces: rows cut twice, or rows and columns."""
-    mesh = _mesh(2, 2, names=("outer", "inner"))
+    mesh = mesh_of(2, 2, names=("outer", "inner"))
     _distribute(net, mesh, lambda name: [Shard(0), Shard(1 if name == "row" else 0)])
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import refusal
+from worlds import mesh_of, refusal
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm
@@ -117,7 +117,7 @@ LAYOUTS: Mapping[str, Layout] = {
 def train(name: str, made: OptimizerConfig) -> Trained:
     """One rank: its part of the batch along the axes that split samples."""
     layout = LAYOUTS[name]
-    mesh = init_device_mesh("cpu", layout.sizes, mesh_dim_names=layout.axes)
+    mesh = mesh_of(*layout.sizes, names=layout.axes)
     model = Mlp()
     layout.lay_out(model, mesh)
     data = [axis for axis in layout.axes if axis != "tp"]
@@ -147,7 +147,7 @@ def _full(param: Tensor) -> Tensor:
 
 def skip_the_matrices(made: OptimizerConfig) -> Trained:
     """A tensor-parallel plan on two replicas; the first uses the matrices in every other step, the second never."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, names=("dp", "tp"))
     model = Mlp()
     _tp(model, mesh)
     return _with_gaps(made, model, [mesh.get_local_rank("dp")])

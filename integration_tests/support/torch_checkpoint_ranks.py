@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from worlds import mesh_of
 
 import opt_checkpoint
 from opt_checkpoint import sharded_model, sharded_optimizer
@@ -67,7 +67,7 @@ class Run:
     def _laid_out(self, seed: int) -> Net:
         net = Net(SHAPES, seed).to(torch.bfloat16 if self.is_bf16 else torch.float32)
         if dist.is_initialized():
-            fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+            fully_shard(net, mesh=mesh_of(dist.get_world_size()))
         return net
 
     def train(self, start: int, stop: int) -> "Run":

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from installed_packages import read_entry_points_once
 from programs import fork_server
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from opt_checkpoint.run.ranks import leave
 
@@ -84,6 +86,12 @@ def _result(path: Path, rank: int) -> Any:
     if not path.exists():
         raise RuntimeError(f"rank {rank} died or hung without a result")
     return pickle.loads(path.read_bytes())
+
+
+@cache
+def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """The same mesh for all models of a world: making one takes longer than a step, and each slows what follows."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
 
 
 def refusal(build: Callable[[], object]) -> str:
