@@ -1,6 +1,7 @@
 """`x += y` in a formula gives `x` a new value; it writes to no tensor."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,3 +48,22 @@ def test_an_augmented_assignment_changes_no_other_name_and_no_gradient(run: Call
     assert torch.equal(work.state["trace"], trace + 2 * g)
     assert work.main is not None
     assert torch.equal(work.main, p - 0.25 / (4 * g * g + 1) * (trace + 2 * g))
+
+
+def averaged(p: Any, last: Any, *, lr: Any) -> Any:
+    last *= lr
+    p += last
+    return p
+
+
+def trained(p: Any, last: Any, *, lr: Any) -> Any:
+    return p - last * lr
+
+
+def test_an_evaluation_changes_neither_weights_nor_states() -> None:
+    # It wrote to the live main of an optimizer.
+    formula = replace(FORMULA, evaluation=(averaged, trained))
+    p, last = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
+    assert torch.equal(formula.evaluated(p, {"last": last}, Hyper(lr=0.5)), torch.tensor([3.0, 6.0]))
+    assert torch.equal(p, torch.tensor([1.0, 2.0]))
+    assert torch.equal(last, torch.tensor([4.0, 8.0]))

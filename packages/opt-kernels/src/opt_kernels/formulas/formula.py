@@ -297,12 +297,14 @@ class Formula:
             ) from None
 
     def evaluated(self, p: Tensor, states: Mapping[str, Tensor], hyper: Hyper, *, back: bool = False) -> Tensor:
-        """The weights for evaluation, from the trained weights `p` and the states. With `back`, the reverse."""
+        """The weights for evaluation, from the trained weights `p` and the states. With `back`, the reverse. Modifies
+        nothing."""
         assert self.evaluation is not None
         function = self.evaluation[back]
         names, numbers = parameters_of(function)
         given = {name: float(number_of(hyper, name, self)) for name in numbers}
-        result: Tensor = function(p, *(states[name] for name in names[1:]), **given)
+        # Copies: unlike an update, the function may be any code, which may write to what it is given.
+        result: Tensor = function(p.clone(), *(states[name].clone() for name in names[1:]), **given)
         return result
 
     def updated(self, p: Tensor, g: Tensor, states: Mapping[str, Tensor], scalars: Mapping[str, float]) -> list[Tensor]:
