@@ -102,6 +102,24 @@ def test_an_update_that_cannot_be_right_is_refused(wrong: Any, message: str) -> 
     assert "formula 'mine'" in str(caught.value)
 
 
+def assigns_a_choice(p: Any, g: Any, m: Any, *, lr: Any, gain: Any) -> Any:
+    gain = gain * 2
+    return p - lr * gain * g, m
+
+
+def adds_to_a_choice_in_a_branch(p: Any, g: Any, m: Any, *, lr: Any, gain: Any) -> Any:
+    if lr > 1:
+        gain += 1.0
+    return p - lr * gain * g, m
+
+
+@pytest.mark.parametrize("wrong", [assigns_a_choice, adds_to_a_choice_in_a_branch])
+def test_an_update_that_assigns_a_choice_is_refused(wrong: Any) -> None:
+    # Compiled sweeps went on with the declared value, while torch's operations took the new one.
+    with pytest.raises(FormulaError, match=f"{wrong.__name__} assigns gain, which is a choice"):
+        declared(update=wrong, choices=(Choice("gain", 1.0, (1.0, 2.0)),))
+
+
 # --- scalars ----------------------------------------------------------------------------------------------------------
 
 

@@ -128,8 +128,8 @@ class Dialect(ABC):
                 case ast.Assign([ast.Name(name)], value):
                     lines.append(self.assignment(name, self.expression(value)))
                 case ast.AugAssign(ast.Name(name), op, value):
-                    new = ast.BinOp(ast.Name(name), op, value)
-                    lines.append(self.assignment(name, self.expression(new)))
+                    new = ast.copy_location(ast.BinOp(ast.Name(name, ast.Load()), op, value), statement)
+                    lines.append(self.assignment(name, self.expression(ast.fix_missing_locations(new))))
                 case ast.If(test, yes, no):
                     check_branch(test, scalars | self.constants.keys())
                     lines += self.branch(
@@ -290,6 +290,11 @@ class Check(Dialect):
         return ""
 
     def assignment(self, name: str, value: str) -> str:
+        if name in self.constants:
+            raise FormulaError(
+                f"{self.function} assigns {name}, which is a choice: sweeps are compiled for the value it was declared "
+                "with; assign another name"
+            )
         self.known.add(name)
         return ""
 
