@@ -240,6 +240,7 @@ SHORT = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype
         declared(REDUCED, f"dims=[0]; {LACKED}", dims=[0]),
         declared(REDUCED, "dims=(-3,), but keeps it for a parameter of shape (4, 6), which has no dim -3", dims=(-3,)),
         declared(StateKind.BLOCK_SCALES, "block=0; allowed is the number of elements per scale, at least 1"),
+        declared(StateKind.BLOCK_SCALES, "block=None; allowed is the number of elements per scale", block=None),
         pytest.param(NoRemainder(), REMAINDERS, "with a remainder raised AttributeError", id="no-remainder"),
         pytest.param(RoundsAway(), REMAINDERS, "updates a parameter differently", id="rounds"),
         pytest.param(NoRemainder(), SHORT, "torch.int8: .* with a remainder raised AttributeError", id="no-short"),

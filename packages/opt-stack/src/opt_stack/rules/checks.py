@@ -80,7 +80,7 @@ def _check_spec(rule_of: str, spec: StateSpec) -> None:
             problem = f"dims={spec.dims!r}; allowed is a tuple of one int, as in dims=(0,)"
         case StateKind.REDUCED if not (_are_dims(spec.dims) and spec.dims):
             problem = f"dims={spec.dims!r}; allowed is a tuple of the dims that it lacks, as in dims=(-1,)"
-        case StateKind.BLOCK_SCALES if spec.block < 1:
+        case StateKind.BLOCK_SCALES if type(spec.block) is not int or spec.block < 1:
             problem = f"block={spec.block!r}; allowed is the number of elements per scale, at least 1"
         case _:
             return
