@@ -116,21 +116,19 @@ def code(
         return y.to(tl.float16) if SCHEME == "half" else to_fp8(y, SCHEME)
     else:
         if SCHEME == "companded":
-            divisor = spread(tl.where(scale == 0.0, TINY, scale), BLOCK)
             # Sums with a small scale would lose bits if they were halved, and those with a large one overflow if not.
-            factor = tl.where(divisor < 1.0, 1.0, 0.5)
-            y = divide(x, tl.abs(x) * factor + divisor * factor, IEEE) * (254.0 * factor)
-            return nearest_integer(y).to(tl.int8)
+            factor = tl.where(scale < 1.0, 1.0, 0.5)
+            offset = tl.where(scale == 0.0, TINY, scale) * factor
+            y = divide(x, tl.abs(x) * spread(factor, BLOCK) + spread(offset, BLOCK), IEEE)
+            y *= spread(254.0 * factor, BLOCK)
         else:
-            inverse = divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE)
-            word = nearest_integer(x * spread(inverse, BLOCK))
-            return tl.where(x > 0.0, tl.maximum(word, 1), word).to(tl.uint8)
-
-
-@jit
-def nearest_integer(y: tl.tensor) -> tl.tensor:
-    """The integer nearest to y (float32, |y| < 2^21), ties to even; zero for NaN. int32."""
-    return tl.where(y == y, (y + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000, 0)
+            y = x * spread(divide(1.0, tl.where(scale == 0.0, 1.0, scale), IEEE), BLOCK)
+        y = tl.where(spread(scale, BLOCK) >= 0.0, y, 0.0)
+        if SCHEME == "root":
+            y = tl.where(x > 0.0, tl.maximum(y, 1.0), y)
+        # The sum's last bits are the integer nearest to y, ties to even.
+        word = (y + 12582912.0).to(tl.int32, bitcast=True)
+        return word.to(tl.int8) if SCHEME == "companded" else word.to(tl.uint8)
 
 
 @jit
