@@ -51,10 +51,11 @@ def momentum_tile(
     m = read_state(momentum, momentum_scale, start, n, BLOCK, SCHEME, True, IEEE, FULL)
     m += (1.0 - mu) * (g - m)
     x = g + mu * (m - g) if NESTEROV else m
-    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
-    # Added within a thread: with 8-bit codes, the registers saved let another program run at the same time.
+    # Added within a thread, and u written before the momentum: with 8-bit codes, the registers saved let another
+    # program run at the same time.
     squares = tl.sum(tl.reshape(x * x, (BLOCK // LANES, LANES)), axis=1)
     write_state(u, u_scale, x, start, n, U, BLOCK, SCHEME_U, True, IEEE, FULL)
+    write_state(momentum, momentum_scale, m, start, n, MOMENTUM, BLOCK, SCHEME, True, IEEE, FULL)
     return squares
 
 
