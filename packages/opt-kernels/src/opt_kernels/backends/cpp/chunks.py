@@ -55,7 +55,7 @@ class _ChunkPlan:
         ]
         if not self.cut.roots:
             self.kept = []
-        # Of these, names that are an early result or the root of one, where the chunk stores that.
+        # Those that equal an early result, or its root: the chunk stores one of the two anyway, depending on the codec.
         self.stored = dict(self._stored(copies(self.cut.before, constants)))
 
     def _stored(self, same: Mapping[str, str]) -> Iterator[tuple[str, "_Stored"]]:
@@ -86,7 +86,7 @@ class _ChunkPlan:
 
 
 class _Stored(NamedTuple):
-    """Where a chunk has the value of a name, under a condition in C++."""
+    """A state whose encoded values in the chunk are those of a name, if a condition in C++ holds."""
 
     state: int
     when: str
@@ -226,7 +226,7 @@ def _span(parts: _ChunkPlan, states: range) -> list[str]:
     before = "before(run, row, chunk, at, n, k);" if parts.cut.roots else ""
     is_finite = " && chunk.largest_root[k / GROUP] < INFINITE" if parts.cut.roots else ""
     calls = [
-        # In turns: one state's divisions leave room for what another is decoded with.
+        # States are interleaved, so that the divisions of one overlap with the decoding of the next.
         f"for (int64_t j = 0; j < n; j += part) {{ {' '.join(decode.format(i=i) for i in states)} }}",
         # Spread over the loops: a processor waits when many lines of memory are fetched at once.
         f"{{ prefetch(run.grad, at + AHEAD); {before} }}",

@@ -22,7 +22,7 @@ class SplitFormula(NamedTuple):
     results: list[ast.expr]  # of the whole formula, in terms of the roots
 
     def squares(self) -> Iterator[tuple[str, str]]:
-        """The names of the roots of names, with these."""
+        """Yield the name of each root of a single name, and this name."""
         for statement in self.roots:
             match statement:
                 case ast.Assign([ast.Name(root)], ast.Call(args=[ast.Name(square)])):
@@ -41,7 +41,7 @@ def read(*nodes: ast.AST) -> set[str]:
 
 
 def copies(body: Sequence[ast.stmt], constants: Mapping[str, Constant]) -> dict[str, str]:
-    """Names that after `body` have the value of another one, with the first name of this value."""
+    """Map each name that equals another one after `body` to the first name that has this value."""
     same: dict[str, str] = {}
     for statement in body:
         written = {*assigned([statement])}

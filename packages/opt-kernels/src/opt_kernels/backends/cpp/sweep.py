@@ -130,9 +130,8 @@ class Runs:
     """The runs of works in one combination of formats: the fields of `struct Run`, except its row, in columns."""
 
     formats: Formats
-    fields: list[
-        "array[int]"
-    ]  # addresses of mains, outs, grads, and of the codes and scales of each state; numel, first
+    # Addresses of mains, outs, gradients, and of the codes and scales of each state; then numel and first.
+    fields: list["array[int]"]
     numel: int
     tensors: Columns | None  # kept alive until the call, because the fields are addresses; None: their owner keeps them
     grads_at: Hashable = None  # `Works.grads_at`, where these runs are kept
@@ -255,7 +254,7 @@ def _runs(formats: Formats, works: Sequence[Work], columns: Columns | None, code
     flat = _checked(columns, works, codecs)
     runs = Runs(formats, _fields(flat), sum(map(Tensor.numel, flat.grads)), flat)
     if flat is columns and isinstance(works, Works) and works.unchanged is not None:
-        # Of these works other code keeps the tensors, and proves before every call that they are still there.
+        # The owner of `unchanged` keeps these tensors alive, and checks before every call that they have not moved.
         works.unchanged.cache[_key_of(codecs)] = replace(runs, tensors=None, grads_at=works.grads_at)
     return runs
 

@@ -7,7 +7,7 @@
 //   STOCHASTIC_ROUNDING  whether a bfloat16 main is rounded stochastically
 
 constexpr int64_t CHUNK = 4 * GROUP;  // elements that go through one stage together, in the first-level cache
-constexpr int64_t PART = 64;          // elements of a group of one state that are decoded before those of the next state
+constexpr int64_t PART = 64;          // elements of a group that are decoded of one state before the next one
 constexpr int64_t AHEAD = CHUNK;      // elements by which groups are fetched before they are needed
 
 // Fetches a group of elements. A group is short: the processor does not see by itself that memory is read in order.
