@@ -72,3 +72,20 @@ def test_no_sweep_reads_beyond_the_end_of_a_tensor() -> None:
     )
     finished = in_another_process(script)
     assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+@ON_CODECS
+def test_states_survive_a_checkpoint_bit_for_bit(codec: StateCodec, signed: bool) -> None:
+    """A checkpoint holds decoded values, which are encoded again when it is loaded."""
+    # A largest value that was rounded up to a power of two doubled the scale, and small values lost a bit.
+    generator = torch.Generator().manual_seed(0)
+    largest = 2 - torch.arange(512)[:, None] * 2.0**-10
+    x = largest * torch.cat([torch.ones(512, 1), 2.0 ** (-16 * torch.rand(512, 127, generator=generator))], 1)
+    x = x.flatten() if signed else x.flatten().square()
+    first, second = (
+        [torch.empty(x.numel(), dtype=codec.dtype), torch.empty(512), torch.empty(x.numel())] for _ in range(2)
+    )
+    for values, (codes, scales, decoded) in ((x, first), (first[2], second)):
+        codec.encode_(codes, scales, values)
+        codec.decode_(decoded, codes, scales)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(first, second))

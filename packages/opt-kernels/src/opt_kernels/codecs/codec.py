@@ -68,14 +68,15 @@ class Plain:
 class Scaled:
     """A narrow float with one scale per block. Scales are powers of two, so that scaling is exact.
 
-    scale = 2^(e - exponent) where 2^(e-1) <= max |x| < 2^e, and at least 2^-126; code = x / scale, to nearest even.
+    scale = 2^(e - exponent) where 2^(e-1) < max |x| <= 2^e, and at least 2^-126; code = x / scale, to nearest even. A
+    maximum that is rounded up to 2^e therefore keeps its scale when the decoded values are encoded again.
     A state that is never negative is stored as its square root, which halves the range of exponents. No positive value
     is stored as zero: with a second moment of zero, a first moment that is not zero would be divided by eps alone. A
     block with a value that is not finite decodes as NaN.
     """
 
     dtype: torch.dtype
-    exponent: int  # codes are below 2^exponent before they are rounded
+    exponent: int  # codes are at most 2^exponent
     smallest: float  # the smallest positive code
     signed: bool
     block: int = BLOCK
@@ -235,8 +236,9 @@ def _scale_(scale: Tensor, run: Tensor, of_largest: Callable[[Tensor], Tensor]) 
 
 
 def _power_of_two(largest: Tensor, exponent: int) -> Tensor:
-    """2^(e - exponent) for `largest` in [2^(e-1), 2^e), at least 2^-126. Exact, because it is assembled from bits."""
-    biased = (torch.frexp(largest).exponent - exponent + 127).clamp(min=1)
+    """2^(e - exponent) for `largest` in (2^(e-1), 2^e], at least 2^-126. Exact, because it is assembled from bits."""
+    mantissa, power = torch.frexp(largest)
+    biased = (power - (mantissa == 0.5).int() - exponent + 127).clamp(min=1)
     return (biased << 23).view(torch.float32)
 
 

@@ -145,7 +145,7 @@ static inline bool narrow(const float *values, float factor, half *codes, int64_
 
 // --- codecs -----------------------------------------------------------------------------------------------------------
 
-// A narrow float under a power of two, by which it is below 2^EXPONENT: `codecs.Scaled`.
+// A narrow float under a power of two, by which it is at most 2^EXPONENT: `codecs.Scaled`.
 template <class T, class Float, int EXPONENT, bool SIGNED>
 struct Scaled : Coded<T, SIGNED> {
     static inline void decode(const T *codes, const float *scale, float *values, int64_t n) {
@@ -154,7 +154,7 @@ struct Scaled : Coded<T, SIGNED> {
 
     static inline void encode(const float *values, int32_t largest, T *codes, float *scale, int64_t n) {
         if (largest >= INFINITE) return Coded<T, SIGNED>::encode_lost(values, codes, scale, n);
-        const int32_t biased = (largest >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
+        const int32_t biased = ((largest - 1) >> 23) + (1 - EXPONENT), word = (biased > 1 ? biased : 1) << 23;
         *scale = largest == 0 ? 0.0f : float_of(word);
         // The reciprocal of a power of two is exact: its exponent is 254 less the scale's own.
         const bool any_zero = narrow<Float, SIGNED>(values, float_of((254 << 23) - word), codes, n);

@@ -144,7 +144,7 @@ def scale_of(largest: tl.tensor, SCHEME: tl.constexpr, IEEE: tl.constexpr) -> tl
     """The scale of a group from its largest magnitude: 0 for 0, NaN if it is not finite."""
     if SCHEME == "half" or SCHEME == "e4m3" or SCHEME == "e5m2":
         exponent = 8 if SCHEME == "e4m3" else 15
-        biased = (largest.to(tl.int32, bitcast=True) >> 23) + (1 - exponent)
+        biased = ((largest.to(tl.int32, bitcast=True) - 1) >> 23) + (1 - exponent)
         scale = (tl.maximum(biased, 1) << 23).to(tl.float32, bitcast=True)
     elif SCHEME == "root":
         scale = divide(largest, 255.0, IEEE)
