@@ -47,6 +47,8 @@ NEED_EXTRAS = [
 ]
 # Each worker takes half of the files, in order, and then tests of the other's half.
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
+# A third of the time, tests of opt-checkpoint wait: for disks, for ranks, for locks to lapse.
+MORE_AT_A_TIME = {"opt-checkpoint": ["-n", "3"]}
 # Each worker takes the next file, whole: worlds of ranks and compiled kernels, which some files make first, take
 # minutes, and no fixture is made twice.
 FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -166,7 +168,8 @@ def tests(session: nox.Session, package: str) -> None:
         session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
     install(session, *requirements(package))
-    session.run(*TWO_AT_A_TIME, f"packages/{package}/tests", *session.posargs)
+    more = MORE_AT_A_TIME.get(package, [])
+    session.run(*TWO_AT_A_TIME, *more, f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
