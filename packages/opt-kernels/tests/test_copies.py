@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends.triton.snapshot import Snapshot
+from opt_kernels.backends.kept.snapshot import Snapshot
 from opt_kernels.backends.writes import Writes
 from opt_kernels.optim import AdamW
 

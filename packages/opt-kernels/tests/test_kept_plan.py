@@ -264,15 +264,15 @@ def test_the_same_in_every_form(disturb: Disturb, form: str, build: Any) -> None
 
 @pytest.mark.parametrize("disturb", [grad_gone, grad_transposed, grad_wider])
 def test_the_same_where_torch_has_no_guards(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opt_kernels.backends.triton.layouts._GUARDS", None)
-    monkeypatch.setattr("opt_kernels.backends.triton.snapshot.compiled_snapshot", lambda: None)
+    monkeypatch.setattr("opt_kernels.backends.kept.layouts._GUARDS", None)
+    monkeypatch.setattr("opt_kernels.backends.kept.snapshot.compiled_snapshot", lambda: None)
     assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
 
 
 @pytest.mark.parametrize("disturb", DISTURBED)
 def test_the_same_where_nothing_is_compiled(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("objects", "snapshot"):
-        monkeypatch.setattr(f"opt_kernels.backends.triton.{module}.compiled_snapshot", lambda: None)
+        monkeypatch.setattr(f"opt_kernels.backends.kept.{module}.compiled_snapshot", lambda: None)
     assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
 
 

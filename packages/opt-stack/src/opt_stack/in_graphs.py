@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from opt_distributed.buffers.binding import is_bound, main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.step.result import StepResult
-from opt_kernels.backends.triton.snapshot import are_plain
+from opt_kernels.backends.kept.snapshot import are_plain
 from opt_kernels.optim.in_graphs import Stepping, detached, optimizer_of, tensors_of_numbers, update_
 
 KEPT_RESULTS = 100

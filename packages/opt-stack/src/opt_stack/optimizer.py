@@ -16,7 +16,7 @@ from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
-from opt_kernels.backends.triton.objects import same_objects
+from opt_kernels.backends.kept.objects import same_objects
 from opt_kernels.optim.in_graphs import handle_of
 from opt_kernels.optim.observed import observed
 from opt_paramgroups import ParamId

@@ -13,7 +13,7 @@ from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.ready import LiveGrads, Ready
 from opt_distributed.step.sources import Source
-from opt_kernels.backends.triton.kept_works import KeptWorks, is_launched
+from opt_kernels.backends.kept.works import KeptWorks, is_launched
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Unchanged, Works
 

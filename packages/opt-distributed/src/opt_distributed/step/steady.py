@@ -17,8 +17,8 @@ from opt_distributed.step.ready import LiveGrads, Ready
 from opt_distributed.step.sources import ReadWhole
 from opt_distributed.step.stats import Family, moved_parameter
 from opt_distributed.step.unit import Unit
-from opt_kernels.backends.triton.objects import Entries
-from opt_kernels.backends.triton.snapshot import CHANGED, MOVED, Snapshot, are_plain
+from opt_kernels.backends.kept.objects import Entries
+from opt_kernels.backends.kept.snapshot import CHANGED, MOVED, Snapshot, are_plain
 from opt_kernels.works import Unchanged
 from opt_paramgroups import ParamId
 

@@ -21,7 +21,7 @@ from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
 from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
-from opt_kernels.backends.triton.kept_works import is_launched
+from opt_kernels.backends.kept.works import is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch, Unchanged

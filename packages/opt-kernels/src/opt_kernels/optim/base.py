@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.snapshot import are_plain
+from opt_kernels.backends.kept.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks

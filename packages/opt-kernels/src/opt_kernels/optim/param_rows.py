@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.objects import same_objects
+from opt_kernels.backends.kept.objects import same_objects
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep

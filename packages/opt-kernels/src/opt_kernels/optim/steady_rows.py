@@ -5,9 +5,9 @@ from functools import partial
 
 from torch import Tensor
 
-from opt_kernels.backends.triton.kept_works import is_launched
-from opt_kernels.backends.triton.objects import Entries
-from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
+from opt_kernels.backends.kept.objects import Entries
+from opt_kernels.backends.kept.snapshot import Snapshot, are_plain
+from opt_kernels.backends.kept.works import is_launched
 from opt_kernels.optim.rows import Row
 from opt_kernels.optim.state import STEP
 from opt_kernels.works import Unchanged, Works

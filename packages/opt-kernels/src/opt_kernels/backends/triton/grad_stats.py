@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
+from opt_kernels.backends.kept.layouts import Layouts
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, pointer
-from opt_kernels.backends.triton.layouts import Layouts
 from opt_kernels.backends.triton.multi_tensor import (
     Column,
     DeviceTables,

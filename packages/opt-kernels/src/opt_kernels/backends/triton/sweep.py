@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.kept.layouts import Layouts
 from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.backends.triton.columns import (
     Call,
@@ -25,7 +26,6 @@ from opt_kernels.backends.triton.columns import (
     pieces_of,
 )
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
-from opt_kernels.backends.triton.layouts import Layouts
 from opt_kernels.backends.triton.multi_tensor import (
     ChunkTable,
     Column,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from opt_kernels.backends.kept.works import picker
 from opt_kernels.backends.triton.columns import lies_in_order, uniform
-from opt_kernels.backends.triton.kept_works import picker
 from opt_kernels.backends.triton.sweep import KeptSweeps, Launches
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Factors, Inputs

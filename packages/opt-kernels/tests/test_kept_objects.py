@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.backends.triton import objects
-from opt_kernels.backends.triton.objects import Entries, same_objects
+from opt_kernels.backends.kept import objects
+from opt_kernels.backends.kept.objects import Entries, same_objects
 
 
 @pytest.fixture(autouse=True, params=["compiled", "in Python"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.backends.cpp.snapshot import NUM_SEEN, Tensors, compiled_snapshot
-from opt_kernels.backends.triton.layouts import Layouts
+from opt_kernels.backends.kept.layouts import Layouts
 
 PLAIN = {Tensor, nn.Parameter}  # types whose address and layout say where all of their values are
 CHANGED, SAME, MOVED = range(3)  # results of `compare` in `snapshot.cpp`; moved: gradients, nothing else

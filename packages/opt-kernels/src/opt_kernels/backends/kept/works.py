@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.backends.triton.snapshot import Snapshot, are_plain
+from opt_kernels.backends.kept.snapshot import Snapshot, are_plain
 from opt_kernels.works import Unchanged, Works
 
 _VALUES: Callable[[Any], Iterable[Tensor]] = dict.values

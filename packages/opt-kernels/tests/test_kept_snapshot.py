@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.cpp.snapshot import compiled_snapshot
-from opt_kernels.backends.triton import snapshot
-from opt_kernels.backends.triton.snapshot import Snapshot
+from opt_kernels.backends.kept import snapshot
+from opt_kernels.backends.kept.snapshot import Snapshot
 
 BASE = torch.arange(24.0)
 COMPLEX = torch.ones(1, dtype=torch.complex64)
