@@ -19,13 +19,13 @@ static inline void widen_8(__m128i halves, float scale, float *values) {
 #endif
 
 #if defined(__AVX2__) && defined(__F16C__)
-// The upper byte of a half.
-static inline __m256i halves_of(E5M2, __m128i codes) { return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8); }
+// Halves of codes in their upper bytes.
+static inline __m256i halves_of(E5M2, __m256i codes) { return codes; }
 static inline float scale_of_halves(E5M2, float scale) { return scale; }
 
-// A half of an exponent that is 8 less.
-static inline __m256i halves_of(E4M3, __m128i codes) {
-    return _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7), _mm256_set1_epi16(short(0xBFFF)));
+// Halves of an exponent that is 8 less.
+static inline __m256i halves_of(E4M3, __m256i codes) {
+    return _mm256_and_si256(_mm256_srai_epi16(codes, 1), _mm256_set1_epi16(short(0xBFFF)));
 }
 static inline float scale_of_halves(E4M3, float scale) { return scale * 256.0f; }
 #endif
@@ -42,10 +42,15 @@ static inline void widen(const uint8_t *codes, float scale, float *values, int64
     }
 #elif defined(__AVX2__) && defined(__F16C__)
     const float factor = scale_of_halves(Float(), scale);
-    for (; k + 16 <= n && factor < 0x1p127f; k += 16) {
-        const __m256i halves = halves_of(Float(), _mm_loadu_si128((const __m128i *)(codes + k)));
-        widen_8<SIGNED>(_mm256_castsi256_si128(halves), factor, values + k);
-        widen_8<SIGNED>(_mm256_extracti128_si256(halves, 1), factor, values + k + 8);
+    const __m256i zero = _mm256_setzero_si256();
+    for (; k + 32 <= n && factor < 0x1p127f; k += 32) {
+        const __m256i part = _mm256_loadu_si256((const __m256i *)(codes + k));
+        const __m256i first = halves_of(Float(), _mm256_unpacklo_epi8(zero, part));
+        const __m256i second = halves_of(Float(), _mm256_unpackhi_epi8(zero, part));
+        widen_8<SIGNED>(_mm256_castsi256_si128(first), factor, values + k);
+        widen_8<SIGNED>(_mm256_castsi256_si128(second), factor, values + k + 8);
+        widen_8<SIGNED>(_mm256_extracti128_si256(first, 1), factor, values + k + 16);
+        widen_8<SIGNED>(_mm256_extracti128_si256(second, 1), factor, values + k + 24);
     }
 #endif
     for (; k < n; k++) values[k] = scaled<SIGNED>(Float::value(codes[k]), scale);
@@ -76,20 +81,19 @@ static inline __m256i narrow_32(const float *values, uint32_t normal, uint8_t *c
     __m256 x[4];
     __m256i words[4], code[4];
     load_32(values, x);
+    EACH words[q] = _mm256_castps_si256(x[q]);
     EACH {
+        const __m256i exponent = _mm256_and_si256(words[q], _mm256_set1_epi32(INFINITE));
+        const __m256i power = _mm256_max_epi32(exponent, _mm256_set1_epi32(int(normal)));
         const __m256 size = SIGNED ? absolute(x[q]) : x[q];
-        const __m256i larger = _mm256_max_epi32(_mm256_castps_si256(size), _mm256_set1_epi32(int(normal)));
-        const __m256i exponent = _mm256_and_si256(larger, _mm256_set1_epi32(INFINITE));
-        const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32(SHIFT << 23));
-        const __m256i sum = _mm256_castps_si256(_mm256_add_ps(size, _mm256_castsi256_ps(power)));
-        code[q] = _mm256_madd_epi16(sum, _mm256_set1_epi32(1 << 16 | 1 << ROOM));
+        const __m256 sum = _mm256_fmadd_ps(_mm256_castsi256_ps(power), all(float(1 << SHIFT)), size);
+        code[q] = _mm256_madd_epi16(_mm256_castps_si256(sum), _mm256_set1_epi32(1 << 16 | 1 << ROOM));
     }
     const __m256i least = _mm256_set1_epi16(short((normal + (uint32_t(SHIFT) << 23)) >> 16));
     const __m256i first = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), least);
     const __m256i second = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), least);
     __m256i bytes = _mm256_packus_epi16(_mm256_srli_epi16(first, ROOM), _mm256_srli_epi16(second, ROOM));
     if (SIGNED) {
-        EACH words[q] = _mm256_castps_si256(x[q]);
         const __m256i signs = _mm256_packs_epi16(_mm256_packs_epi32(words[0], words[1]), _mm256_packs_epi32(words[2], words[3]));
         bytes = _mm256_or_si256(bytes, _mm256_and_si256(signs, _mm256_set1_epi8(char(Float::SIGN))));
     }
