@@ -55,12 +55,13 @@ def test_symmetric_products_go_through_descriptors_where_there_are_any(
 
 
 KERNELS_OF_TESTS = """
-import importlib.util, sys
+import importlib.util, os, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 for path in sys.argv[1:]:
+    sys.path.append(os.path.dirname(path))
     spec = importlib.util.spec_from_file_location("tested", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
