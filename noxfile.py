@@ -47,8 +47,6 @@ NEED_EXTRAS = [
 ]
 # Each worker takes half of the files, in order, and then tests of the other's half.
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
-# A third of the time, tests of opt-checkpoint wait: for disks, for ranks, for locks to lapse.
-MORE_AT_A_TIME = {"opt-checkpoint": ["-n", "3"]}
 # Each worker takes the next file, whole: worlds of ranks and compiled kernels, which some files make first, take
 # minutes, and no fixture is made twice.
 FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -131,7 +129,7 @@ def install(session: nox.Session, *names: str, groups: tuple[str, ...] = ("test"
 
 
 def reuse_bytecode(session: nox.Session) -> None:
-    """Link what Python compiled in the newest other environment: torch's sources take ten seconds in each.
+    """Copy what Python compiled in the newest other environment: torch's sources take ten seconds in each.
 
     Python compares the size and time of a source with those in its compiled file, and replaces one that does not fit.
     """
@@ -143,7 +141,7 @@ def reuse_bytecode(session: nox.Session) -> None:
             compiled, wanted = (Path(cache_from_source(str(one))) for one in (source, same))
             if compiled.exists() and same.exists() and not wanted.exists():
                 wanted.parent.mkdir(parents=True, exist_ok=True)
-                os.link(compiled, wanted)
+                shutil.copy2(compiled, wanted)
 
 
 def uninstall_packages(session: nox.Session, *, before: str) -> None:
@@ -168,8 +166,7 @@ def tests(session: nox.Session, package: str) -> None:
         session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
         return
     install(session, *requirements(package))
-    more = MORE_AT_A_TIME.get(package, [])
-    session.run(*TWO_AT_A_TIME, *more, f"packages/{package}/tests", *session.posargs)
+    session.run(*TWO_AT_A_TIME, f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session

@@ -103,7 +103,7 @@ class Unit:
 
     @property
     def is_launched(self) -> bool:
-        """Whether kernels update it that read addresses from a table, which can be kept."""
+        """Whether sweeps update it that read addresses from a table, which can be kept."""
         return self.host is None and all(
             is_launched(self.rule, device) for device in {piece.own_main.target.device for piece in self.pieces}
         )

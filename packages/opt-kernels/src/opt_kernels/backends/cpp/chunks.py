@@ -64,7 +64,7 @@ class _ChunkPlan:
             for i, (result, is_early) in enumerate(zip(self.results, self.is_early))
             if is_early and isinstance(result, ast.Name)
         }
-        squares = dict(self.cut.squares())
+        squares = self.cut.squares()
         for name in self.kept:
             of = squares.get(name, name)
             if (i := early.get(same.get(of, of))) is not None:

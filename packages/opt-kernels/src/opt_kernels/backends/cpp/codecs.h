@@ -97,7 +97,6 @@ struct Coded {
    private:
     static inline uint32_t bits(half code) { return code.bits; }
     static inline uint32_t bits(uint8_t code) { return code; }
-    static inline uint32_t bits(int8_t code) { return uint8_t(code); }
     static inline void set(half &code, uint32_t bits) { code.bits = uint16_t(bits); }
     static inline void set(uint8_t &code, uint32_t bits) { code = uint8_t(bits); }
     static inline void set(int8_t &code, uint32_t bits) { code = int8_t(bits); }

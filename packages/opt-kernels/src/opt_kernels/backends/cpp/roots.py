@@ -5,7 +5,7 @@ roots of a chunk of elements in an array between them, keep it busy.
 """
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import NamedTuple
 
@@ -21,12 +21,14 @@ class SplitFormula(NamedTuple):
     after: list[ast.stmt]
     results: list[ast.expr]  # of the whole formula, in terms of the roots
 
-    def squares(self) -> Iterator[tuple[str, str]]:
-        """Yield the name of each root of a single name, and this name."""
+    def squares(self) -> dict[str, str]:
+        """The names of the roots of a single name, with this name."""
+        found: dict[str, str] = {}
         for statement in self.roots:
             match statement:
                 case ast.Assign([ast.Name(root)], ast.Call(args=[ast.Name(square)])):
-                    yield root, square
+                    found[root] = square
+        return found
 
 
 def read(*nodes: ast.AST) -> set[str]:

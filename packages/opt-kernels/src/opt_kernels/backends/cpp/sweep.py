@@ -149,7 +149,7 @@ class _Call:
     def __init__(self, num_states: int) -> None:
         self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
         self._numel = 0
-        self._kept: list[Columns | None] = []
+        self._kept: list[Columns | None] = []  # keeps the tensors alive
         self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
 
     def add(self, runs: Runs, works: Sequence[Work], row: int) -> None:
@@ -190,13 +190,13 @@ def update_(
     calls: dict[tuple[Formats, tuple[str, ...]], _Call] = {}
     others = []
     for index, (hyper, works) in enumerate(batches):
-        for formats, same, columns in _by_formats(works, codecs):
+        for formats, same, found in _by_formats(works, codecs):
             types = formats.codec_types(codecs.values())
             if types is None or (stochastic_rounding and formats.main is torch.float16):
                 others.append(Batch(hyper, same))
             else:
                 call = calls.setdefault((formats, types), _Call(len(codecs)))
-                call.add(_runs(formats, same, columns, codecs), same, index)
+                call.add(found if isinstance(found, Runs) else _runs(formats, same, found, codecs), same, index)
     if not calls:
         return others
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
@@ -217,11 +217,12 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
 
 def _by_formats(
     works: Sequence[Work], codecs: Mapping[str, StateCodec]
-) -> Iterator[tuple[Formats, Sequence[Work], Columns | None]]:
-    """`works` by their formats, with their tensors as columns; None if their runs are kept."""
+) -> Iterator[tuple[Formats, Sequence[Work], Columns | Runs]]:
+    """`works` by their formats, with their tensors as columns, or with the runs that are kept of them."""
     if isinstance(works, Works) and works:
         if kept := _kept_runs(works, codecs):
-            yield kept.formats, works, None
+            kept.move_grads(works)
+            yield kept.formats, works, kept
             return
         columns = _columns(works, codecs)
         if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
@@ -243,14 +244,8 @@ def _key_of(codecs: Mapping[str, StateCodec]) -> Hashable:
     return Runs, tuple(codecs.items())
 
 
-def _runs(formats: Formats, works: Sequence[Work], columns: Columns | None, codecs: Mapping[str, StateCodec]) -> Runs:
-    """The runs of works in CPU memory; `columns` is that of `_by_formats`."""
-    if columns is None:
-        assert isinstance(works, Works)
-        kept = _kept_runs(works, codecs)
-        assert kept is not None
-        kept.move_grads(works)
-        return kept
+def _runs(formats: Formats, works: Sequence[Work], columns: Columns, codecs: Mapping[str, StateCodec]) -> Runs:
+    """The runs of works in CPU memory, which are kept if their tensors may be found unchanged later."""
     flat = _checked(columns, works, codecs)
     runs = Runs(formats, _fields(flat), sum(map(Tensor.numel, flat.grads)), flat)
     if flat is columns and isinstance(works, Works) and works.unchanged is not None:
