@@ -129,7 +129,16 @@ template <class Float, bool SIGNED>
 static inline bool narrow(const float *values, float factor, half *codes, int64_t n) {
     int64_t k = 0;
     int32_t smallest = 0xFFFF;
-#if defined(__F16C__)
+#if defined(__AVX512F__)
+    __m256i each = _mm256_set1_epi16(-1);
+    for (; k + 16 <= n; k += 16) {
+        const __m512 y = _mm512_mul_ps(_mm512_loadu_ps(values + k), _mm512_set1_ps(factor));
+        const __m256i halves = _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
+        each = _mm256_min_epu16(each, halves);
+        _mm256_storeu_si256((__m256i *)(codes + k), halves);
+    }
+    smallest = _mm256_movemask_epi8(_mm256_cmpeq_epi16(each, _mm256_setzero_si256())) ? 0 : smallest;
+#elif defined(__F16C__)
     __m128i each = _mm_set1_epi16(-1);
     for (; k + 8 <= n; k += 8) {
         const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(values + k), _mm256_set1_ps(factor));
