@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import slow_tiger
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from queued_kernels import queue_kernels
 from torch import Tensor, nn
 
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.graph import Graph
 from opt_kernels import optim
 from opt_kernels.backends import grad_stats as statistics

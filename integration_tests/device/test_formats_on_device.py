@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from on_device import (
     BAD_STEP,
     NUM_ORDERS,
@@ -21,7 +22,6 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.coded_main import CodedMain
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from fp8_training import Stored, fp8_params, stored
 from on_device import NUM_ORDERS, LaunchedRule, launched
 from parity import roles_over
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.comm.deferred import DeferredComm, DeferredRank, run_deferred
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_kernels.quantized import RECIPES, quantize_linears_

@@ -6,6 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import (
+    CaptureError,
+    DeferredRank,
+    HostReadError,
+    ReleasedError,
+    run_deferred,
+)
 from graph_training import ALONE, FLAT, built_with_graphs, schedule, train, train_with_graphs
 from on_device import (
     SHAPES,
@@ -18,13 +25,6 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.comm.deferred import (
-    CaptureError,
-    DeferredRank,
-    HostReadError,
-    ReleasedError,
-    run_deferred,
-)
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.graph import GraphError
 from opt_distributed.comm.threads import run_threads

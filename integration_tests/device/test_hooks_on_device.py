@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fake_accelerator import DeferredDevice, DeferredRank, HostReadError, run_deferred
 from on_device import (
     BAD_STEP,
     NUM_ORDERS,
@@ -26,7 +27,6 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, HostReadError, run_deferred
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
 from opt_distributed.step.hooked import HookedStep

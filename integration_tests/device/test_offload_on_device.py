@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fake_accelerator import run_deferred
 from offloaded import small_parts, train
 from on_device import (
     NUM_ORDERS,
@@ -21,7 +22,6 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor
 
-from opt_distributed.comm.deferred import run_deferred
 from opt_distributed.comm.device import _DONE as DONE
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.host_main import HostMain

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from offloaded import ALL, HALF, small_parts
 from on_device import BAD_STEP, NUM_ORDERS, SIZE, STEPS, LaunchedRule, Trained, built, equal, iterate, launched, outcome
 from parity import Case, Numbers, Spread, Wrapping
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredComm, DeferredRank, run_deferred
 from opt_distributed.comm.threads import run_threads
 from opt_stack import QKClip
 from opt_stack.qk_clip import fused_qkv

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from torch import Tensor
 
 from opt_checkpoint import sharded_like
 from opt_checkpoint.run import staging
 from opt_checkpoint.run.staging import Staging
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 
 NUM_ORDERS = max(12, int(os.environ.get("OPT_ORDERS", "12")))
 STEPS = 3

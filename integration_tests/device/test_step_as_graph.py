@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import (
+    DeferredRank,
+    run_deferred,
+)
 from graph_training import (
     ALONE,
     BAD_STEPS,
@@ -40,10 +44,6 @@ from queued_kernels import queue_kernels
 from torch import nn
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import (
-    DeferredRank,
-    run_deferred,
-)
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import scaler, stats
 from opt_kernels.backends.verdict import triton_kernels

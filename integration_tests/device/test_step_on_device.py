@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredComm, DeferredRank, HostReadError, run_deferred
+from fake_accelerator.memory import AtOnce
 from on_device import (
     BAD_STEP,
     NUM_ORDERS,
@@ -32,8 +34,6 @@ from torch import nn
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredComm, DeferredRank, HostReadError, run_deferred
-from opt_distributed.comm.deferred.memory import AtOnce
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import scaler, stats, verdict

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fp8_training import build, fp8_params, make_model, set_grads, stored, train
 from parity import roles_over
+from recording_comm import RecordingComm
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
@@ -14,7 +15,6 @@ from opt_distributed.buffers.binding import GradientError, UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedTensor
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups

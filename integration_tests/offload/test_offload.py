@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 from allocations import peak_bytes
+from fake_accelerator import DeferredRank, run_deferred
 from parity import Case, Numbers, Spread, Wrapping, roles_over, train
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer
 from opt_stack.building import host_units

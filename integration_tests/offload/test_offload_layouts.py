@@ -11,6 +11,7 @@ import laid_out_ranks
 import pytest
 import torch
 import tp_training
+from fake_accelerator import DeferredRank, run_deferred
 from offloaded import ALL, HALF, built
 from on_device import NUM_ORDERS, SHAPES, SIZE, STEPS, Trained, equal, iterate, launched, outcome
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over, train
@@ -21,7 +22,6 @@ from worlds import Job, run_jobs
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from offloaded import ALL, HALF, small_parts
 from on_device import NUM_ORDERS, SHAPES, LaunchedRule, launched
 from parity import Net, grads_of, roles_over
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_kernels.rules.adam import Adam

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredDevice, DeferredRank, run_deferred
+from fake_accelerator.queues import Queue
 from offloaded import built as built_with_offload
 from on_device import (
     SHAPES,
@@ -27,8 +29,6 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.deferred import DeferredDevice, DeferredRank, run_deferred
-from opt_distributed.comm.deferred.queues import Queue
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.works import Batch, Works

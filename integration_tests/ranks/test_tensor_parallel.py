@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Held
+from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
 from tp_model import Grid, cut, run_grid
 from tp_training import SHAPES, TP, Net, config, joined, train, whole_grads
@@ -13,7 +14,6 @@ from tp_training import SHAPES, TP, Net, config, joined, train, whole_grads
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
 from opt_kernels.rules.soap import SOAPRule

@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from on_device import SHAPES, SIZE, built
 from parity import Case, Numbers, Spread, Wrapping, grads_of, roles_over
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -16,8 +18,6 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Pending
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.result import StepResult
 from opt_stack import Optimizer, get_optimizer

@@ -7,13 +7,13 @@ import pytest
 import torch
 from layouts import SPREADS, config, norm_of, step_once
 from parity import SHAPES, Net, grads_of, roles_over
+from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_stack import Optimizer, get_optimizer
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from named import BF16, FP16, FP32, LR, PLAIN, WEIGHT_DECAY, Named, normal, pieces
 from parity import roles_over
+from recording_comm import RecordingComm
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_distributed.step.coded_main import CodedMain
 from opt_stack import get_optimizer

@@ -8,6 +8,7 @@ import pytest
 import torch
 from named import BF16, FP16, FP32, PLAIN, Named, normal, pieces
 from parity import roles_over
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
@@ -15,7 +16,6 @@ from opt_config import DistributedDataParallelConfig as Config
 from opt_distributed.buffers.binding import main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm, Pending
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import get_optimizer
 

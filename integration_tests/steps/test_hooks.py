@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from parity import Case, Net, Numbers, Spread, Wrapping, dtypes, grads_of, roles_over, train
+from recording_comm import RecordingComm
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import ConfigError, OptimizerConfig, ParamKey
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.hooks import (
     CautiousDecay,

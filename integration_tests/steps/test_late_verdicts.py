@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from on_device import SHAPES, SIZE, LaunchedRule, built, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from opt_checkpoint import ShardedTensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.replicas import ReplicaError
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.step import last_verdict
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.last_verdict import LastVerdict

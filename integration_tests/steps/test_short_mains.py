@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import run_deferred
 from parity import roles_over
 from resuming import begin, state_of, train
 from torch import Tensor, nn
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from opt_checkpoint import load, save
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import run_deferred
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.mains import Numbers as Format
 from opt_kernels.codecs.short_remainder import join_short, split_short_

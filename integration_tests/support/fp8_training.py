@@ -4,13 +4,13 @@ from typing import Any, NamedTuple
 
 import torch
 from parity import roles_over
+from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.recording import Call, RecordingComm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedParam, quantize_linears_, quantized
 from opt_stack import Optimizer, get_optimizer

@@ -4,6 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from fake_accelerator import (
+    DeferredRank,
+)
 from on_device import (
     BAD_STEP,
     SIZE,
@@ -17,9 +20,6 @@ from parity import Case, Numbers, Spread, Wrapping
 from torch import nn
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import (
-    DeferredRank,
-)
 from opt_distributed.comm.graph import Graph
 from opt_stack import Optimizer
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from fake_accelerator import DeferredRank
 from on_device import (
     STEPS,
     LaunchedRule,
@@ -15,7 +16,6 @@ from parity import Case
 from torch import nn
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredRank
 from opt_stack import Optimizer
 from opt_stack.building import host_units
 

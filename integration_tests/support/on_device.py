@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fake_accelerator import DeferredDevice
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
@@ -14,7 +15,6 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.deferred import DeferredDevice
 from opt_distributed.step import stats
 from opt_kernels.backends.grad_stats import GradStats
 from opt_kernels.works import Batch, Hyper, Works

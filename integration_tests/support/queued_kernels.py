@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeferredDevice
 
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.deferred import DeferredDevice
 from opt_kernels.backends.triton import multi_tensor
 
 

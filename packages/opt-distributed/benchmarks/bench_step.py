@@ -2,9 +2,9 @@
 
     python packages/opt-distributed/benchmarks/bench_step.py [--params 2000] [--rounds 40] [--numel 16]
 
-Prints the median processor time of both, measured alternately, and their ratio; then the collectives of one step over
-two ranks. Ratios measured on a 2-core x86 machine with torch 2.13: 0.53, 0.52 and 0.73 for 16, 64 and 1,024 elements;
-without a C++ compiler (OPT_KERNELS_CPP=0), 0.97, 1.03 and 1.40.
+Prints the median processor time of both, measured alternately, and their ratio. Ratios measured on a 2-core x86 machine
+with torch 2.13: 0.53, 0.52 and 0.73 for 16, 64 and 1,024 elements; without a C++ compiler
+(OPT_KERNELS_CPP=0), 0.97, 1.03 and 1.40.
 Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 
@@ -17,10 +17,6 @@ import torch
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
-from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import get_optimizer
 
 
@@ -63,26 +59,6 @@ def overhead(params: int, numel: int, rounds: int) -> None:
     print(f"  ratio                                    {ratio:7.2f}")
 
 
-def traffic(params: int, numel: int) -> None:
-    """Print the collectives of one flat step on the first of two ranks."""
-
-    def rank_main(comm: ThreadComm) -> RecordingComm:
-        recorded = RecordingComm(comm)
-        axes = Axes(dp=recorded, tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=recorded)
-        model = model_of(params, numel)
-        config = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True)
-        optimizer = get_optimizer(config, [model], {}, pg_collection=roles)
-        recorded.calls.clear()
-        optimizer.step()
-        return recorded
-
-    recorded, _ = run_threads(2, rank_main)
-    print(f"one flat step over two ranks, parameters and gradients {params * numel * 4:,} bytes each")
-    for call in recorded.calls:
-        print(f"  {call.kind:<16} {call.num_bytes:>12,} bytes")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=int, default=2000)
@@ -91,7 +67,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     overhead(options.params, options.numel, options.rounds)
-    traffic(options.params, options.numel)
 
 
 if __name__ == "__main__":

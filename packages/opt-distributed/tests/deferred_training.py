@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from fake_accelerator import DeferredRank, run_deferred
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
@@ -11,7 +12,6 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.reduced import GradShards
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_distributed.layout import ParamShape, flat_layout

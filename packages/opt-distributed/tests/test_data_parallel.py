@@ -8,13 +8,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, batch, over
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from data_parallel_net import over
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -16,7 +17,6 @@ from opt_distributed.buffers.binding import GradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.comm.collectives import Alone, Pending
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 Config = DistributedDataParallelConfig

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from delayed_comm import DELAY, DelayedComm, Timeline, publish
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
 WIDTH = 16

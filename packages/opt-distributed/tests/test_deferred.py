@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from fake_accelerator import DeadlockError, DeferredRank, ReleasedError, run_deferred
 
 from opt_distributed.comm.collectives import Op, Sizes
-from opt_distributed.comm.deferred import DeadlockError, DeferredRank, ReleasedError, run_deferred
 from opt_kernels.quantized import QuantizedTensor
 
 SEEDS = range(20)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from deferred_training import Config, Program, are_equal, in_order, in_some_order, in_the_step, wrapped
+from fake_accelerator import DeferredRank, run_deferred
 from test_deferred_overlap import SHARDED
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from opt_distributed.buffers.reduced import Grads, GradShards, _all_finished, _f
 from opt_distributed.buffers.wire import InFlight, SumInFp32
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Pending
-from opt_distributed.comm.deferred import DeferredRank, run_deferred
 from opt_distributed.comm.device import HostCopy
 
 NUM_ORDERS = 40

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from recording_comm import RecordingComm
 from torch import nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
 WIDTHS = (4, 12, 24)  # of the chunks

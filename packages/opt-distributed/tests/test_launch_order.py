@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import pytest
 from chunk_sums import REPLICATED, Sums, Visit, check_owned, configs, factor
+from recording_comm import RecordingComm
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 

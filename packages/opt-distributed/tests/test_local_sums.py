@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from data_parallel_net import over
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.binding import GradientError, main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 BF16 = torch.bfloat16

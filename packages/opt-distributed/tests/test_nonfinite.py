@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from deferred_training import Config, Net, backward, batch
+from fake_accelerator import DeferredRank, HostReadError, run_deferred
 from torch import Tensor
 
 from opt_distributed.buffers import nonfinite
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.deferred import DeferredRank, HostReadError, run_deferred
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.groups import Axes, Roles
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from recording_comm import RecordingComm
 from torch import Tensor
 
 import opt_distributed.step.compute as compute
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout
 from opt_distributed.step.compute import ComputeStage

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
@@ -17,7 +18,6 @@ from opt_distributed.comm import user_buffers
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.errors import ProcessGroupError
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_distributed.comm.user_buffers import nccl_backend
 from opt_distributed.layout import LayoutError

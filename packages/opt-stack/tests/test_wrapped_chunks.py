@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from recording_comm import RecordingComm
 from torch import Tensor, nn
 from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 

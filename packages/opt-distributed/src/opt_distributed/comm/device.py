@@ -1,8 +1,8 @@
 """`Device`: streams, events, graphs, pinned memory, and memory that is freed while work on it is queued.
 
 No other module of this package uses streams or events directly. On an accelerator, an operation returns before it has
-run. On a CPU it is complete when it returns, so that most methods of `Host` do nothing. A third implementation, for
-tests, is `opt_distributed.comm.deferred`: a CPU that runs its operations later.
+run. On a CPU it is complete when it returns, so that most methods of `Host` do nothing. The tests have
+a third implementation: a CPU that runs its operations later (`integration_tests/testing/fake_accelerator`).
 """
 
 import time

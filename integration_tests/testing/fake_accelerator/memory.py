@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from opt_distributed.comm.deferred.queues import Queue, Task
+from fake_accelerator.queues import Queue, Task
 
 GARBAGE = -3
 

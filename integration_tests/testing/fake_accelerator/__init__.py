@@ -6,11 +6,11 @@ as over NCCL. A missing wait, memory that is freed too early, or a host read of 
 an error in some of the orders.
 """
 
-from opt_distributed.comm.deferred.graphs import CaptureError
-from opt_distributed.comm.deferred.memory import ReleasedError
-from opt_distributed.comm.deferred.operations import HostReadError
-from opt_distributed.comm.deferred.queues import DeadlockError
-from opt_distributed.comm.deferred.ranks import DeferredComm, DeferredDevice, DeferredRank, run_deferred
+from fake_accelerator.graphs import CaptureError
+from fake_accelerator.memory import ReleasedError
+from fake_accelerator.operations import HostReadError
+from fake_accelerator.queues import DeadlockError
+from fake_accelerator.ranks import DeferredComm, DeferredDevice, DeferredRank, run_deferred
 
 __all__ = [
     "CaptureError",

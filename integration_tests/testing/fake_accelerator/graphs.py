@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_distributed.comm.deferred.memory import Memory
+from fake_accelerator.memory import Memory
 from opt_distributed.comm.graph import GraphError
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from opt_distributed.comm.deferred.graphs import CaptureError, Recording
-from opt_distributed.comm.deferred.memory import Memory, poison_
-from opt_distributed.comm.deferred.queues import Queue, Task
+from fake_accelerator.graphs import CaptureError, Recording
+from fake_accelerator.memory import Memory, poison_
+from fake_accelerator.queues import Queue, Task
 
 _ATEN = torch.ops.aten
 _READS = {

@@ -1,4 +1,4 @@
-"""A `Comm` that records its collectives in order of issue: kind, bytes, elements. For tests and to count traffic."""
+"""A `Comm` that records its collectives in order of issue: kind, bytes, elements."""
 
 from dataclasses import dataclass
 from typing import Any
