@@ -12,6 +12,8 @@ from typing import Any
 
 from installed_packages import read_entry_points_once
 
+pytest_plugins = ["outcomes"]  # of integration_tests/support: the markers, and the record of what ran
+
 if find_spec("torch") is not None:  # opt-scheduler is also tested without it
     import torch
 

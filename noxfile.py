@@ -35,21 +35,30 @@ TORCHES = ["2.6.0", "2.13.0", "newest"]
 FROM_THE_BOTTOM_UP = ("config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack")
 PACKAGES = [f"opt-{name}" for name in FROM_THE_BOTTOM_UP]
 WITHOUT_TORCH = ["opt-scheduler"]
-# Tests that a package's own session skips because they need an extra (yaml, rich, matplotlib, obstore): "all" runs
-# them, and those of opt-kernels that have "triton" in their names.
-NEED_EXTRAS = [
-    "opt-config/tests/test_files.py",
-    "opt-paramgroups/tests/test_table.py",
-    "opt-scheduler/tests/test_cli.py",
-    "opt-scheduler/tests/test_gallery.py",
-    "opt-checkpoint/tests/test_object_stores.py",
-    "opt-checkpoint/tests/faults/test_object_faults.py",
-]
 # Each worker takes half of the files, in order, and then tests of the other's half.
 TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
 # Each worker takes the next file, whole: worlds of ranks and compiled kernels, which some files make first, take
 # minutes, and no fixture is made twice.
 FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+# What each run of `tests` writes: the tests that it ran, skipped and deselected. Judged only if this process ran all.
+OUTCOMES = ".nox/outcomes/{}.json"
+RECORDED: list[str] = []
+# Everything that the default run samples or leaves out, each night in .github/workflows/nightly.yml.
+NIGHTLY = [
+    "slow",
+    "faults",
+    "orders",
+    "modes",
+    "fuzz",
+    "kernels",
+    "docs",
+    "minimums",
+    "trainers",
+    "megatron",
+    "jax",
+    "s3",
+]
+NIGHTLY += ["checkout", "release"]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
@@ -154,19 +163,30 @@ def uninstall_packages(session: nox.Session, *, before: str) -> None:
 # --- what everybody runs ----------------------------------------------------------------------------------------------
 
 
+def run_recorded(session: nox.Session, name: str, *command: str) -> None:
+    """Run pytest, and record which tests it ran unless options of the user select some."""
+    session.run(*command, f"--outcomes={OUTCOMES.format(name)}", *session.posargs)
+    RECORDED.extend([name] * (not session.posargs))
+
+
 @nox.session
 @nox.parametrize("package", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
 def tests(session: nox.Session, package: str) -> None:
-    """The tests: each package with only its declared dependencies, then everything together."""
-    if package == "all":
-        install(session, groups=("test", "kernels", "lint", "extras", "docs"))
-        session.run("lint-imports", "--no-cache")
-        with_extras = sorted(str(path) for pattern in NEED_EXTRAS for path in Path("packages").glob(pattern))
-        session.run(*FILE_BY_FILE, "kernels", "integration_tests", *with_extras, *session.posargs)
-        session.run(*TWO_AT_A_TIME, "-k", "triton", "packages/opt-kernels/tests", *session.posargs)
+    """The tests: each package with only its declared dependencies, then everything together.
+
+    If all of it ran, a test that was skipped everywhere is a failure: integration_tests/support/outcomes.py.
+    """
+    if package != "all":
+        install(session, *requirements(package))
+        run_recorded(session, package, *TWO_AT_A_TIME, f"packages/{package}/tests")
         return
-    install(session, *requirements(package))
-    session.run(*TWO_AT_A_TIME, f"packages/{package}/tests", *session.posargs)
+    install(session, groups=("test", "kernels", "lint", "extras", "docs"))
+    session.run("lint-imports", "--no-cache")
+    run_recorded(session, "together", *FILE_BY_FILE, "kernels", "integration_tests")
+    folders = [f"packages/{name}/tests" for name in PACKAGES]
+    run_recorded(session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *folders)
+    if {*PACKAGES, "together", "extras"} <= {*RECORDED}:
+        session.run("python", "integration_tests/support/outcomes.py", *map(OUTCOMES.format, RECORDED))
 
 
 @nox.session

@@ -216,12 +216,11 @@ def roles_of_one() -> Roles:
     return Roles(dense=axes, expert=axes, everyone=Alone())
 
 
-@pytest.mark.parametrize("overlaps", [False, True], ids=["in the step", "overlapped"])
-@pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize(
+    ("wraps", "overlaps"), [(False, False), (True, False), (True, True)], ids=["plain", "wrapped", "overlapped"]
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_instances_have_the_codes_of_one_process(recipe: str, wraps: bool, overlaps: bool) -> None:
-    if overlaps and not wraps:
-        pytest.skip("only a wrapper gathers late")
     (alone,) = train_in(roles_of_one(), recipe, wraps=False)
     fields = {**ZERO, "overlap_param_gather": overlaps}
     for (found,) in in_two_instances(lambda roles: train_in(roles, recipe, wraps=wraps, **fields)):

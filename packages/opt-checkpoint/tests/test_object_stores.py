@@ -42,6 +42,8 @@ from opt_checkpoint.run.manager import step_name
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.needs_extra
+
 
 @pytest.fixture
 def bucket() -> ObjectPath:

@@ -131,6 +131,7 @@ def test_json_is_read_from_a_file(tmp_path):
     assert load_config(str(path)) == FULL
 
 
+@pytest.mark.needs_extra
 def test_yaml_is_read_with_its_extra(tmp_path):
     pytest.importorskip("yaml", reason="the yaml extra is not installed")
     path = tmp_path / "run.yaml"

@@ -18,7 +18,10 @@ from opt_distributed.step.scaler import DynamicScaler
 from opt_kernels.backends.verdict import triton_kernels
 
 pytest.importorskip("triton", reason="triton is not installed")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on a CPU")
+pytestmark = [
+    pytest.mark.needs_extra,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs on a CPU"),
+]
 
 PLAIN = DynamicScale(initial=65536.0, minimum=1.0, growth=2.0, backoff=0.5, window=3, hysteresis=2)
 AWKWARD = DynamicScale(initial=1e3 / 3, minimum=math.pi, growth=1.1, backoff=0.3, window=1, hysteresis=1)

@@ -34,6 +34,7 @@ def test_the_page_has_every_rule_and_format() -> None:
     assert rows()["rule"] == list(script().FORMATS)
 
 
+@pytest.mark.needs_extra
 @pytest.mark.skipif(not usable(), reason="no working C++ compiler")
 @pytest.mark.parametrize(("name", "format"), [("sgd", "float32"), ("lion", "8-bit states"), ("signum", "e5m2 states")])
 def test_cells_made_again_are_those_of_the_page(name: str, format: str) -> None:

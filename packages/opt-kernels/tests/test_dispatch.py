@@ -83,6 +83,7 @@ def on_a_gpu() -> list[torch.Tensor]:
     return [SimpleNamespace(device=torch.device("cuda"))]  # type: ignore[list-item]
 
 
+@pytest.mark.needs_extra
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.parametrize("op", ["update", "muon", "grad_stats", "syrk"])
 def test_gpus_run_triton(op: str) -> None:

@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels import optim
 
+pytestmark = pytest.mark.needs_extra
+
 Build = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, tuple[Build, dict[str, Any]]] = {
     "adamw": (optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "max_norm": 1.0}),

@@ -18,6 +18,8 @@ from opt_kernels.optim import SGD, AdamW, Muon
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+pytestmark = pytest.mark.needs_extra
+
 SHAPES = ((8, 8), (6, 4), (5,))
 Disturb = Callable[[Any, list[nn.Parameter]], None]
 

@@ -38,6 +38,7 @@ def test_halves_of_other_dtypes_are_refused(backend: str, out: torch.dtype, rema
         lion_step(backend, main=None, out=torch.ones(NUMEL, dtype=out), remainder=rest)
 
 
+@pytest.mark.needs_extra
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("column", ["grad", "main", "out"])
 def test_triton_refuses_fp8_values(column: str, dtype: torch.dtype) -> None:
@@ -47,6 +48,7 @@ def test_triton_refuses_fp8_values(column: str, dtype: torch.dtype) -> None:
         lion_step("triton", **{column: torch.ones(NUMEL).to(dtype)})
 
 
+@pytest.mark.needs_extra
 def test_triton_refuses_fp8_gradients_and_states() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from opt_kernels.backends.grad_stats import grad_stats

@@ -14,6 +14,8 @@ from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Repeatable
 from opt_kernels.works import Batch, Hyper, Unchanged, Works
 
+pytestmark = pytest.mark.needs_extra
+
 NUMELS = (3, 1025, 40)
 
 

@@ -21,6 +21,8 @@ from opt_kernels.codecs import Scaled, StateCodec, codec_for
 from opt_kernels.codecs import remainder as remainder_reference
 from opt_kernels.codecs import rounding as rounding_reference
 
+pytestmark = pytest.mark.needs_extra
+
 BLOCK = 1024
 
 

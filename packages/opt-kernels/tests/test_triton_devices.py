@@ -24,6 +24,8 @@ from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 
+pytestmark = pytest.mark.needs_extra
+
 interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="watches launches of Triton's interpreter")
 HYPER = Hyper(lr=1e-2, step=3)
 

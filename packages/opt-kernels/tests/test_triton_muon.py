@@ -25,6 +25,8 @@ from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.namo import NAMORule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
+pytestmark = pytest.mark.needs_extra
+
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, momentum=0.9)
 # 0, 1, 63 and 1025 elements, whole chunks with a rest, several matrices in one parameter, and fused rows.
 SHAPES = ((0, 7), (1, 1), (7, 9), (25, 41), (48, 50), (3, 24, 40))

@@ -9,6 +9,8 @@ from opt_kernels.works import Batch, Hyper, MatrixSpec, Unchanged, Work, Works
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+pytestmark = pytest.mark.needs_extra
+
 HYPER = Hyper(lr=0.1, momentum=0.9)
 PLAIN = MuonRule(backend="triton", num_ns_steps=1)
 SCALED = MuonRule(backend="triton", num_ns_steps=1, extra_scale_factor=3.0)

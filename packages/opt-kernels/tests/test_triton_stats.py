@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.triton.grad_stats import grad_stats
 
+pytestmark = pytest.mark.needs_extra
+
 SIZES = (0, 1, 63, 1025, 65537)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -34,6 +34,8 @@ from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Work, Works
 
+pytestmark = pytest.mark.needs_extra
+
 LION_CODECS = {"exp_avg": Plain()}
 
 

@@ -28,6 +28,8 @@ from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.codecs.remainder import join
 from opt_kernels.works import Batch, Work, Works
 
+pytestmark = pytest.mark.needs_extra
+
 HALF_UNIT = 2.0**-24  # of float32, relative
 
 

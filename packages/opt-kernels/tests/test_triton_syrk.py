@@ -12,6 +12,8 @@ from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, jit, tl
 from opt_kernels.matrices.syrk import reference
 from opt_kernels.matrices.syrk import triton as syrk
 
+pytestmark = pytest.mark.needs_extra
+
 # m, k: one element; one tile with a rest of both; tiles that both divide; three rows of tiles.
 SIZES = [(1, 1), (63, 65), (128, 64), (256, 192), (300, 130)]
 # What the result is rounded to; sums of k products of size 1 / k are of size 1, and lose little before that.

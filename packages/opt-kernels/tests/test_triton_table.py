@@ -179,6 +179,8 @@ def test_a_table_that_no_longer_holds_is_built_anew() -> None:
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.triton import scalars, sweep  # noqa: E402
 
+pytestmark = pytest.mark.needs_extra
+
 
 def single(value: float) -> float:
     """`value` rounded to float32."""

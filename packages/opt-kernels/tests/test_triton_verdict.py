@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.triton.grad_stats import StatsSweep, grad_stats
 from opt_kernels.backends.triton.verdict import Decisions, RowOfSums, Summand
 
+pytestmark = pytest.mark.needs_extra
+
 NAN, INF = math.nan, math.inf
 
 

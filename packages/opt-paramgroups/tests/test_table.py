@@ -75,6 +75,7 @@ def test_json_gives_the_rows_back():
     assert [GroupRow(**row) for row in json.loads(as_json(rows()))] == rows()
 
 
+@pytest.mark.needs_extra
 def test_rich_shows_names_with_brackets_as_they_are():
     console = pytest.importorskip("rich.console", reason="the rich extra is not installed")
     from opt_paramgroups.rich_table import as_rich
@@ -85,6 +86,7 @@ def test_rich_shows_names_with_brackets_as_they_are():
     assert "layers.[abc].*" in page.export_text()
 
 
+@pytest.mark.needs_extra
 @pytest.mark.parametrize(
     ("form", "begins"), [("text", "name "), ("markdown", "| name |"), ("json", "[\n"), ("rich", " ")], ids=str
 )

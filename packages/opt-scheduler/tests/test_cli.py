@@ -111,6 +111,7 @@ def test_every_schedule_draws_itself() -> None:
         assert schedule._repr_html_().startswith("<svg ")
 
 
+@pytest.mark.needs_extra
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="a PNG needs the [plot] extra")
 def test_a_png_is_written(tmp_path: Path) -> None:
     assert main(["plot", *FLAGS, "--png", str(tmp_path / "lr.png")]) == 0

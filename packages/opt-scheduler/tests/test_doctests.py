@@ -12,6 +12,7 @@ import opt_scheduler
 MODULES = sorted(module.name for module in pkgutil.iter_modules(opt_scheduler.__path__))
 
 
+@pytest.mark.needs_extra
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_its_docstrings_are_true(name: str) -> None:
     if name == "lr_scheduler" and importlib.util.find_spec("torch") is None:

@@ -12,7 +12,10 @@ import pytest
 import opt_scheduler
 
 DOCS = Path(__file__).parents[1] / "docs"
-pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="the tests were copied without docs")
+pytestmark = [
+    pytest.mark.needs_extra,
+    pytest.mark.skipif(not DOCS.exists(), reason="the tests were copied without docs"),
+]
 
 
 @pytest.fixture(scope="module")

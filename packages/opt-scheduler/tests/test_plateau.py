@@ -29,6 +29,7 @@ def test_it_multiplies_the_schedule_and_does_so_at_once() -> None:
     assert plateau.get_last_lr() == [0.5]
 
 
+@pytest.mark.needs_extra
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize(("patience", "cooldown", "factor"), [(0, 0, 0.5), (2, 0, 0.1), (1, 3, 0.5), (3, 2, 0.9)])
 def test_it_lowers_when_torch_s_reduce_lr_on_plateau_does(

@@ -24,6 +24,7 @@ def runs(block: str) -> bool:
     return all(importlib.util.find_spec(name) is not None for name in imported)
 
 
+@pytest.mark.needs_extra
 def test_its_code_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     python = blocks("python")
     assert len(python) == 9

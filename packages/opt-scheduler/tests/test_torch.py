@@ -26,6 +26,9 @@ from torch.optim import lr_scheduler as torch_schedulers  # noqa: E402
 
 from opt_scheduler.lr_scheduler import as_lr_scheduler  # noqa: E402
 
+pytestmark = pytest.mark.needs_extra
+
+
 BASE: dict[str, Any] = {
     "init_lr": 0.0, "max_lr": 1.0, "min_lr": 0.1, "lr_warmup_steps": 10, "lr_decay_steps": 110,
     "lr_decay_style": "linear", "start_wd": 0.0, "end_wd": 0.2, "wd_incr_steps": 100, "wd_incr_style": "linear",

@@ -29,6 +29,7 @@ def test_amounts_are_converted(amount: float, unit: Unit, to: Unit, expected: fl
     assert Batch(samples=256, tokens_per_sample=2048, samples_per_epoch=1000).convert(amount, unit, to=to) == expected
 
 
+@pytest.mark.needs_extra
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize(("samples", "batch"), [(20, 4), (21, 4), (3, 4), (4, 1)])
 def test_epochs_have_the_steps_of_a_data_loader(samples: int, batch: int, drop_last: bool) -> None:

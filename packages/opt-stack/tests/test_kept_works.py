@@ -48,6 +48,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.triton import grad_stats as triton_stats
 from opt_kernels.backends.triton.calls import UpdateCall
 
+pytestmark = pytest.mark.needs_extra
+
 
 class Asynchronous(Host):
     """A CPU that is taken for an accelerator, so that the device decides and offloading moves state."""

@@ -18,6 +18,8 @@ from opt_stack import Optimizer, Registry, RuleEntry, get_optimizer
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+pytestmark = pytest.mark.needs_extra
+
 
 class Asynchronous(Host):
     """A CPU that is taken for an accelerator, so that updates are kept."""

@@ -43,6 +43,8 @@ from killed_ranks import save_to_store_and_die
 
 pytest.importorskip("obstore")
 
+pytestmark = pytest.mark.needs_extra
+
 
 @pytest.fixture
 def bucket() -> ObjectPath:
