@@ -43,22 +43,10 @@ FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reord
 # What each run of `tests` writes: the tests that it ran, skipped and deselected. Judged only if this process ran all.
 OUTCOMES = ".nox/outcomes/{}.json"
 RECORDED: list[str] = []
-# Everything that the default run samples or leaves out, each night in .github/workflows/nightly.yml.
-NIGHTLY = [
-    "slow",
-    "faults",
-    "orders",
-    "modes",
-    "fuzz",
-    "kernels",
-    "docs",
-    "minimums",
-    "trainers",
-    "megatron",
-    "jax",
-    "s3",
-]
-NIGHTLY += ["checkout", "release"]
+# Sessions of every night. With the default ones and those of ci.yml they run everything that tests.
+NIGHTLY = ["slow", "faults", "orders", "modes", "fuzz", "kernels", "trainers", "megatron", "jax", "s3", "checkout"]
+# Variables with which a test file runs all of what it samples by default.
+WHOLE = {"OPT_PARITY": "full", "OPT_WORLDS": "full", "OPT_EXITS": "full"}
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
@@ -221,6 +209,29 @@ def types(session: nox.Session) -> None:
         session.run("mypy", folder)
 
 
+@nox.session(default=False, venv_backend="none")
+def nightly(session: nox.Session) -> None:
+    """Everything that the default run samples or leaves out: hours. `.github/workflows/nightly.yml` runs each part."""
+    for part in NIGHTLY:
+        session.notify(part)
+
+
+def files_with(*words: str) -> list[str]:
+    """The test files that contain one of the words."""
+    files = [*Path("packages").glob("*/tests/**/test_*.py"), *Path("integration_tests").glob("**/test_*.py")]
+    return sorted(str(file) for file in files if any(word in file.read_text() for word in words))
+
+
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """Tests that are marked `nightly`, and grids and counts that the default run samples, whole."""
+    install(session, groups=("test", "kernels", "extras", "docs"))
+    session.run(
+        *FILE_BY_FILE, "--nightly", "-m", "nightly", "packages", "integration_tests", "kernels", *session.posargs
+    )
+    session.run(*FILE_BY_FILE, *files_with(*WHOLE), *session.posargs, env=WHOLE)
+
+
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The site, in site/: runs all code of pages and READMEs, then builds; a broken link or reference fails it."""
@@ -241,9 +252,9 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Random compositions against float64 on one process: `nox -s fuzz -- --fuzz-cases 5000`."""
+    """2,000 random compositions against float64 on one process; `nox -s fuzz -- --fuzz-cases 5000` for more."""
     install(session)
-    session.run("pytest", "-n", "2", "integration_tests/fuzz", *session.posargs)
+    session.run("pytest", "-n", "2", "integration_tests/fuzz", *(session.posargs or ["--fuzz-cases", "2000"]))
 
 
 @nox.session(default=False)
@@ -354,6 +365,8 @@ def trainers(session: nox.Session) -> None:
     """Inside Lightning, Accelerate, the HF Trainer and torchtitan: real installs, a toy model, save and resume."""
     install(session, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
+    program = "integration_tests/project/test_docs.py::test_the_program_for_the_trainer_trains"
+    session.run("pytest", program, *session.posargs)
 
 
 @nox.session(default=False)
@@ -390,9 +403,9 @@ def s3(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def kernels(session: nox.Session) -> None:
-    """Triton numerics under the interpreter, and every kernel compiled ahead of time with the gates on it."""
+    """Triton numerics under the interpreter, and every kernel compiled for every target with the gates on it."""
     install(session, "opt-kernels", groups=("test", "kernels"))
-    session.run("pytest", "kernels", "packages/opt-kernels/tests", *session.posargs)
+    session.run("pytest", "kernels", "packages/opt-kernels/tests", *session.posargs, env={"OPT_TARGETS": "all"})
 
 
 @nox.session(default=False)
@@ -432,11 +445,7 @@ def orders(session: nox.Session) -> None:
     Takes about twenty minutes on two cores.
     """
     install(session)
-    tests = ["packages/opt-distributed/tests/test_deferred_overlap.py"]
-    on_device = ("step", "formats", "hooks", "offload", "staging", "fp8", "qk_clip")
-    tests += [f"integration_tests/device/test_{name}_on_device.py" for name in on_device]
-    tests += [f"integration_tests/offload/test_offload_{name}.py" for name in ("layouts", "modes")]
-    session.run(*TWO_AT_A_TIME, *tests, *session.posargs, env={"OPT_ORDERS": "50"})
+    session.run(*TWO_AT_A_TIME, *files_with("NUM_ORDERS"), *session.posargs, env={"OPT_ORDERS": "50"})
 
 
 @nox.session(default=False)

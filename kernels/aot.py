@@ -2,6 +2,7 @@
 
     python kernels/aot.py                      all variants, all targets; exit status 1 if a gate is broken
     python kernels/aot.py --only adam/fp32     variants whose name contains this
+    python kernels/aot.py --target sm_90       only for this target
     python kernels/aot.py --json report.json   also write the measurements to this file
 
 Neither a GPU nor a driver is needed: Triton ships its own assemblers. TRITON_INTERPRET must not be set.
@@ -15,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -227,23 +229,24 @@ def amd_gates(variant: Variant, report: Report) -> Iterator[str]:
         yield "no vector access"
 
 
-def reports(only: str) -> Iterator[Report]:
-    """Reports of every variant whose name contains `only`, on all of its targets; uses all processors."""
+def reports(only: str, among: Sequence[str]) -> Iterator[Report]:
+    """Reports of every variant whose name contains `only`, on its targets among these; uses all processors."""
     wanted = [index for index, variant in enumerate(all_variants()) if only in variant.name]
-    if len(wanted) * len(TARGETS) <= IN_ONE_PROCESS:
-        yield from chain.from_iterable(map(reports_of, wanted))
+    if len(wanted) * len(among) <= IN_ONE_PROCESS:
+        yield from chain.from_iterable(map(partial(reports_of, among=among), wanted))
         return
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        yield from chain.from_iterable(pool.map(reports_of, wanted))
+        yield from chain.from_iterable(pool.map(partial(reports_of, among=among), wanted))
 
 
-def reports_of(index: int) -> list[Report]:
-    """Reports of one variant on all of its targets. Takes an index, because kernels cannot be pickled."""
+def reports_of(index: int, among: Sequence[str]) -> list[Report]:
+    """Reports of one variant on its targets among these. Takes an index, because kernels cannot be pickled."""
     variant = all_variants()[index]
     targets = WITH_DESCRIPTORS if variant.descriptors else variant.targets or tuple(TARGETS)
     return [
         (amd if TARGETS[name].backend == "hip" else nvidia)(variant, name, compiled(variant, TARGETS[name]))
         for name in targets
+        if name in among
     ]
 
 
@@ -261,12 +264,13 @@ def main() -> int:
     """Parse the command line, print the table and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="compile only variants whose name contains this")
+    parser.add_argument("--target", choices=TARGETS, action="append", help="compile only for this target")
     parser.add_argument("--json", type=Path, help="write what was measured to this file")
     arguments = parser.parse_args()
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: kernels would not be compiled at all; unset it")
     done = []
-    for report in reports(arguments.only):
+    for report in reports(arguments.only, arguments.target or tuple(TARGETS)):
         print(line(report), flush=True)
         done.append(report)
     if arguments.json is not None:

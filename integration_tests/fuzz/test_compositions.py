@@ -4,13 +4,13 @@ import pytest
 
 from fuzz.running import check_seed
 
-IN_CI = 250
+BY_DEFAULT = 64  # `nox -s fuzz` runs 2,000
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     only, count = (metafunc.config.getoption(name, default=None) for name in ("--fuzz-seed", "--fuzz-cases"))
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(count or IN_CI) if only is None else [only])
+        metafunc.parametrize("seed", range(count or BY_DEFAULT) if only is None else [only])
 
 
 def test_a_composition_has_the_weights_norms_and_verdicts_of_one_process(seed: int) -> None:

@@ -27,6 +27,7 @@ def finish(board: ModuleType, contender: object, directory: Path, best: float) -
     return rates
 
 
+@pytest.mark.nightly
 def test_every_contender_trains(board: ModuleType, tmp_path: Path) -> None:
     for contender in board.CONTENDERS:
         run = board.Run(contender, contender.lr, 0)

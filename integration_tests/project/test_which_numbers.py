@@ -14,6 +14,7 @@ def example(small_example: Callable[..., ModuleType]) -> ModuleType:
     return small_example("which_numbers", dim=32)
 
 
+@pytest.mark.nightly
 def test_every_format_trains_and_its_bytes_are_reported(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from opt_kernels.backends.grad_stats import GradStats
 from opt_kernels.works import Batch, Hyper, Works
 from opt_stack import Optimizer, StepResult, get_optimizer
 
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "2"))
+NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "1"))
 STEPS = 4
 BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2

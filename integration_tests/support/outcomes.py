@@ -4,8 +4,8 @@ A pytest plugin. `--outcomes FILE` records which tests a run of pytest ran, skip
 
     python integration_tests/support/outcomes.py FILE...   exit status 1 if a test ran in none of these runs
 
-`nox -s tests` records each of its runs and ends with this check. `ELSEWHERE` lists the tests that cannot run in it by the
-reason that they give for skipping.
+`nox -s tests` records each of its runs and ends with this check. `ELSEWHERE` lists the tests that cannot run in it, by
+the reason that they give for skipping.
 """
 
 import json

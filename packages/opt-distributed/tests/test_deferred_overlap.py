@@ -8,7 +8,7 @@ import os
 import pytest
 from deferred_training import Config, Program, are_equal, in_order, in_some_order, in_the_step, wrapped
 
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "20"))
+NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "4"))
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
 
