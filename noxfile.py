@@ -355,7 +355,7 @@ def checkout(session: nox.Session) -> None:
     for package in PACKAGES:
         uninstall_packages(session, before=package)
         readme = (ROOT / "packages" / package / "README.md").read_text()
-        (command,) = re.findall(r"^python -m (pip install \./packages/\S+)", readme, re.MULTILINE)
+        (command,) = re.findall(r"^python -m (pip install (?:[ \\\n]*\./packages/\S+)+)", readme, re.MULTILINE)
         session.run("bash", "-c", f"uv {command}", external=True)
         session.run("python", "release/example.py", package, session.create_tmp(), env={"PYTHONPATH": None})
 

@@ -315,7 +315,9 @@ def table(rows: list[dict], target: float) -> str:
     lines = [
         f"Held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters: the mean of {len(SEEDS)} "
         f"seeds, and the largest minus the smallest. Steps until {BASELINE}'s final {target / math.log(2):.3f} bits "
-        "are reached. Milliseconds of one update on one thread. Bytes of state per parameter.",
+        "are reached. Milliseconds of one update on one thread. Bytes of state per parameter. Matrix rules (NorMuon, "
+        "Muon, SOAP, NAMO, ...) train embeddings and vectors with AdamW at the rate of their row; "
+        f"{BASELINE} has one rate for all.",
         "",
         f"| rule | lr | bits | spread | steps to {BASELINE}'s | update, ms | state, bytes |",
         "|---|---|---|---|---|---|---|",
