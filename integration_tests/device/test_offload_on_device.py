@@ -15,8 +15,8 @@ from on_device import (
     NUM_ORDERS,
     SIZE,
     equal,
-    every_layout,
     launched,
+    layouts,
     train_on_host,
 )
 from parity import Case, Numbers, Spread, Wrapping
@@ -30,11 +30,11 @@ from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
 pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)
 
 
-@pytest.mark.parametrize("case", list(every_layout()), ids=str)
+@pytest.mark.parametrize("case", layouts(), ids=str)
 def test_every_order_gives_the_bits_of_a_step_without_offload(case: Case) -> None:
     """One of the steps overflows."""
     expected = run_threads(SIZE, partial(train_on_host, case))
-    for seed in range(NUM_ORDERS):
+    for seed in range(max(2, NUM_ORDERS)):
         fields = {"overlap_cpu_optimizer_d2h_h2d": seed % 2 == 0, "optimizer_offload_fraction": (0.5, 1.0)[seed % 2]}
         found = run_deferred(SIZE, partial(train, case, **fields), seed=seed)
         assert all(map(equal, found, expected)), f"seed {seed}"

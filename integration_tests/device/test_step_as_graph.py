@@ -34,8 +34,8 @@ from on_device import (
     Trained,
     built,
     equal,
-    every_layout,
     launched,
+    layouts,
     outcome,
     sweep_stats,
 )
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.usefixtures(launched.__name__)
 
 
 def cases() -> Iterator[Case]:
-    yield from every_layout()
+    yield from layouts()
     for rule in ("sgd", "lion", "adaptive_muon"):
         yield Case(
             size=1, spread=Spread.REPLICATED, numbers=Numbers.FP16, rule=rule, clips=True, wrapping=Wrapping.PLAIN

@@ -21,9 +21,9 @@ from on_device import (
     Trained,
     built,
     equal,
-    every_layout,
     iterate,
     launched,
+    layouts,
     outcome,
     sweep_stats,
     train_on_host,
@@ -56,7 +56,7 @@ def train_on_device(case: Case, one: DeferredRank) -> Trained:
     return outcome(model, optimizer, results)
 
 
-@pytest.mark.parametrize("case", list(every_layout()), ids=str)
+@pytest.mark.parametrize("case", layouts(), ids=str)
 def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(case: Case) -> None:
     """One of the steps overflows."""
     expected = run_threads(SIZE, partial(train_on_host, case))

@@ -1,13 +1,15 @@
 """Training of small models on the fake accelerator, for the tests of steps on a device."""
 
+import itertools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from fake_accelerator import DeferredDevice
+from pairs import covering
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
@@ -29,13 +31,21 @@ SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), 
 sweep_stats = stats.grad_stats
 
 
-def every_layout() -> Iterator[Case]:
-    """Every combination of layout, precision and wrapping on `SIZE` ranks, with clipping."""
-    for spread in Spread:
-        for numbers in Numbers:
-            for wrapping in Wrapping:
-                rule = "muon" if spread is Spread.WHOLE else "adam"
-                yield Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+def layouts() -> list[Case]:
+    """Layouts, precisions and wrappings on `SIZE` ranks, with clipping: every pair of values; all with `OPT_ORDERS`."""
+    every = list(itertools.product(Spread, Numbers, Wrapping))
+    chosen = every if "OPT_ORDERS" in os.environ else covering(every, lambda values: values, strength=2)
+    return [
+        Case(
+            size=SIZE,
+            spread=spread,
+            numbers=numbers,
+            rule="muon" if spread is Spread.WHOLE else "adam",
+            clips=True,
+            wrapping=wrapping,
+        )
+        for spread, numbers, wrapping in chosen
+    ]
 
 
 class LaunchedRule:
