@@ -19,7 +19,7 @@ from opt_checkpoint.convert.compare import differences, read_whole
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.files import LocalFiles
-from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.index import PATHS, CheckpointIndex
 from opt_checkpoint.disk.lease import is_leftover, leftovers, remove_leftover, writer_of
 from opt_checkpoint.disk.object_target import Leftover, leftovers_of
 from opt_checkpoint.disk.verify import size_problems, verify_checkpoint
@@ -128,6 +128,8 @@ def _show(options: argparse.Namespace) -> int:
     index = read_index(options.path)
     print(f"{index.path}: {index.kind.value}, {len(index.tensors)} tensors, {_size(index.nbytes)}")
     for name, value in index.details.items():
+        if name == PATHS:
+            continue
         print(f"  {name}: {json.dumps(value)}")
     for key, stored in sorted(index.tensors.items()):
         if fnmatch.fnmatchcase(key, options.tensor):
@@ -189,8 +191,13 @@ def _extract(options: argparse.Namespace) -> int:
     if options.key not in index.tensors:
         near = ", ".join(difflib.get_close_matches(options.key, index.tensors, 3))
         raise CheckpointingException(f"{options.path} holds no tensor {options.key!r}{near and f'; similar: {near}'}")
+    values = read_whole(index, options.key)
     with options.target.open("xb") as file:
-        torch.save(read_whole(index, options.key), file)
+        try:
+            torch.save(values, file)
+        except BaseException:
+            options.target.unlink()  # else it would block the next attempt
+            raise
     print(options.target)
     return FINE
 

@@ -97,6 +97,8 @@ class ShardedLoadPlanner(LoadPlanner):
         self._stored_boxes: dict[str, StoredBoxes] = {}
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}
+        self._stock_objects: set[str] = set()
+        self._objects_within: dict[Path, dict[Path, Any]] = {}
         self._names: dict[Path, str] = {}
         self._made: dict[Path, dict[Path, ShardedTensor]] = {}
         self._to_copy: list[tuple[Tensor, Tensor]] = []
@@ -176,15 +178,18 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _plain_values(self) -> Iterator[tuple[Path, Any]]:
         """The stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
+        tensor_keys = self._index.tensors.keys()
         for path in self.flat.common:
             value = lookup(self._common, path)
-            if value is ABSENT and self._is_stock_object(path):
-                value = read_object(self._index, path_text(path), safe_globals=self._safe_globals)
-            tensors = {inner: _described(key, self._index) for inner, key in stored_under(path, self._index).items()}
+            stored = stored_under(path, self._index)
+            tensors = {inner: _described(key, self._index) for inner, key in stored.items() if key in tensor_keys}
             if tensors:
                 self._made[path] = tensors
-            if value is not ABSENT:
-                yield path, loaded_whole(value, path_text(path))
+            objects = {inner: self._stock_object(key) for inner, key in stored.items() if key not in tensor_keys}
+            if objects:
+                self._objects_within[path] = objects
+            if value is not ABSENT or objects:
+                yield path, None if value is ABSENT else loaded_whole(value, path_text(path))
         for path, template in self.flat.plain.items():
             value = lookup(self._common, path) if self._names[path] not in self._index.tensors else ABSENT
             if value is not ABSENT:
@@ -202,14 +207,15 @@ class ShardedLoadPlanner(LoadPlanner):
         self._to_copy.append((template, value))
         return template
 
-    def _is_stock_object(self, path: Path) -> bool:
-        return self._index.kind is Kind.DCP and path_text(path) in self._index.objects
+    def _stock_object(self, key: str) -> Any:
+        self._stock_objects.add(key)
+        return loaded_whole(read_object(self._index, key, safe_globals=self._safe_globals), key)
 
     def _asked_bits(self) -> bytes:
         keys = {*self._names.values(), COMMON_KEY}
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
         keys |= {tensor.key for tensors in self._made.values() for tensor in tensors.values()}
-        keys |= {path_text(path) for path in self._plain if self._is_stock_object(path)}
+        keys |= self._stock_objects
         keys |= set(asked_plain((*self.flat.common, *self.flat.plain), self._common))
         return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
 
@@ -263,6 +269,7 @@ class ShardedLoadPlanner(LoadPlanner):
                 f"{shard.key} is on the meta device, which has no memory to load into; materialise it first, as "
                 f"model.to_empty(device=...) does"
             )
+        _check_memory(shard)
         if shard.dtype != stored.dtype:
             if not (self._may_convert(stored.dtype, shard.dtype) or may_convert(shard, stored)):
                 raise CheckpointMismatchError(
@@ -345,8 +352,10 @@ class ShardedLoadPlanner(LoadPlanner):
                 quantized.copy_(dense)
         objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
         plain = dict(self._plain)
-        for path, tensors in self._made.items():
-            plain[path] = merged(plain.get(path), {inner: tensor.data for inner, tensor in tensors.items()})
+        for path in self._made.keys() | self._objects_within.keys():
+            values = {inner: tensor.data for inner, tensor in self._made.get(path, {}).items()}
+            values.update(self._objects_within.get(path, {}))
+            plain[path] = merged(plain.get(path), values, lists=self._index.kind is Kind.DCP)
         plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
 
@@ -359,6 +368,20 @@ def _numel(sizes: Iterable[int]) -> int:
     for n in sizes:
         numel *= n
     return numel
+
+
+def _check_memory(shard: ShardedTensor) -> None:
+    """Raise unless every element of a target has memory of its own."""
+    data = shard.data
+    if data is None or is_quantized(data):
+        return
+    if data.layout is not torch.strided:
+        raise CheckpointMismatchError(f"{shard.key}: the target has layout {data.layout}; pass a dense tensor")
+    if any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride())):
+        raise CheckpointMismatchError(
+            f"{shard.key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
+            f"several elements share memory; pass target.contiguous()"
+        )
 
 
 def _described(key: str, index: CheckpointIndex) -> ShardedTensor:

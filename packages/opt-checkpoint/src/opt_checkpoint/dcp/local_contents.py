@@ -100,7 +100,8 @@ class LocalLayout(NamedTuple):
     Args:
         tensors: the sharded tensors.
         objects: the sharded objects.
-        plain: paths of the plain tensors, by key; the first rank that holds one is its main replica.
+        plain: paths of the plain tensors, by key; the first rank that holds one is its main replica. Also those of
+            DTensors, and of sharded tensors in lists that have the keys of plain tensors.
     """
 
     tensors: LocalTensors
@@ -157,13 +158,18 @@ def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
     objects = [
         LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
     ]
-    paths = {flat.tensors[path].key: path for path in plain}
+    paths = {flat.tensors[path].key: path for path in flat.plain}
+    paths.update((t.key, path) for path, t in flat.tensors.items() if _is_in_list(path) and t.key == path_text(path))
     digests = [_digest(h.shard) for h, flag in zip(held, flags, strict=True) if flag & MAY_REPEAT]
     return LocalContents(
         layout=LocalLayout(LocalTensors.of(held, flags), tuple(objects), paths),
         digests=np.array(digests, np.int64),
         common={path: fingerprint(value) for path, value in values.items()},
     )
+
+
+def _is_in_list(path: Path) -> bool:
+    return any(type(key) is int for key in path)
 
 
 def _flags(flat: FlatState, path: Path, first: dict[ShardIdentity, Path], mains: set[ShardIdentity]) -> int:
@@ -206,7 +212,7 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor: 1-D, uint8, on its device."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _digest(shard: ShardedTensor) -> int:
@@ -231,6 +237,10 @@ def _check_storable(shard: ShardedTensor) -> None:
         raise CheckpointingException(f"{shard.key} has no data to save")
     if shard.data.is_meta:
         raise CheckpointingException(f"{shard.key} is on the meta device, without values; materialise it before saving")
+    if shard.data.layout is not torch.strided:
+        raise CheckpointingException(
+            f"{shard.key} has layout {shard.data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
+        )
     if not is_storable(shard.dtype):
         raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
 

@@ -25,12 +25,13 @@ from opt_checkpoint.dcp.global_plan import GlobalPlan
 from opt_checkpoint.dcp.local_contents import LocalContents, held_shards, local_contents
 from opt_checkpoint.dcp.plan_cache import Agreement, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.validation import common_differences
+from opt_checkpoint.disk.dtype_names import is_storable
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.disk.torch_zip_reader import dump_object
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.flat_state import FlatState, flatten_state, separate_tensors_
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import Path, nest, path_text, scopes
+from opt_checkpoint.state.tree import ABSENT, Path, lookup, nest, path_text, scopes
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ class ShardedSavePlanner(SavePlanner):
     def _prepared(self) -> LocalContents:
         if self._contents is None:
             self._flat = flatten_state(self._state)
+            separate_tensors_(self._flat, is_storable)
             held = held_shards(self._flat)
             self._boxes = [_HeldBox(h.shard, box) for h in held for box in h.boxes]
             self._contents = local_contents(self._flat, held)
@@ -211,8 +213,8 @@ class ShardedSavePlanner(SavePlanner):
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
         if self._policy is Common.EQUAL:
             raise CheckpointingException(
-                f"{text}; make values ShardedObjects and tensors ShardedTensors, or pass common='first_rank' to store "
-                f"the first rank's"
+                f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) if only some "
+                f"ranks have it), or pass common='first_rank' to store the first rank's"
             )
         logger.warning("%s; rank 0's are stored", text)
 
@@ -239,7 +241,7 @@ class ShardedSavePlanner(SavePlanner):
         if write_item.type is WriteItemType.BYTE_IO or index.index is None:
             if index.fqn in self._stock_values:
                 return _bare_archive(self._stock_values[index.fqn])
-            return io.BytesIO(dump_object(self._object(index.fqn), index.fqn))
+            return io.BytesIO(self._dumped(index.fqn))
         shard, held = self._boxes[self._parts[index.index][0]]
         part = self.part_of(index.index)
         if part != held.box and held.box.overlap(part) != part:
@@ -252,10 +254,17 @@ class ShardedSavePlanner(SavePlanner):
         axes = len(self._boxes[box].held.box.sizes)
         return Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
 
-    def _object(self, key: str) -> Any:
-        if key == COMMON_KEY:
-            return nest({**self.flat.empty, **self.flat.common})
-        return next(o.data for o in self.flat.objects.values() if o.unique_key == key)
+    def _dumped(self, key: str) -> bytes:
+        if key != COMMON_KEY:
+            return dump_object(next(o.data for o in self.flat.objects.values() if o.unique_key == key), key)
+        try:
+            common = nest(self._state, {**self.flat.empty, **self.flat.common})
+            return dump_object({} if common is ABSENT else common, key)
+        except CheckpointingException:
+            for path, value in self.flat.common.items():
+                for name, inner in _stock_leaves(path, value):
+                    dump_object(inner, name)  # raises with the name of the value
+            raise
 
 
 def _bare_archive(value: Any) -> io.BytesIO:
@@ -272,18 +281,23 @@ def stock_values(flat: FlatState) -> dict[str, Any]:
     """
     parts = tuple(path for path, _ in scopes(flat.state) if path)
     values: dict[str, Any] = {}
-    for path, value in flat.common.items():
+    for path in flat.common:
         if not any(path[: len(part)] == part for part in parts):
-            values.update(_stock_leaves(path, value))
+            values.update(_stock_leaves(path, lookup(flat.state, path)))
     return values
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict | list):
+    if isinstance(value, dict) or (isinstance(value, list) and _is_traversed(value)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _stock_leaves((*path, key), inner)
     elif not isinstance(value, Tensor):
         yield path_text(path), value
+
+
+def _is_traversed(values: list[Any]) -> bool:
+    """Whether stock DCP gives each element of a list a key; other lists, and all tuples, are objects."""
+    return any(isinstance(v, Tensor | dict) or (isinstance(v, list) and _is_traversed(v)) for v in values)
 
 
 def _tensor_item(key: str, number: int) -> WriteItem:

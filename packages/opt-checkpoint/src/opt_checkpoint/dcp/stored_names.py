@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opt_checkpoint.dcp.main_values import MAINS, aliased, is_wider
-from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.tree import ABSENT, Path, leaves, lookup, path_text
 
@@ -88,32 +89,55 @@ def plain_paths(common: Any) -> dict[str, Path]:
 
 
 def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
-    """The plain tensors that are stored at or below a path, by the rest of their paths."""
-    if path_text(path) in index.tensors:
+    """The stored keys at or below a path, by the rest of their paths.
+
+    They are those of plain tensors; in stock directories also those of objects. At the root, a tensor of a foreign
+    checkpoint that records no path for it is at its key.
+    """
+    is_stock = index.kind is Kind.DCP
+    stored: Collection[str] = [*index.tensors, *index.objects] if is_stock else index.tensors
+    if path_text(path) in stored:
         return {(): path_text(path)}
-    recorded: Mapping[str, list[Any]] = index.details.get("paths") or {}
-    found = {key: tuple(own) for key, own in recorded.items() if key in index.tensors}
+    recorded: Mapping[str, Sequence[Any]] = index.details.get("paths") or {}
+    found = {key: tuple(recorded[key]) for key in stored if key in recorded}
+    if index.kind is not Kind.OURS and not path:
+        found = {key: found.get(key, (key,)) for key in stored}
     return {own[len(path) :]: key for key, own in found.items() if own[: len(path)] == path}
 
 
-def merged(value: Any, tensors: Mapping[Path, Any]) -> Any:
-    """A plain value with tensors inserted at paths within it."""
-    if () in tensors:
-        return tensors[()]
-    root: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
+def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool) -> Any:
+    """A plain value with parts inserted at paths within it.
+
+    Args:
+        value: a nested value; None for none.
+        parts: what to insert.
+        lists: whether new containers whose keys count from 0 are lists, as in stock directories; else dicts.
+    """
+    if () in parts:
+        return parts[()]
     by_key: dict[Any, dict[Path, Any]] = defaultdict(dict)
-    for (key, *rest), tensor in tensors.items():
-        by_key[key][tuple(rest)] = tensor
+    for (key, *rest), part in parts.items():
+        by_key[key][tuple(rest)] = part
+    if isinstance(value, list | tuple):
+        items = list(value)
+        for key, inner in by_key.items():
+            if type(key) is not int or not 0 <= key < len(items):
+                raise CheckpointCorruptError(f"a stored list of {len(items)} values has none at {key!r}")
+            items[key] = merged(items[key], inner, lists=lists)
+        return type(value)(items)
+    root: dict[Any, Any] = dict(value) if isinstance(value, dict) else {}
     for key, inner in by_key.items():
-        root[key] = merged(root.get(key), inner)
-    return root
+        root[key] = merged(root.get(key), inner, lists=lists)
+    is_list = lists and all(type(key) is int for key in root) and sorted(root) == list(range(len(root)))
+    return [root[i] for i in range(len(root))] if is_list else root
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:
-    """The texts of the stored plain values at or below these paths of templates."""
+    """The texts of the stored plain values at, above or below these paths of templates; only a list is above one."""
     for path in asked:
         value = lookup(common, path)
         if value is not ABSENT:
+            yield from (path_text(path[:n]) for n in range(1, len(path)))
             for inner, leaf in leaves(value):
                 if not isinstance(leaf, dict):
                     yield path_text(path + inner)

@@ -133,20 +133,25 @@ def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:
     """Values that differ between ranks, as `path (ranks ...)` with the ranks that differ from the first.
 
-    A rank need not have every value, but those that it has must be equal. Plain values must be on rank 0, which writes
-    them; plain tensors are written by the ranks that have them.
+    A rank need not have every plain value, but those that it has must be equal, and on rank 0, which writes them. Plain
+    tensors must be on all ranks: one that a rank lacks may have been forgotten there.
 
     Args:
         per_rank: fingerprints of plain values and plain tensors by path, for each rank.
         plain: paths of the plain tensors by key, for each rank.
     """
     first: dict[Path, int] = dict(per_rank[0])
-    for own, paths in zip(per_rank, plain, strict=True):
+    holders: dict[Path, list[int]] = defaultdict(list)
+    for rank, (own, paths) in enumerate(zip(per_rank, plain, strict=True)):
         for path in paths.values():
-            first.setdefault(path, own[path])
+            if path in own:
+                first.setdefault(path, own[path])
+                holders[path].append(rank)
     differing: dict[Path, list[int]] = defaultdict(list)
     for rank, own in enumerate(per_rank):
         for path, value in own.items():
             if first.get(path) != value:
                 differing[path].append(rank)
-    return sorted(f"{path_text(path)} (ranks {ranks})" for path, ranks in differing.items())
+    partial = {path: ranks for path, ranks in holders.items() if len(ranks) < len(per_rank)}
+    texts = [f"{path_text(path)} (ranks {ranks})" for path, ranks in differing.items()]
+    return sorted([*texts, *(f"{path_text(path)} (a tensor on ranks {r} only)" for path, r in partial.items())])

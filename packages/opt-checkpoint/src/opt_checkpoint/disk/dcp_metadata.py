@@ -6,7 +6,7 @@ Reading takes the pickle as a description (`inert_pickle`), so nothing in a fore
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,10 +14,11 @@ import torch
 
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.reshard import first_overlap
-from opt_checkpoint.disk.data_file import read_small_file
+from opt_checkpoint.disk.data_file import open_regular, read_small_file
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
     MAX_DIMS,
+    PATHS,
     ByteRange,
     CheckpointIndex,
     Kind,
@@ -54,6 +55,7 @@ _NAMES = frozenset(
 )
 _PACKAGES = ("torch.distributed.checkpoint.", "megatron.core.")
 _LIMIT = 1 << 63
+_MAX_DEPTH = 100  # of a state, so that rebuilding it cannot exhaust the stack
 
 
 def _known(name: Name) -> bool:
@@ -95,10 +97,42 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
         tensors=tensors,
         objects=objects,
         files={name: StoredFile(size=_size(path, name)) for name in files},
-        details={},
+        details={PATHS: _paths_of(metadata, {*tensors, *objects})},
     )
     check_index(index)
+    _refuse_safetensors(index)
     return index
+
+
+def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | int, ...]]:
+    """The paths of values in the saved state, by key, as stock planners that flatten it record them."""
+    recorded = metadata.attributes.get("planner_data")
+    if type(recorded) is not dict:
+        return {}
+    return {
+        key: path
+        for key, path in recorded.items()
+        if type(key) is str
+        and key in stored
+        and type(path) is tuple
+        and path
+        and len(path) <= _MAX_DEPTH
+        and all(type(part) in (str, int) for part in path)
+    }
+
+
+def _refuse_safetensors(index: CheckpointIndex) -> None:
+    """Raise `CheckpointCorruptError` for data files that are safetensors files instead of archives of `torch.save`."""
+    name = min(index.files, default=None)
+    if name is None or not isinstance(index.path, Path):
+        return
+    with open(open_regular(index.path / name), "rb") as file:
+        start = file.read(9)
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= index.files[name].size:
+        raise CheckpointCorruptError(
+            f"{index.path} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
+            f"torch.distributed.checkpoint and save it with SerializationFormat.TORCH_SAVE, or by opt_checkpoint.save"
+        )
 
 
 def _megatron_metadata(metadata: Made) -> list[Name]:

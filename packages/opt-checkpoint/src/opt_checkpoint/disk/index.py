@@ -20,6 +20,7 @@ from opt_checkpoint.objects.path import Location
 from opt_checkpoint.state.sharded import Shape
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
+PATHS = "paths"  # in the details: the paths of plain values by key
 COMMON_KEY = "common_state/shard_0_1"
 COPIES = "copies"  # in the details: tensors that need not be requested, because others are stored in the same bytes
 MAX_DIMS = 64  # as in torch

@@ -12,7 +12,7 @@ from typing import Any
 
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.data_file import read_small_file
-from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile, check_index
+from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, check_index
 from opt_checkpoint.disk.manifest_json import OLD_MANIFEST, decode_old_manifest
 from opt_checkpoint.disk.path_columns import decode_paths, encode_paths, is_usual
 from opt_checkpoint.disk.stored_tensors import StoredTensors
@@ -20,7 +20,6 @@ from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.objects.path import Location
 
 MANIFEST = "manifest.bin"
-PATHS = "paths"  # in the details: the paths of plain tensors by key; older manifests have them in the header
 FORMAT = 2
 _FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")

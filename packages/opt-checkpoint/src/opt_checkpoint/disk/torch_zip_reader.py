@@ -37,6 +37,7 @@ class _View(NamedTuple):
     shape: Shape
     strides: Shape
     dtype: torch.dtype | None
+    has_metadata: bool  # a conjugate or negative bit: the bytes are not the values
 
 
 _NAMES = frozenset(
@@ -55,7 +56,7 @@ def _described(raw: bytes) -> _View | None:
     """The tensor that a pickle describes by a call of `_rebuild_tensor_v2` or `_v3`; None for anything else.
 
     Arguments: (storage, offset, shape, strides, ...); the storage is the id ("storage", class, name, device, numel);
-    `_v3` passes the dtype last.
+    `_v3` passes the dtype after these. A dict at the end has the conjugate and the negative bit, if they are set.
     """
     made = read_pickle(raw, "a stored tensor", _known)
     if type(made) is not Made or type(made.of) is not Name or not made.of.name.startswith("_rebuild_tensor_v"):
@@ -66,7 +67,8 @@ def _described(raw: bytes) -> _View | None:
         return None
     named = next((dtype_from_name(x.name) for x in rest if type(x) is Name and x.module == "torch"), None)
     dtype = named or dtype_of_storage_class(kind.name)
-    return _View(name, offset, _integers(shape), _integers(strides), dtype)
+    has_metadata = any(type(x) is dict and x for x in rest)
+    return _View(name, offset, _integers(shape), _integers(strides), dtype, has_metadata)
 
 
 def _integers(value: Any) -> Shape:
@@ -137,6 +139,8 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
 def _values_place(archive: zipfile.ZipFile, root: str, view: _View, place: ByteRange) -> ByteRange | None:
     if view.dtype is None or view.offset or (view.strides != row_major_strides(view.shape) and 0 not in view.shape):
         return None
+    if view.has_metadata or not _is_little_endian(archive, root):
+        return None
     entry = archive.getinfo(f"{root}/data/{view.storage}")
     nbytes = math.prod(view.shape) * view.dtype.itemsize
     with archive.open(entry):  # reads the local header, and checks its name against the directory's
@@ -146,6 +150,12 @@ def _values_place(archive: zipfile.ZipFile, root: str, view: _View, place: ByteR
     if start + nbytes > place.start + place.nbytes:
         raise CheckpointCorruptError(f"the values of the archive at {place.start} of {place.file} lie outside it")
     return ByteRange(file=place.file, start=start, nbytes=nbytes)
+
+
+def _is_little_endian(archive: zipfile.ZipFile, root: str) -> bool:
+    """Whether the values are little-endian, as also in archives of before torch 2.1, which do not record it."""
+    name = f"{root}/byteorder"
+    return name not in archive.namelist() or archive.read(name) == b"little"
 
 
 def _local_header_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias
+from urllib.parse import unquote, urlsplit
 
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.client import Listed, ObjectClient
@@ -134,7 +135,7 @@ AnyPath: TypeAlias = str | os.PathLike[str] | ObjectPath
 
 
 def location_of(path: AnyPath) -> Location:
-    """A path as an absolute `Path`, or for a URL as an `ObjectPath` with the options of the environment.
+    """A path or `file://` URL as an absolute `Path`, any other URL as an `ObjectPath` with options of the environment.
 
     Raises:
         CheckpointingException: a URL cannot be opened, or was passed as a `pathlib.Path`.
@@ -142,11 +143,23 @@ def location_of(path: AnyPath) -> Location:
     if isinstance(path, ObjectPath):
         return path
     text = os.fspath(path)
+    if text.lower().startswith("file://"):
+        return _of_file_url(text)
     if _URL.fullmatch(text):
         return ObjectPath.at(text)
     if _FLATTENED_URL.match(text):
         raise CheckpointingException(f"{text!r} was a URL before pathlib dropped a slash; pass the URL as a str")
     return Path(text).absolute()
+
+
+def _of_file_url(url: str) -> Path:
+    """The directory that a `file://` URL names: it is saved to as a path is, with every sync."""
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        raise CheckpointingException(f"{url} names a host; write file:///absolute/path")
+    if parts.query or parts.fragment:
+        raise CheckpointingException(f"{url} has a query or fragment; write ? as %3F and # as %23")
+    return Path(unquote(parts.path))
 
 
 def local_path(path: AnyPath, what: str) -> Path:
@@ -160,6 +173,8 @@ def local_path(path: AnyPath, what: str) -> Path:
         CheckpointingException: it is the URL of an object store.
     """
     text = str(path) if isinstance(path, ObjectPath) else os.fspath(path)
+    if text.lower().startswith("file://") and not isinstance(path, ObjectPath):
+        return _of_file_url(text)
     if isinstance(path, ObjectPath) or _URL.fullmatch(text) or _FLATTENED_URL.match(text):
         raise CheckpointingException(f"{text} is in an object store; {what} must be in a mounted file system")
     return Path(text).absolute()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 import warnings
@@ -19,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
-from opt_checkpoint.dcp.plan_cache import PlanCache
+from opt_checkpoint.dcp.plan_cache import Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
 from opt_checkpoint.dcp.stored_names import NESTED_KEYS
@@ -127,8 +128,25 @@ def save(
     )
     what = f"saving {target}"
     planner = ShardedSavePlanner(state, common=Common(common), cache=plans)
-    planner.accept(from_everyone(ranks, lambda: planner.offer(ranks.rank), what))
+
+    def offer() -> Offer:
+        _check_details(details)
+        return planner.offer(ranks.rank)
+
+    planner.accept(from_everyone(ranks, offer, what))
     carry_out_save(ranks, planner, writer, what)
+
+
+def _check_details(details: Mapping[str, Any]) -> None:
+    """Raise CheckpointingException for a detail that is not JSON, before anything is written."""
+    for name, value in details.items():
+        try:
+            json.dumps({name: value}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CheckpointingException(
+                f"details[{name!r}] is {value!r:.80} ({type(value).__name__}), which JSON cannot represent: {error}; "
+                f"pass numbers, text, lists and dicts of Python, such as int(step)"
+            ) from error
 
 
 class _Abandonable(Protocol):

@@ -37,7 +37,7 @@ from opt_checkpoint.run.save_load import (
     with_client,
 )
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
-from opt_checkpoint.state.dtensor import is_dtensor, like_sharded, local_tensor, sharded_like
+from opt_checkpoint.state.dtensor import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState
@@ -349,7 +349,9 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
     for state_name, key in saved.keys.get(own.name, {}).items():
         stored = index.tensors[key]
         local = local_tensor(own.param.detach())
-        if stored.shape == tuple(own.param.shape) and state_name != "step":
+        if is_dtensor(own.param) and stored.shape not in ((), tuple(own.param.shape)):
+            fresh[state_name] = empty_like_sharded(own.param, stored.shape, stored.dtype)
+        elif stored.shape == tuple(own.param.shape) and state_name != "step":
             memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
             fresh[state_name] = like_sharded(own.param.detach(), memory)
         else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
@@ -76,6 +77,30 @@ def like_sharded(tensor: Tensor, local: Tensor) -> Tensor:
     return DTensor.from_local(
         local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
+
+
+def empty_like_sharded(param: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Memory for a state of a DTensor parameter whose shape is not the parameter's, as a DTensor on its mesh.
+
+    An axis of the parameter that the state keeps, such as the rows of a factored second moment of shape (rows, 1) or
+    (rows,), is sharded like the parameter's. All others are replicated.
+    """
+    if not isinstance(param, DTensor):
+        raise RuntimeError("the parameter is not a DTensor")
+    axes = [_kept_axis(p.dim, tuple(param.shape), shape) if type(p) is Shard else None for p in param.placements]
+    placements = [Replicate() if axis is None else Shard(axis) for axis in axes]
+    return empty(shape, dtype=dtype, device_mesh=param.device_mesh, placements=placements)
+
+
+def _kept_axis(axis: int, param: Shape, state: Shape) -> int | None:
+    """The axis of a state that is the axis `axis` of its parameter; None if it is reduced or cannot be identified."""
+    if len(state) == len(param):
+        is_factor = all(n in (1, own) for n, own in zip(state, param))
+        return axis if is_factor and state[axis] == param[axis] else None
+    reduced = [d for d in range(len(param)) if (*param[:d], *param[d + 1 :]) == state]
+    if len(reduced) != 1 or reduced[0] == axis:
+        return None
+    return axis - (reduced[0] < axis)
 
 
 def _offset_of(key: str, tensor: DTensor) -> Shape:

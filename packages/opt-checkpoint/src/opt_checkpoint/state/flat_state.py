@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
@@ -27,6 +28,7 @@ from opt_checkpoint.state.tree import (
     merged_factory,
     path_text,
     scopes,
+    without_tensors,
 )
 
 S = TypeVar("S", ShardedTensor, ShardedObject)
@@ -129,6 +131,21 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif not isinstance(value, LocalNonpersistentObject):
             flat.common[path] = value
     return flat
+
+
+def separate_tensors_(flat: FlatState, is_storable: Callable[[torch.dtype], bool]) -> None:
+    """Move the tensors in lists and tuples of common values to the plain tensors, under the keys of stock DCP.
+
+    Lists of a `ScopedState`, such as parameter groups, stay values. Writes to `flat`.
+    """
+    parts = [path for path, _ in scopes(flat.state)]
+    for path, value in flat.common.items():
+        if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
+            separated = without_tensors(value, is_storable)
+            flat.common[path] = separated.value
+            for inner, tensor in separated.tensors.items():
+                flat.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
+                flat.plain[path + inner] = tensor
 
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:

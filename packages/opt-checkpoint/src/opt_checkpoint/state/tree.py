@@ -1,8 +1,8 @@
 """Nested state dicts as paths: walk, map, prefix, expand and merge; lists are never aligned by position.
 
-A state is nested dicts and lists. A list is a container only where something sharded is inside it; every other list
-is one value. Tuples are always values. So two lists of different length meet nowhere, and nothing is ever merged by
-its place in a list.
+A state is nested dicts and lists. A list is a container only where something sharded (a sharded type or a DTensor) is
+inside it; every other list is one value, whose plain tensors are stored separately, see `without_tensors`. Tuples are
+always values. So two lists of different length meet nowhere, and nothing is ever merged by its place in a list.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 
@@ -70,7 +72,7 @@ def holds_ours(value: object) -> bool:
         return any(holds_ours(v) for v in value.values())
     if isinstance(value, list | tuple):
         return any(holds_ours(v) for v in value)
-    return is_ours(value)
+    return is_ours(value) or is_dtensor(value)
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
@@ -117,19 +119,6 @@ def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
     return change(path, state)
 
 
-def nest(values: Mapping[Path, Any]) -> Any:
-    """Nested dicts from values by path; list positions become integer keys."""
-    root: dict[str | int, Any] = {}
-    for path, value in values.items():
-        if not path:
-            return value
-        node = root
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return root
-
-
 class _Absent:
     """The type of `ABSENT`."""
 
@@ -137,6 +126,44 @@ class _Absent:
 
 
 ABSENT = _Absent()
+
+
+def nest(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """The parts of a state at which `values` has a value, with these values; other elements of a list are None.
+
+    `ABSENT` if there are none.
+    """
+    if isinstance(state, dict) and state:
+        inner = {key: nest(value, values, (*path, key)) for key, value in state.items()}
+        return {key: value for key, value in inner.items() if value is not ABSENT} or ABSENT
+    if isinstance(state, list) and holds_ours(state):
+        items = [nest(value, values, (*path, i)) for i, value in enumerate(state)]
+        return ABSENT if all(item is ABSENT for item in items) else [None if i is ABSENT else i for i in items]
+    return values.get(path, ABSENT)
+
+
+class Separated(NamedTuple):
+    """A plain value with None in place of its tensors, and these by path within the value."""
+
+    value: Any
+    tensors: dict[Path, Tensor]
+
+
+def without_tensors(value: Any, is_storable: Callable[[torch.dtype], bool]) -> Separated:
+    """Separate the dense tensors of storable dtypes in the lists, tuples and dicts of a plain value from the rest."""
+    tensors: dict[Path, Tensor] = {}
+
+    def separated(path: Path, value: Any) -> Any:
+        if isinstance(value, Tensor) and path and value.layout is torch.strided and is_storable(value.dtype):
+            tensors[path] = value
+            return None
+        if type(value) in (list, tuple):
+            return type(value)(separated((*path, i), inner) for i, inner in enumerate(value))
+        if type(value) is dict and all(type(key) in (str, int) for key in value):
+            return {key: separated((*path, key), inner) for key, inner in value.items()}
+        return value
+
+    return Separated(separated((), value), tensors)
 
 
 def lookup(state: Any, path: Path) -> Any:
