@@ -1,4 +1,4 @@
-"""Converters and the command line: torch state dicts, safetensors, legacy files, looking, proving, comparing."""
+"""Converters and the command line: torch state dicts, safetensors, looking, proving, comparing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from torch import nn
 
 from opt_checkpoint import (
     CheckpointingException,
-    load,
     load_optimizer,
-    read_index,
     save,
     sharded_like,
     sharded_optimizer,
@@ -29,9 +27,7 @@ from opt_checkpoint import (
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
 from opt_checkpoint.convert.torch_file import (
-    LegacySlot,
     checkpoint_to_torch_file,
-    legacy_file_to_checkpoint,
     torch_file_to_checkpoint,
     torch_state_to_sharded,
 )
@@ -145,42 +141,6 @@ def test_an_export_never_writes_over_a_folder(tmp_path: Path) -> None:
         checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out")
 
 
-LEGACY_SLOTS = [LegacySlot(name="w", shape=(2, 3), start=4), LegacySlot(name="b", shape=(4,), start=0)]
-
-
-def legacy_file(path: Path) -> dict[str, torch.Tensor]:
-    flat = {k: torch.randn(12) for k in ("param", "exp_avg", "exp_avg_sq")}
-    buffer = {(torch.bfloat16, torch.float32): {**flat, "numel_unpadded": 10}}
-    torch.save({"buckets_coalesced": True, 0: buffer}, path)
-    return flat
-
-
-def test_a_legacy_file_of_megatron_core_is_read_by_its_layout(tmp_path: Path) -> None:
-    flat = legacy_file(tmp_path / "x.pt")
-    legacy_file_to_checkpoint(tmp_path / "x.pt", LEGACY_SLOTS, tmp_path / "x")
-    for ours, theirs in (("fp32_param", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        target = {"w": torch.zeros(2, 3), "b": torch.zeros(4)}
-        load({k: sharded_like(f"optimizer.state.{ours}.{k}", t) for k, t in target.items()}, tmp_path / "x")
-        assert torch.equal(target["w"].view(-1), flat[theirs][4:10])
-        assert torch.equal(target["b"], flat[theirs][:4])
-
-
-@pytest.mark.parametrize(
-    "slot",
-    [
-        LegacySlot(name="w", shape=(2, 3), start=5),
-        LegacySlot(name="w", shape=(1,), start=0, buffer=1),
-        LegacySlot(name="w", shape=(1,), start=0, optimizer=1),
-        LegacySlot(name="w", shape=(1,), start=0, dtypes=("float32", "float32")),
-    ],
-    ids=["beyond the end", "no such buffer", "no such optimizer", "no such dtypes"],
-)
-def test_a_slot_that_is_not_in_the_legacy_file_is_refused(tmp_path: Path, slot: LegacySlot) -> None:
-    legacy_file(tmp_path / "x.pt")
-    with pytest.raises(CheckpointingException, match="w: "):
-        legacy_file_to_checkpoint(tmp_path / "x.pt", [slot], tmp_path / "x")
-
-
 # ----- the command line
 
 
@@ -259,12 +219,6 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     )  # fmt: skip
     assert (code, text) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")
     assert set(read_safetensors(tmp_path / "s" / "model.safetensors")) == {n for n, _ in model.named_parameters()}
-    legacy_file(tmp_path / "l.pt")
-    (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
-    legacy = ("convert", tmp_path / "l.pt", tmp_path / "l", "--from", "legacy")
-    assert run(capsys, *legacy)[0] == 2
-    assert run(capsys, *legacy, "--slots", tmp_path / "slots.json")[0] == 0
-    assert "optimizer.state.fp32_param.w" in read_index(tmp_path / "l").tensors
 
 
 class Hostile:
@@ -294,18 +248,16 @@ def test_names_that_do_not_fit_are_refused(
     assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("form", ["torch", "legacy"])
 @pytest.mark.parametrize("content", ["junk", "hostile", "another form"])
 def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, content: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     file = tmp_path / "x.pt"
     if content == "junk":
         file.write_bytes(b"junk" * 100)
     else:
         torch.save({"state": {}, "param_groups": Hostile()} if content == "hostile" else [[1]], file)
-    (tmp_path / "slots.json").write_text(json.dumps([{"name": "w", "shape": [2, 3], "start": 4}]))
-    command = ("convert", file, tmp_path / "y", "--from", form, "--slots", tmp_path / "slots.json")
+    command = ("convert", file, tmp_path / "y", "--from", "torch")
     assert main([str(word) for word in command]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
@@ -313,13 +265,12 @@ def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
     assert not (tmp_path / "y").exists()
 
 
-@pytest.mark.parametrize("form", ["legacy", "megatron"])
 @pytest.mark.parametrize("slots", ['[{"nome": "w"}]', '["w"]', '{"name": "w"}', '[{"na'])
 def test_slots_that_are_none_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, slots: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slots: str
 ) -> None:
     (tmp_path / "slots.json").write_text(slots)
-    command = ("convert", tmp_path, tmp_path / "y", "--from", form, "--slots", tmp_path / "slots.json")
+    command = ("convert", tmp_path, tmp_path / "y", "--from", "megatron", "--slots", tmp_path / "slots.json")
     assert main([str(word) for word in command]) == 2
     assert "slots.json" in capsys.readouterr().err
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ from opt_checkpoint import (
     apply_saved_groups,
     groups_to_saved,
     load,
-    reference_identity,
     save,
-    saved_from_reference,
 )
 
 DECAY = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.01}
@@ -141,30 +138,6 @@ def test_a_name_in_two_groups_is_refused() -> None:
         groups_to_saved([{}, {}], [["a"], ["a"]])
     with pytest.raises(GroupMismatchError, match=r"2 groups, but 1 list\(s\) of names"):
         groups_to_saved([{}, {}], [["a"]])
-
-
-def identified(**identity: Any) -> dict[str, Any]:
-    return {"params": [0], "lr": 0.0, **identity}
-
-
-def test_megatron_groups_are_matched_by_identity_not_position() -> None:
-    saved = [identified(wd_mult=1.0, lr=0.1, step=5), identified(wd_mult=0.0, lr=0.2, step=5)]
-    current = [identified(wd_mult=0.0), identified(pre_wd_mult=1.0)]
-    stored = saved_from_reference(saved, current, [["bias"], ["weight"]])
-    apply_saved_groups(current, [["bias"], ["weight"]], stored)
-    assert [g["lr"] for g in current] == [0.2, 0.1]
-    assert reference_identity(current[1]) == reference_identity(saved[0])
-
-
-def test_megatron_groups_that_cannot_be_distinguished_are_refused() -> None:
-    twice = [identified(wd_mult=1.0), identified(wd_mult=1.0, lr=3.0)]
-    with pytest.raises(GroupMismatchError, match=r"two saved groups are both \{wd_mult=1.0\}"):
-        saved_from_reference(twice, copy.deepcopy(twice), [["a"], ["b"]])
-
-
-def test_a_group_without_counterpart_is_refused_with_what_there_is() -> None:
-    with pytest.raises(GroupMismatchError, match=r"no saved group is \{lr_mult=2.0\}; there are: \{wd_mult=1.0\}"):
-        saved_from_reference([identified(wd_mult=1.0)], [identified(lr_mult=2.0)], [["a"]])
 
 
 def test_groups_in_a_state_come_back_as_they_were_saved_whatever_they_are_now(tmp_path: Path) -> None:

@@ -32,8 +32,6 @@ from opt_checkpoint.state.groups import (
     GroupReport,
     apply_saved_groups,
     groups_to_saved,
-    reference_identity,
-    saved_from_reference,
 )
 from opt_checkpoint.state.optimizer_state import (
     KEEP_VARS_HINT,
@@ -136,11 +134,9 @@ __all__ = [
     "read_common",
     "read_index",
     "read_name_rules",
-    "reference_identity",
     "replace_prefix_for_sharding",
     "save",
     "save_safetensors",
-    "saved_from_reference",
     "sharded_like",
     "sharded_model",
     "sharded_optimizer",

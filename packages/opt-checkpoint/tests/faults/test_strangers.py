@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
-from old_format import to_old_format
 from states import state_at
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import save as dcp_save
@@ -284,18 +283,12 @@ def test_every_damage_to_any_file_ends_in_an_error_of_ours(
         capsys.readouterr()
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["format 2", "format 1"])
-def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool, old: bool) -> None:
+def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool) -> None:
     """Damage below a checksum that is right."""
-    if old:
-        to_old_format(ours)
-    name = "manifest.json" if old else "manifest.bin"
-    raw = (ours / name).read_bytes()
-    body = raw.rpartition(b"\n#crc32=")[0] if old else raw[:-4]
+    body = (ours / "manifest.bin").read_bytes()[:-4]
     for seed in range(3000 if full else 120):
         changed = damage(body, random.Random(seed))
-        crc = zlib.crc32(changed)
-        (ours / name).write_bytes(changed + (f"\n#crc32={crc:08x}\n".encode() if old else crc.to_bytes(4, "little")))
+        (ours / "manifest.bin").write_bytes(changed + zlib.crc32(changed).to_bytes(4, "little"))
         assert_only_our_errors(ours, seed)
 
 

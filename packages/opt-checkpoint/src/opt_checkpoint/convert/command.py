@@ -13,14 +13,8 @@ from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
 from opt_checkpoint.convert.name_rules import SAME_NAMES, read_name_rules
 from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors, safetensors_to_checkpoint
 from opt_checkpoint.convert.stock_dcp import checkpoint_to_dcp
-from opt_checkpoint.convert.torch_file import (
-    checkpoint_to_torch_file,
-    legacy_file_to_checkpoint,
-    read_slots,
-    torch_file_to_checkpoint,
-)
+from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file, torch_file_to_checkpoint
 from opt_checkpoint.disk.dtype_names import dtype_from_name
-from opt_checkpoint.errors import CheckpointingException
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--at", default="optimizer", help="torch, dcp: where in the state the optimizer is")
     parser.add_argument("--name", default="", help="dcp: where dcp.load looks for the optimizer, as optim")
     parser.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
-    parser.add_argument("--slots", type=Path, help="megatron, legacy: JSON list of {name, shape, start, ...}")
-    parser.add_argument("--step", type=int, help="megatron, legacy: number of optimizer steps taken")
+    parser.add_argument("--slots", type=Path, help="megatron: JSON list of {name, shape, start, ...}")
+    parser.add_argument("--step", type=int, help="megatron: number of optimizer steps taken")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,12 +50,6 @@ def run(options: argparse.Namespace) -> int:
 def _from_torch(options: argparse.Namespace) -> None:
     names = read_names(options.names) if options.names else None
     torch_file_to_checkpoint(options.source, options.target, names=names)
-
-
-def _from_legacy(options: argparse.Namespace) -> None:
-    if options.slots is None:
-        raise CheckpointingException("--from legacy needs --slots: the file names no parameters")
-    legacy_file_to_checkpoint(options.source, read_slots(options.slots), options.target, step=options.step)
 
 
 def _from_megatron(options: argparse.Namespace) -> None:
@@ -99,7 +87,6 @@ _FROM: Mapping[str, _Convert] = MappingProxyType(
         "torch": _from_torch,
         "safetensors": _from_safetensors,
         "megatron": _from_megatron,
-        "legacy": _from_legacy,
     }
 )
 _TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors, "dcp": _to_dcp})

@@ -1,12 +1,10 @@
-"""Converts from and to full `torch.optim` state dicts, and from Megatron-Core's legacy rank-0 files."""
+"""Converts from and to full `torch.optim` state dicts."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
-from opt_checkpoint.convert.foreign_files import load_torch_file, read_rows
-from opt_checkpoint.convert.megatron_buckets import counted
+from opt_checkpoint.convert.foreign_files import load_torch_file
 from opt_checkpoint.disk.detect import open_checkpoint
-from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
 from opt_checkpoint.objects.path import AnyPath, local_path
@@ -26,7 +22,7 @@ from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.groups import groups_to_saved
-from opt_checkpoint.state.sharded import Shape, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState, lookup
 
 
@@ -178,75 +174,3 @@ def _torch_state(saved: Mapping[str, Any], tensors: Mapping[str, Tensor], prefix
         {**group, "params": [index[n] for n in own], "param_names": own} for group, own in zip(saved["groups"], members)
     ]
     return {"state": state, "param_groups": groups}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegacySlot:
-    """The place of a parameter in a legacy file of Megatron-Core.
-
-    Args:
-        name: the parameter's key.
-        shape: its shape.
-        start: its first element in the flat tensors.
-        optimizer: which of the file's optimizers (several with experts).
-        buffer: which buffer of it.
-        dtypes: parameter and gradient dtype, as `("bfloat16", "float32")`.
-    """
-
-    name: str
-    shape: Shape
-    start: int
-    optimizer: int = 0
-    buffer: int = 0
-    dtypes: tuple[str, str] = ("bfloat16", "float32")
-
-
-def read_slots(file: PathLike) -> list[LegacySlot]:
-    """Slots from a JSON list of objects with `LegacySlot`'s fields."""
-    return read_rows(file, LegacySlot)
-
-
-def legacy_file_to_checkpoint(
-    file: PathLike, slots: Sequence[LegacySlot], path: AnyPath, *, step: int | None = None
-) -> None:
-    """Convert a file of Megatron-Core's `save_parameter_state`: the gathered flat buffers of one data-parallel group.
-
-    The file names no parameters, so the layout of the run that wrote it must be given. Main weights go to
-    `optimizer.state.fp32_param.<name>`, the moments to `exp_avg` and `exp_avg_sq`.
-
-    Args:
-        file: loaded with `weights_only=True`; only the coalesced form (since February 2024).
-        slots: where each parameter is.
-        path: the checkpoint to write: a directory, or a place in an object store.
-        step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
-
-    Raises:
-        CheckpointingException: the file has another form, or a slot does not fit it.
-    """
-    content = load_torch_file(file)
-    optimizers = content if isinstance(content, list) else [content]
-    state: dict[str, Any] = {}
-    for slot in slots:
-        state.update(_legacy_states(optimizers, slot))
-    state.update((counter.key, counter) for counter in counted({slot.name for slot in slots}, step))
-    save({"optimizer": {"state": state}}, path)
-
-
-def _legacy_states(optimizers: Sequence[Any], slot: LegacySlot) -> Iterator[tuple[str, Any]]:
-    numel = math.prod(slot.shape)
-    world = optimizers[slot.optimizer] if slot.optimizer < len(optimizers) else {}
-    if not isinstance(world, dict) or not world.get("buckets_coalesced"):
-        raise CheckpointingException(
-            f"{slot.name}: optimizer {slot.optimizer} of the file has no coalesced buckets; only that form is read"
-        )
-    dtypes = tuple(map(dtype_from_name, slot.dtypes))
-    buffer = world.get(slot.buffer, {}).get(dtypes)
-    if buffer is None or slot.start < 0 or slot.start + numel > buffer["numel_unpadded"]:
-        raise CheckpointingException(
-            f"{slot.name}: elements [{slot.start}, {slot.start + numel}) are not in buffer {slot.buffer} of "
-            f"dtypes {slot.dtypes}"
-        )
-    for stored, name in (("param", "fp32_param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        values = buffer[stored][slot.start : slot.start + numel].view(slot.shape)
-        key = f"{PREFIX}{name}.{slot.name}"
-        yield key, whole_tensor(key, values)

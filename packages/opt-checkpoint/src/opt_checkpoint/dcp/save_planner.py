@@ -213,8 +213,8 @@ class ShardedSavePlanner(SavePlanner):
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
         if self._policy is Common.EQUAL:
             raise CheckpointingException(
-                f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) if only some "
-                f"ranks have it), or pass common='first_rank' to store the first rank's"
+                f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where only "
+                f"some ranks have it), or pass common='first_rank' to store the first rank's"
             )
         logger.warning("%s; rank 0's are stored", text)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, crc32
 from opt_checkpoint.disk.data_file import DataFile
 from opt_checkpoint.disk.index import ByteRange
@@ -15,8 +13,7 @@ class CheckedValues:
     """The bytes of one stored chunk, readable at any position and compared with their checksums.
 
     Each checksum covers a piece of `PIECE_BYTES`. If a read begins or ends inside a piece, the whole piece is read. The
-    last such piece is kept, so sequential reads read every byte once. A chunk of format 1 has a single checksum, which
-    is compared if the chunk is read as a whole.
+    last such piece is kept, so sequential reads read every byte once.
 
     Args:
         file: the data file.
@@ -42,11 +39,8 @@ class CheckedValues:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        offset, place = start - self._place.start, self._place
         if self._pieces:
-            self._read_pieces(offset, view)
-        elif place.crc is not None and offset == 0 and len(view) == place.nbytes:
-            self._read_whole(view, place.crc)
+            self._read_pieces(start - self._place.start, view)
         else:
             self._file.read_into(start, view)
 
@@ -85,20 +79,7 @@ class CheckedValues:
 
     def _check(self, number: int, piece: memoryview) -> None:
         if crc32(piece) != self._pieces[number]:
-            self._fail()
-
-    def _read_whole(self, view: memoryview, crc: int) -> None:
-        found = 0
-        size = self._file.read_sizes.at_once_bytes
-        for start in range(0, len(view), size):
-            part = view[start : start + size]
-            self._file.read_into(self._place.start + start, part)
-            found = crc32(part, found)
-        if found != crc:
-            self._fail()
-
-    def _fail(self) -> NoReturn:
-        raise CheckpointCorruptError(f"{self._file.path} is damaged: the values of {self._key} have changed")
+            raise CheckpointCorruptError(f"{self._file.path} is damaged: the values of {self._key} have changed")
 
 
 def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, check_index
-from opt_checkpoint.disk.manifest_json import OLD_MANIFEST, decode_old_manifest
 from opt_checkpoint.disk.path_columns import decode_paths, encode_paths, is_usual
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
@@ -26,8 +25,8 @@ _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
 
 
 def has_manifest(path: Location) -> bool:
-    """Whether a directory has a manifest of any format, damaged or not."""
-    return any((path / name).exists() for name in (MANIFEST, OLD_MANIFEST))
+    """Whether a directory has a manifest, damaged or not."""
+    return (path / MANIFEST).exists()
 
 
 def encode_manifest(index: CheckpointIndex) -> bytes:
@@ -47,7 +46,7 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
 
 
 def read_manifest(path: Location) -> CheckpointIndex:
-    """Read the index of a checkpoint of format 1 or 2.
+    """Read the index of a checkpoint.
 
     Args:
         path: the checkpoint's directory.
@@ -57,11 +56,7 @@ def read_manifest(path: Location) -> CheckpointIndex:
         FileNotFoundError: there is no manifest.
         OSError: it cannot be read.
     """
-    try:
-        raw = read_small_file(path / MANIFEST)
-    except FileNotFoundError:
-        return decode_old_manifest(path, read_small_file(path / OLD_MANIFEST))
-    return decode_manifest(path, raw)
+    return decode_manifest(path, read_small_file(path / MANIFEST))
 
 
 def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
@@ -70,7 +65,7 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
     first = _ANY_FIRST_LINE.match(raw)
     if first is not None and int(first[1]) != FORMAT:
         raise CheckpointCorruptError(
-            f"{what} has format {int(first[1])}; this version of opt-checkpoint reads 1 and {FORMAT}; upgrade it"
+            f"{what} has format {int(first[1])}; this version of opt-checkpoint reads {FORMAT}"
         )
     header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import zipfile
 from typing import Any, NamedTuple, Protocol
 
@@ -206,10 +207,17 @@ def dump_object(value: object, name: str) -> bytes:
         load_archive(stream.getvalue())
     except Exception as error:
         raise CheckpointingException(
-            f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle: {error}. "
-            f"Store plain values (numbers, text, lists, dicts, tensors), or make it a LocalNonpersistentObject"
+            f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle"
+            f"{_needed(error)}. Store plain values (numbers, text, lists, dicts, tensors; int(x), x.tolist() or "
+            f"torch.from_numpy(x) of numpy's), or make it a LocalNonpersistentObject"
         ) from error
     return stream.getvalue()
+
+
+def _needed(error: Exception) -> str:
+    """The class or function that an object needs, from torch's message of many lines; else its first line."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return f": it needs {found[1]}" if found else f": {str(error).partition(chr(10))[0]}"
 
 
 def contiguous(tensor: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.manifest import MANIFEST
-from opt_checkpoint.disk.manifest_json import OLD_MANIFEST
 from opt_checkpoint.disk.object_data_file import ObjectDataFile
 from opt_checkpoint.disk.object_target import stored_sizes
 from opt_checkpoint.disk.stored_objects import load_object
@@ -76,7 +75,7 @@ def _damaged_name(path: Location) -> str:
     """The file that could not be read as an index."""
     if isinstance(path, ObjectPath):
         return MANIFEST
-    return next((name for name in (MANIFEST, OLD_MANIFEST) if os.path.lexists(path / name)), METADATA)
+    return MANIFEST if os.path.lexists(path / MANIFEST) else METADATA
 
 
 def check_sizes(index: CheckpointIndex) -> None:

@@ -22,17 +22,6 @@ Group: TypeAlias = dict[str, Any]
 Conflict: TypeAlias = Literal["error", "saved", "current"]
 NO_OVERRIDE: Mapping[str, Any] = MappingProxyType({})
 NOT_STORED = frozenset({"params", "param_names"})
-REFERENCE_IDENTITY = (
-    "end_wd",
-    "is_decoupled_lr",
-    "is_expert_parallel",
-    "lr_mult",
-    "max_lr",
-    "min_lr",
-    "optimizer",
-    "start_wd",
-    "wd_mult",
-)
 
 
 class GroupMismatchError(CheckpointingException):
@@ -214,44 +203,3 @@ def _set_(group: Group, field: str, value: Any) -> None:
         held.copy_(torch.as_tensor(value))
     else:
         group[field] = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-
-
-def reference_identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The configuration values by which Megatron-Core identifies a group; missing ones count as None."""
-    return tuple(group.get(field, group.get(f"pre_{field}")) for field in REFERENCE_IDENTITY)
-
-
-def saved_from_reference(
-    saved_groups: Sequence[Group], current_groups: Sequence[Group], names: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    """Convert groups that Megatron-Core saved without names to our form, matched by their identity.
-
-    Args:
-        saved_groups: Megatron-Core's `param_groups`.
-        current_groups: the groups as they are now, with the identity fields set.
-        names: for each current group, the names of its parameters.
-
-    Raises:
-        GroupMismatchError: two saved groups have one identity (Megatron-Core cannot distinguish them), or a current
-            group has no saved group of its identity.
-    """
-    by_identity: dict[tuple[Any, ...], Group] = {}
-    for group in saved_groups:
-        identity = reference_identity(group)
-        if identity in by_identity:
-            raise GroupMismatchError(
-                f"two saved groups are both {_described(identity)}; names are needed to distinguish them"
-            )
-        by_identity[identity] = group
-    matched = []
-    for group in current_groups:
-        identity = reference_identity(group)
-        if identity not in by_identity:
-            available = "; ".join(map(_described, by_identity))
-            raise GroupMismatchError(f"no saved group is {_described(identity)}; there are: {available}")
-        matched.append(by_identity[identity])
-    return groups_to_saved(matched, names)
-
-
-def _described(identity: tuple[Any, ...]) -> str:
-    return "{" + ", ".join(f"{k}={v!r}" for k, v in zip(REFERENCE_IDENTITY, identity) if v is not None) + "}"
