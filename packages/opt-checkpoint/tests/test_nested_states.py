@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, load_as_ranks, save_as_ranks
+from checkpoint_ranks import RankPool, save_as_ranks
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
@@ -187,11 +187,15 @@ def test_none_in_place_of_a_part_returns_its_tensors_too(tmp_path: Path) -> None
 def test_plain_tensors_must_be_equal_on_the_ranks_that_have_them(tmp_path: Path) -> None:
     with pytest.raises(CheckpointingException, match=r"common values differ between ranks: rng \(ranks \[1\]\)"):
         save_as_ranks([{"rng": torch.zeros(2)}, {"rng": torch.ones(2)}], tmp_path / "x")
-    save_as_ranks([{}, {"only": torch.ones(2)}, {"only": torch.ones(2)}], tmp_path / "y")
-    assert load_as_ranks([{"only": torch.zeros(2)}], tmp_path / "y")[0]["only"].tolist() == [1, 1]
+    partial = [{"step": 1}, {"step": 1, "inner": {"only": torch.ones(2)}}, {"step": 1}]
+    with pytest.raises(CheckpointingException, match=r"inner\.only \(a tensor on ranks \[1\] only\)"):
+        save_as_ranks(partial, tmp_path / "y")
+    partial[1]["inner"] = {"only": sharded_like("inner.only", torch.ones(2))}  # a part of a pipeline says so
+    save_as_ranks(partial, tmp_path / "y")
+    assert load({"inner.only": None}, tmp_path / "y").state["inner.only"].tolist() == [1, 1]
 
 
-def test_tensors_that_older_checkpoints_keep_among_plain_values_are_loaded(tmp_path: Path) -> None:
+def test_a_list_is_returned_whole_for_a_template_of_any_form(tmp_path: Path) -> None:
     save({"parts": [{"t": torch.ones(2)}]}, tmp_path / "x")
     target = torch.zeros(2)
     assert load({"parts": None}, tmp_path / "x").state["parts"][0]["t"].tolist() == [1, 1]

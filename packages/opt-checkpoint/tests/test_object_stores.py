@@ -160,9 +160,9 @@ def test_a_stock_directory_in_a_store_is_named_as_such(tmp_path: Path) -> None:
     torch.distributed.checkpoint.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "stock")
     for read in (read_index, verify_checkpoint):
         with pytest.raises(CheckpointNotFoundError, match=r"it has a \.metadata, as stock and Megatron-Core"):
-            read(f"file://{tmp_path}/stock")
+            read(ObjectPath.at(f"file://{tmp_path}/stock"))
     with pytest.raises(CheckpointNotFoundError, match=r"it has no commit\.json and no manifest\.bin"):
-        read_index(f"file://{tmp_path}/nothing")
+        read_index(ObjectPath.at(f"file://{tmp_path}/nothing"))
 
 
 def test_an_optimizer_and_its_model_go_on_from_a_store(bucket: ObjectPath) -> None:

@@ -30,6 +30,7 @@ from opt_checkpoint import (
     ShardedTensor,
     load_safetensors,
     save_safetensors,
+    sharded_like,
 )
 
 
@@ -55,7 +56,10 @@ def refuse_exports(rank: int, size: int, folder: str) -> list[str]:
     row = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, size))
     hole = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, size + 1))}
     cases: list[tuple[Any, dict[str, Any]]] = [
-        ({"w": row, "extra": torch.zeros(1)} if rank else {"w": row}, {"names": [NameRule(ours="w", theirs="w")]}),
+        (
+            {"w": row, "extra": sharded_like("extra", torch.zeros(1))} if rank else {"w": row},
+            {"names": [NameRule(ours="w", theirs="w")]},
+        ),
         ({"w": row}, {"names": [NameRule(ours="w", theirs=("a", "b"), shares=(2, 1))]}),
         ({"w": row, "lr": 0.1} if rank else {"w": row}, {}),
         ({"w": row, "rng": ShardedObject("rng", {}, (1,), (0,))}, {}),

@@ -346,7 +346,7 @@ def test_ranks_with_different_urls_are_an_error_everywhere(tmp_path: Path, ranks
 
 
 def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
-    url, messages = f"file://{folder}/run", []
+    url, messages = "memory://bucket/run", []
     model = torch.nn.Linear(2, 2)
     calls: list[Callable[[], object]] = [
         lambda: save(state_at(1, rank, size), url),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
 from opt_checkpoint.convert.foreign_files import load_torch_file
-from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint.dcp.stored_names import stored_value
+from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
 from opt_checkpoint.objects.path import AnyPath, local_path
@@ -125,7 +126,7 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
     prefix = f"{'.'.join(at)}.state."
     prefix = prefix if any(key.startswith(prefix) for key in opened.index.tensors) else PREFIX
-    saved = _with_state_names(lookup(opened.common, at), opened.index, prefix)
+    saved = _with_state_names(_saved_at(opened, at), opened.index, prefix)
     if saved is None:
         raise CheckpointKeyError(f"{path} holds no optimizer at {'.'.join(at)}")
     keys = [f"{prefix}{s}.{n}" for n, states in saved["state_names"].items() for s in states]
@@ -135,6 +136,13 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         read_into(opened.index, tensors)
         torch.save(_torch_state(saved, tensors, prefix), Path(scratch) / "whole.pt")
         os.replace(Path(scratch) / "whole.pt", target)  # an existing file is replaced only by a complete new one
+
+
+def _saved_at(opened: Opened, at: tuple[str, ...]) -> Any:
+    saved = lookup(opened.common, at)
+    if not isinstance(saved, dict) or "groups" not in saved:
+        return saved
+    return {**saved, "groups": stored_value((*at, "groups"), opened.common, opened.index)}
 
 
 def _with_state_names(saved: Any, index: CheckpointIndex, prefix: str) -> Mapping[str, Any] | None:

@@ -193,6 +193,8 @@ class ShardedLoadPlanner(LoadPlanner):
         for path, template in self.flat.plain.items():
             value = lookup(self._common, path) if self._names[path] not in self._index.tensors else ABSENT
             if value is not ABSENT:
+                if within := stored_under(path, self._index):
+                    self._made[path] = {inner: _described(key, self._index) for inner, key in within.items()}
                 yield path, self._into_template(path, template, loaded_whole(value, path_text(path)))
 
     def _into_template(self, path: Path, template: Tensor, value: Any) -> Any:

@@ -31,7 +31,7 @@ from opt_checkpoint.disk.torch_zip_reader import dump_object
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.state.flat_state import FlatState, flatten_state, separate_tensors_
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, Path, lookup, nest, path_text, scopes
+from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text, scopes, selected
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +258,7 @@ class ShardedSavePlanner(SavePlanner):
         if key != COMMON_KEY:
             return dump_object(next(o.data for o in self.flat.objects.values() if o.unique_key == key), key)
         try:
-            common = nest(self._state, {**self.flat.empty, **self.flat.common})
+            common = selected(self._state, {**self.flat.empty, **self.flat.common})
             return dump_object({} if common is ABSENT else common, key)
         except CheckpointingException:
             for path, value in self.flat.common.items():

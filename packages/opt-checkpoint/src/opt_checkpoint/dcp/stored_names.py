@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from opt_checkpoint.dcp.main_values import MAINS, aliased, is_wider
+from opt_checkpoint.disk.detect import read_tensor
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.flat_state import FlatState
@@ -105,7 +106,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     return {own[len(path) :]: key for key, own in found.items() if own[: len(path)] == path}
 
 
-def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool) -> Any:
+def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any:
     """A plain value with parts inserted at paths within it.
 
     Args:
@@ -113,8 +114,8 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool) -> Any:
         parts: what to insert.
         lists: whether new containers whose keys count from 0 are lists, as in stock directories; else dicts.
     """
-    if () in parts:
-        return parts[()]
+    if not parts or () in parts:
+        return parts.get((), value)
     by_key: dict[Any, dict[Path, Any]] = defaultdict(dict)
     for (key, *rest), part in parts.items():
         by_key[key][tuple(rest)] = part
@@ -130,6 +131,14 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool) -> Any:
         root[key] = merged(root.get(key), inner, lists=lists)
     is_list = lists and all(type(key) is int for key in root) and sorted(root) == list(range(len(root)))
     return [root[i] for i in range(len(root))] if is_list else root
+
+
+def stored_value(path: Path, common: Any, index: CheckpointIndex) -> Any:
+    """The plain value at a path, with the tensors in its lists read; `ABSENT` if there is none."""
+    value = lookup(common, path)
+    if value is ABSENT or index.kind is not Kind.OURS:
+        return value
+    return merged(value, {inner: read_tensor(index, key) for inner, key in stored_under(path, index).items()})
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:

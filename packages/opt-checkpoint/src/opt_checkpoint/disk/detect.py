@@ -8,12 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from opt_checkpoint.disk.checked_values import CheckedValues
 from opt_checkpoint.disk.checksums import crc32
 from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, open_regular, read_small_file
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.manifest import MANIFEST, has_manifest, read_manifest
 from opt_checkpoint.disk.object_target import COMMIT, committed_place
+from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
@@ -102,7 +107,7 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
         safe_globals: classes and functions that may be used to load it, as for `torch.serialization.safe_globals`.
 
     Returns:
-        The values. In a checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
+        The values, with None in place of tensors in lists, which are stored as tensors (`load` returns them). In a checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
@@ -127,6 +132,23 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
         raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
     value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
     return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
+
+
+def read_tensor(index: CheckpointIndex, key: str) -> Tensor:
+    """One stored tensor of a checkpoint of opt-checkpoint, as a new CPU tensor; for small ones, without other ranks.
+
+    Raises:
+        CheckpointCorruptError: it is damaged.
+    """
+    stored = index.tensors[key]
+    values = torch.empty(stored.shape, dtype=stored.dtype)
+    with DataFiles(index) as files:
+        for chunk in stored.chunks:
+            source = CheckedValues(files[chunk.place.file], chunk.place, key)
+            region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
+            target = Region(stored.shape, chunk.box.offsets, chunk.box.sizes).of_tensor(values)
+            read_region(target, region, stored.dtype, FilePosition(source, chunk.place.start))
+    return values
 
 
 def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:

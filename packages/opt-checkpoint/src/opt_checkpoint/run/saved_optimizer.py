@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opt_checkpoint.dcp.stored_names import stored_value
 from opt_checkpoint.disk.detect import Opened, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError
@@ -134,7 +135,7 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
 
 def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
-    whole = lookup(opened.common, (*at, "param_groups"))
+    whole = stored_value((*at, "param_groups"), opened.common, opened.index)
     if isinstance(whole, list):
         rows = [dict(group) for group in whole]
     else:

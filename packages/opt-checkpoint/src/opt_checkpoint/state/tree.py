@@ -119,6 +119,19 @@ def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
     return change(path, state)
 
 
+def nest(values: Mapping[Path, Any]) -> Any:
+    """Nested dicts from values by path; list positions become integer keys."""
+    root: dict[str | int, Any] = {}
+    for path, value in values.items():
+        if not path:
+            return value
+        node = root
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return root
+
+
 class _Absent:
     """The type of `ABSENT`."""
 
@@ -128,16 +141,16 @@ class _Absent:
 ABSENT = _Absent()
 
 
-def nest(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
+def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     """The parts of a state at which `values` has a value, with these values; other elements of a list are None.
 
     `ABSENT` if there are none.
     """
     if isinstance(state, dict) and state:
-        inner = {key: nest(value, values, (*path, key)) for key, value in state.items()}
+        inner = {key: selected(value, values, (*path, key)) for key, value in state.items()}
         return {key: value for key, value in inner.items() if value is not ABSENT} or ABSENT
     if isinstance(state, list) and holds_ours(state):
-        items = [nest(value, values, (*path, i)) for i, value in enumerate(state)]
+        items = [selected(value, values, (*path, i)) for i, value in enumerate(state)]
         return ABSENT if all(item is ABSENT for item in items) else [None if i is ABSENT else i for i in items]
     return values.get(path, ABSENT)
 
