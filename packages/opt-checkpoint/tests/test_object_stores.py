@@ -315,7 +315,7 @@ def test_without_obstore_paths_work_and_urls_name_the_extra(tmp_path: Path) -> N
 
 
 def test_the_command_line_takes_urls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    url = f"file://{tmp_path}/run"
+    url = f"memory://{uuid.uuid4().hex}/run"
     for step in (1, 2):
         save(state_at(step, 0, 1), f"{url}/{step_name(step)}")
     dead = ObjectPath.at(f"{url}/{step_name(3)}/{uuid.uuid4().hex}/__0_0.distcp")

@@ -107,7 +107,8 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
         safe_globals: classes and functions that may be used to load it, as for `torch.serialization.safe_globals`.
 
     Returns:
-        The values, with None in place of tensors in lists, which are stored as tensors (`load` returns them). In a checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
+        The values, with None in place of tensors in lists, which are stored as tensors; `load` returns them. In a
+        checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.

@@ -1,0 +1,379 @@
+"""Edges of saving and loading: file URLs, lists with tensors, stock directories, states of other shapes, bad values."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ranks import RankPool, save_as_ranks
+from torch import nn
+from torch.distributed.checkpoint import load as dcp_load
+from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from opt_checkpoint import (
+    CheckpointCorruptError,
+    CheckpointingException,
+    CheckpointKeyError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    ShardedTensor,
+    load,
+    load_optimizer,
+    read_common,
+    read_index,
+    save,
+    sharded_model,
+    sharded_optimizer,
+    verify_checkpoint,
+)
+from opt_checkpoint.__main__ import main
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+# ----- file:// URLs
+
+
+def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(fd) or fsync(fd))
+    save({"w": torch.ones(3)}, tmp_path / "path")
+    by_path = len(synced)
+    save({"w": torch.ones(3)}, f"file://{tmp_path}/a%20url")
+    assert len(synced) == 2 * by_path > 0
+    assert {p.name for p in (tmp_path / "a url").iterdir()} == {p.name for p in (tmp_path / "path").iterdir()}
+    assert torch.equal(load({"w": None}, f"file://localhost{tmp_path}/path").state["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize("url", ["file://host/run", "file://run", "file:///run?x=1", "file:///run#x"])
+def test_a_file_url_of_another_form_is_refused(url: str) -> None:
+    with pytest.raises(CheckpointingException, match=r"names a host|has a query or fragment"):
+        save({"w": torch.ones(3)}, url)
+
+
+# ----- stock directories
+
+
+def lazy_tensors() -> dict[str, torch.Tensor]:
+    values = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6 + 0j]])
+    return {
+        "conj": values.conj(),
+        "conj of a part": values[1:].conj(),
+        "negative": values.conj().imag,
+        "both": values.conj().t().conj().imag,
+        "plain": values,
+    }
+
+
+def test_conjugate_and_negative_tensors_of_stock_directories_are_read_as_dcp_reads_them(tmp_path: Path) -> None:
+    dcp_save(lazy_tensors(), checkpoint_id=tmp_path / "stock")
+    save(lazy_tensors(), tmp_path / "ours")
+    for name in ("stock", "ours"):
+        ours, stock = (
+            {k: torch.zeros_like(v.resolve_conj().resolve_neg()) for k, v in lazy_tensors().items()} for _ in "ab"
+        )
+        load(ours, tmp_path / name)
+        dcp_load(stock, checkpoint_id=tmp_path / name)
+        for key, value in lazy_tensors().items():
+            assert torch.equal(ours[key], stock[key]), key
+            assert torch.equal(ours[key], value), key
+
+
+def test_big_endian_archives_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    values = torch.arange(1.0, 5.0)
+    dcp_save({"w": values}, checkpoint_id=tmp_path / "x")
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    raw, swapped = file.read_bytes(), io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as old, zipfile.ZipFile(swapped, "w") as new:
+        for name in old.namelist():
+            content = b"big" if name.endswith("/byteorder") else old.read(name)
+            new.writestr(name, values.numpy().byteswap().tobytes() if "/data/" in name else content)
+    file.write_bytes(swapped.getvalue().ljust(len(raw), b"\0"))
+    ours, stock = torch.zeros(4), torch.zeros(4)
+    load({"w": ours}, tmp_path / "x")
+    dcp_load({"w": stock}, checkpoint_id=tmp_path / "x")
+    assert torch.equal(ours, values)
+    assert torch.equal(stock, values)
+
+
+STATE = {"m": {"w": torch.ones(2), "l": [1, 2, {"a": torch.zeros(1)}], "k": 5, "betas": [0.9, 0.95]}, "s": "text"}
+
+
+@pytest.mark.parametrize("writer", ["stock", "ours"])
+def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Path, writer: str) -> None:
+    if writer == "stock":
+        dcp_save(STATE, checkpoint_id=tmp_path / "x")
+    else:
+        save(STATE, tmp_path / "x")
+    for wanted, expected in (
+        (None, STATE),
+        ({"m": None}, {"m": STATE["m"]}),
+        ({"m": {"l": None, "betas": None}}, {"m": {"l": STATE["m"]["l"], "betas": [0.9, 0.95]}}),
+        ({"s": None}, {"s": "text"}),
+    ):
+        report = load(wanted, tmp_path / "x", strict="return_all")
+        assert repr(report.state) == repr(expected) or sorted_text(report.state) == sorted_text(expected)
+        assert report.missing == ()
+        assert wanted is not None or report.unexpected == ()
+    with pytest.raises(CheckpointKeyError, match="nothing"):
+        load({"nothing": None}, tmp_path / "x")
+
+
+def sorted_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {sorted_text(value[key])}" for key in sorted(value)) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(sorted_text, value)) + "]"
+    return repr(value)
+
+
+def test_a_stock_directory_of_safetensors_is_refused_by_name(tmp_path: Path) -> None:
+    dcp_save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "x")
+    (file,) = (tmp_path / "x").glob("*.distcp")
+    header = b'{"w":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}'
+    whole = len(header).to_bytes(8, "little") + header + bytes(12)
+    file.write_bytes(whole.ljust(file.stat().st_size, b"\0"))
+    target = torch.full((3,), 7.0)
+    with pytest.raises(CheckpointCorruptError, match=r"written with SerializationFormat\.SAFETENSORS"):
+        load({"w": target}, tmp_path / "x")
+    assert (target == 7).all()
+
+
+# ----- tensors in lists and tuples
+
+
+def listed() -> dict[str, Any]:
+    return {
+        "lst": [1, torch.ones(2), [torch.arange(3), "a"], (torch.zeros(1), 5)],
+        "groups": [{"lr": torch.tensor(0.5), "betas": (0.9, 0.95)}, {"lr": 0.1}],
+        "tup": (torch.full((2,), 3.0), "b"),
+        "plain": [1, 2],
+    }
+
+
+def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(tmp_path: Path) -> None:
+    state = listed()
+    save(state, tmp_path / "x")
+    assert {"lst.1", "lst.2.0", "lst.3.0", "groups.0.lr", "tup.0"} == set(read_index(tmp_path / "x").tensors)
+    assert read_common(read_index(tmp_path / "x"))["lst"] == [1, None, [None, "a"], (None, 5)]
+    for wanted in (None, dict.fromkeys(state), listed(), {key: torch.zeros(1) for key in state}):
+        report = load(wanted, tmp_path / "x", strict="raise_all")
+        assert sorted_text(report.state) == sorted_text(state)
+    zeros = [0, torch.zeros(2), [torch.zeros(3, dtype=torch.int64), ""], (torch.ones(1), 0)]
+    target = {"lst": zeros, "groups": [{"lr": torch.tensor(0.0), "betas": ()}, {"lr": 0.0}], "tup": (), "plain": []}
+    dcp_load(target, checkpoint_id=tmp_path / "x")
+    assert sorted_text(target) == sorted_text(state)
+    assert verify_checkpoint(tmp_path / "x") == []
+
+
+def test_values_in_lists_must_be_equal_on_all_ranks(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match=r"lst\.1 \(ranks \[1\]\)"):
+        save_as_ranks([{"lst": [1, torch.zeros(2)]}, {"lst": [1, torch.ones(2)]}], tmp_path / "x")
+
+
+def dtensors_in_lists(rank: int, size: int, path: str) -> None:
+    mesh, values = init_device_mesh("cpu", (size,)), torch.arange(20.0).view(5, 4)
+    save({"lst": [1, distribute_tensor(values, mesh, [Shard(0)]), torch.ones(2)]}, path)
+    target = [0, distribute_tensor(torch.zeros(5, 4), mesh, [Shard(1)]), torch.zeros(2)]
+    state = load({"lst": target}, path).state["lst"]
+    assert state[0] == 1
+    assert state[1] is target[1]
+    assert torch.equal(target[1].full_tensor(), values)
+    assert torch.equal(state[2], torch.ones(2))
+    whole = load({"lst": None}, path).state["lst"]
+    assert isinstance(whole, list)
+    assert torch.equal(whole[1], values)
+    with pytest.raises(CheckpointingException, match="'tup' is a tuple that contains sharded values; make it a list"):
+        save({"tup": (distribute_tensor(values, mesh, [Shard(0)]),)}, path + "-tuple")
+
+
+def test_a_dtensor_in_a_list_is_loaded_in_place(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, dtensors_in_lists, str(tmp_path / "x"))
+
+
+def test_groups_with_a_tensor_in_a_plain_state_dict_are_found(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False, capturable=False)
+    names = [name for name, _ in model.named_parameters()]
+    state = {name: {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p), "step": torch.tensor(3.0)}
+             for name, p in model.named_parameters()}  # fmt: skip
+    groups = [{**optimizer.state_dict()["param_groups"][0], "params": names}]
+    save({"optim": {"state": state, "param_groups": groups}}, tmp_path / "x")
+    again = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.0), foreach=False)
+    load_optimizer(model, again, tmp_path / "x", at=("optim",))
+    assert again.param_groups[0]["lr"].item() == 0.25
+
+
+# ----- states of DTensors with another shape than the parameter's
+
+
+class Factored(torch.optim.Optimizer):
+    """Second moments by row and by column, kept and dropped, as Adafactor has them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                square = p.grad * p.grad
+                for name, dim, keep in (("row", 1, True), ("col", 0, True), ("row1", 1, False), ("col1", 0, False)):
+                    mean = square.sum(dim=dim, keepdim=keep)
+                    mean = mean.redistribute(placements=settled(mean)) if isinstance(mean, DTensor) else mean
+                    if name in state:
+                        state[name].lerp_(mean, 0.5)
+                    else:
+                        state[name] = mean
+                p -= 0.1 * p.grad / (state["row"] * state["col"] + 1).sqrt()
+
+
+def settled(tensor: DTensor) -> list[Any]:
+    return [p if isinstance(p, Shard) else Replicate() for p in tensor.placements]
+
+
+def factored(sharded: bool) -> tuple[nn.Module, Factored]:
+    model = nn.Linear(4, 9, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(36.0).view(9, 4) / 10)
+    if sharded:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    return model, Factored(model.parameters())
+
+
+def train(model: nn.Module, optimizer: Factored, steps: int) -> None:
+    for _ in range(steps):
+        model.weight.grad = model.weight.detach() * 0.5
+        optimizer.step()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_factored(rank: int, size: int, path: str) -> None:
+    model, optimizer = factored(sharded=True)
+    train(model, optimizer, 2)
+    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
+
+
+def resume_factored(rank: int, size: int, path: str) -> None:
+    model, optimizer = factored(sharded=True)
+    before = Factored(model.parameters())
+    train(model, before, 1)  # the layouts that the optimizer makes itself
+    load({"model": sharded_model(model)}, path)
+    load_optimizer(model, optimizer, path)
+    for name, made in before.state[model.weight].items():
+        loaded = optimizer.state[model.weight][name]
+        assert isinstance(loaded, DTensor)
+        assert (loaded.shape, loaded.placements) == (made.shape, made.placements), name
+        assert loaded.to_local().shape == made.to_local().shape
+    train(model, optimizer, 2)
+    alone, reference = factored(sharded=False)
+    train(alone, reference, 4)
+    assert torch.allclose(full(model.weight), alone.weight)
+    for name, value in reference.state[alone.weight].items():
+        assert torch.allclose(full(optimizer.state[model.weight][name]), value), name
+
+
+def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, save_factored, str(tmp_path / "x"))
+    for size in (3, 2, 1):
+        ranks.run(size, resume_factored, str(tmp_path / "x"))
+    model, optimizer = factored(sharded=False)
+    load({"model": sharded_model(model)}, tmp_path / "x")
+    load_optimizer(model, optimizer, tmp_path / "x")
+    assert type(optimizer.state[model.weight]["row"]) is torch.Tensor
+    train(model, optimizer, 2)
+    alone, reference = factored(sharded=False)
+    train(alone, reference, 4)
+    assert torch.allclose(model.weight, alone.weight)
+
+
+# ----- bad values are refused in a sentence that names them
+
+
+BAD = {
+    "an array": ({"rng": {"np": np.zeros(2)}}, {}, r"rng\.np is a ndarray .* it needs numpy"),
+    "a numpy number": ({"step": np.int64(5)}, {}, r"step is a int64 .*int\(x\)"),
+    "a numpy number in a list": ({"l": {"s": [1, np.float64(2)]}}, {}, r"l\.s is a list"),
+    "a numpy detail": ({"a": 1}, {"details": {"step": np.int64(5)}}, r"details\['step'\] is .*int64"),
+    "a detail that is NaN": ({"a": 1}, {"details": {"loss": float("nan")}}, r"details\['loss'\] is nan"),
+    "a sparse tensor": ({"x": torch.eye(3).to_sparse()}, {}, r"x has layout torch\.sparse_coo.*to_dense"),
+    "a sparse tensor in compressed rows": ({"x": torch.eye(3).to_sparse_csr()}, {}, r"x has layout torch\.sparse_csr"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, case: str) -> None:
+    state, options, message = BAD[case]
+    with pytest.raises(CheckpointingException, match=message):
+        save(state, tmp_path / "x", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "expanded", [torch.zeros(2).expand(3, 2), torch.zeros(3, 1).expand(3, 2)], ids=["rows", "columns"]
+)
+def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path, expanded: torch.Tensor) -> None:
+    save({"w": torch.ones(3, 2), "v": torch.ones(4)}, tmp_path / "x")
+    other = torch.zeros(4)
+    with pytest.raises(CheckpointMismatchError, match=r"w: the target of shape \[3, 2\] is expanded .*contiguous"):
+        load({"v": other, "w": expanded}, tmp_path / "x")
+    assert (other == 0).all()
+    save({"w": torch.ones(2).expand(3, 2)}, tmp_path / "y")  # it may be saved
+    assert load({"w": None}, tmp_path / "y").state["w"].tolist() == [[1, 1]] * 3
+
+
+def test_a_failed_extract_leaves_no_file(tmp_path: Path) -> None:
+    save({"w": torch.randn(100)}, tmp_path / "x")
+    place = read_index(tmp_path / "x").tensors["w"].chunks[0].place
+    file = tmp_path / "x" / place.file
+    raw = bytearray(file.read_bytes())
+    raw[place.start] ^= 1
+    file.write_bytes(raw)
+    assert main(["extract", str(tmp_path / "x"), "w", str(tmp_path / "w.pt")]) == 2
+    assert not (tmp_path / "w.pt").exists()
+    raw[place.start] ^= 1
+    file.write_bytes(raw)
+    assert main(["extract", str(tmp_path / "x"), "w", str(tmp_path / "w.pt")]) == 0
+
+
+# ----- faults that no test noticed
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_that_overlap_by_one_row_and_leave_one_out_are_refused(tmp_path: Path, axis: int) -> None:
+    """As many elements as the tensor has: only the comparison of neighbours sees it."""
+
+    local = (3, 6) if axis == 0 else (6, 3)
+
+    def block(start: int) -> ShardedTensor:
+        offset = (start, 0) if axis == 0 else (0, start)
+        return ShardedTensor("w", torch.full(local, float(start)), torch.float32, local, (6, 6), offset, None)
+
+    for starts in ((0, 2), (1, 3)):
+        with pytest.raises(CheckpointingException, match=r"w: Invalid access pattern: rank 0 holds .* both as main"):
+            save_as_ranks([{"w": block(start)} for start in starts], tmp_path / "x")
+    save_as_ranks([{"w": block(start)} for start in (0, 3)], tmp_path / "y")
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.bin"])
+def test_a_symbolic_link_in_a_checkpoint_is_not_followed(tmp_path: Path, name: str) -> None:
+    save({"w": torch.ones(3)}, tmp_path / "x")
+    (tmp_path / "x" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "x" / name).symlink_to(tmp_path / "elsewhere")
+    target = torch.zeros(3)
+    with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError), match="not a regular file"):
+        load({"w": target}, tmp_path / "x", verify="none")
+    assert (target == 0).all()
