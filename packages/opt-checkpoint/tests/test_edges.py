@@ -35,6 +35,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.__main__ import main
+from opt_checkpoint.disk.files import LocalFiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -377,3 +378,24 @@ def test_a_symbolic_link_in_a_checkpoint_is_not_followed(tmp_path: Path, name: s
     with pytest.raises((CheckpointCorruptError, CheckpointNotFoundError), match="not a regular file"):
         load({"w": target}, tmp_path / "x", verify="none")
     assert (target == 0).all()
+
+
+def test_files_are_only_appended_to_and_torch_reads_large_archives_without_a_checksum(tmp_path: Path) -> None:
+    class AppendOnly(LocalFiles):
+        def write_at(self, fd: int, data: bytes | memoryview, position: int) -> int:
+            raise AssertionError("a written byte is changed")
+
+    values = torch.randn(700_001)
+    save({"w": values, "turned": values[:700_000].view(700, 1000).t()}, tmp_path / "x", files=AppendOnly())
+    target = {"w": torch.zeros_like(values), "turned": torch.zeros(1000, 700)}
+    dcp_load(target, checkpoint_id=tmp_path / "x")
+    assert torch.equal(target["w"], values)
+    assert torch.equal(target["turned"], values[:700_000].view(700, 1000).t())
+    assert verify_checkpoint(tmp_path / "x") == []
+    (tmp_path / "x" / "manifest.bin").unlink()  # what remains is read as any stock directory is
+    for file in (tmp_path / "x").glob("*.distcp"):
+        file.write_bytes(b"another program's file".ljust(64) + file.read_bytes()[64:])
+    assert verify_checkpoint(tmp_path / "x") == []
+    again = torch.zeros_like(values)
+    load({"w": again}, tmp_path / "x")
+    assert torch.equal(again, values)

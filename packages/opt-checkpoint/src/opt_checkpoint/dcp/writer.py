@@ -39,6 +39,7 @@ from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import Location
 
 _SMALL_BYTES = 256 << 10
+_UNKNOWN_CRC = 0  # in the archive of a large tensor, whose checksums are in the manifest
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 
 
@@ -208,7 +209,7 @@ def _put_tensor(output: DataFileWriter, key: str, data: Tensor) -> _Placed:
         return _Placed(key, start, output.position, values_start, crc)
     output.put(bytes(gap) + framing.header)
     sums = _put_values(output, data, nbytes)
-    output.put_trailer(framing, sums)
+    output.put(framing.trailer(_UNKNOWN_CRC))
     return _Placed(key, start, output.position, values_start, sums)
 
 

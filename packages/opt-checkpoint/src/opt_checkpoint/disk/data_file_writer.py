@@ -1,13 +1,12 @@
-"""Writes one data file in order, with checksums that a second thread computes and that are filled in later.
+"""Writes one data file in order, while a second thread computes checksums.
 
-The checksum of a large item follows its values. The writer does not wait for it: it leaves room, and fills in the
-checksum while the next items are written. With a spare core, hashing therefore costs no time. Writeback to the disk
+Nothing that was written is changed later: the checksums of large items go to the manifest, and their archives have
+the checksum 0, which torch never compares. With a spare core, hashing therefore costs no time. Writeback to the disk
 starts every few megabytes, not after the last byte.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +15,6 @@ from opt_checkpoint.disk.checksums import PieceSums, crc32, crc32_combine, piece
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.disk.save_target import Output
-from opt_checkpoint.disk.torch_zip_writer import Framing
 
 _BUFFER_BYTES = 4 << 20
 _WRITEBACK_BYTES = 4 << 20  # also the granularity, so that a page that is still filled is not written twice
@@ -28,32 +26,11 @@ class ItemSums(NamedTuple):
     sums: PieceSums
     last: Future[None] | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether all checksums are complete."""
-        return self.last is None or self.last.done()
-
     def settled(self) -> PieceSums:
         """Wait for the checksums and return them."""
         if self.last is not None:
             self.last.result()
         return self.sums
-
-
-class _Trailer(NamedTuple):
-    """The bytes after a large item, which include its checksum.
-
-    Args:
-        framing: the framing of the item.
-        item: the checksums of the item.
-        position: start of the trailer in the file.
-        part: index of the trailer among the parts of the file.
-    """
-
-    framing: Framing
-    item: ItemSums
-    position: int
-    part: int
 
 
 class _Part(NamedTuple):
@@ -77,7 +54,6 @@ class DataFileWriter:
     hasher: Hasher
     position: int = 0
     _parts: list[_Part] = field(default_factory=list)
-    _open: deque[_Trailer] = field(default_factory=deque)
     _gathered: bytearray = field(default_factory=bytearray)
     _written: int = 0
     _sent: int = 0
@@ -108,23 +84,6 @@ class DataFileWriter:
         """Record the bytes that `put_large` has written since the last flush as one part with the checksums `item`."""
         self._parts.append(_Part(item, nbytes))
 
-    def put_trailer(self, framing: Framing, item: ItemSums) -> None:
-        """Append the trailer of an item; if its checksum is not known yet, leave room for it.
-
-        If the output cannot be rewritten, wait for the checksum.
-        """
-        if item.last is None or not self.output.can_rewrite:
-            self.put(framing.trailer(item.settled().whole))
-            return
-        self.flush()
-        room = framing.trailer(0)  # as long as the true one
-        self._write(room)
-        self._open.append(_Trailer(framing, item, self.position, len(self._parts)))
-        self._parts.append(_Part(0, len(room)))
-        self.position += len(room)
-        while self._open and self._open[0].item.is_known:
-            self._fill(self._open.popleft())
-
     def flush(self) -> None:
         """Write the buffered bytes."""
         if self._gathered:
@@ -142,18 +101,10 @@ class DataFileWriter:
             self._sent += ready
 
     def finish(self) -> StoredFile:
-        """Fill in the remaining trailers; return size and CRC-32 of the file. The caller syncs it."""
+        """Write the buffered bytes; return size and CRC-32 of the file. The caller syncs it."""
         self.flush()
-        while self._open:
-            self._fill(self._open.popleft())
         total = 0
         for part in self._parts:
             crc = part.crc if isinstance(part.crc, int) else part.crc.settled().whole
             total = crc32_combine(total, crc, part.nbytes)
         return StoredFile(size=self.position, crc=total)
-
-    def _fill(self, trailer: _Trailer) -> None:
-        """Wait for the checksum of a trailer, and write the trailer to the space reserved for it."""
-        content = trailer.framing.trailer(trailer.item.settled().whole)
-        self.output.rewrite(content, trailer.position)
-        self._parts[trailer.part] = _Part(crc32(content), len(content))

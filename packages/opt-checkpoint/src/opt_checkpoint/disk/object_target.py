@@ -279,8 +279,6 @@ class _Aborted(Exception):
 class _Upload:
     """`Output` to an object. A thread sends finished parts while the others are computed."""
 
-    can_rewrite = False
-
     def __init__(self, place: ObjectPath) -> None:
         self._place = place
         self._queue: Queue[bytes | memoryview | _Aborted | None] = Queue(_WAITING)
@@ -296,9 +294,6 @@ class _Upload:
 
     def start_writeback(self, start: int, nbytes: int) -> None:
         """Do nothing: parts are sent as soon as they are complete."""
-
-    def rewrite(self, data: bytes, position: int) -> None:
-        raise RuntimeError("part of an object cannot be overwritten")
 
     def close(self) -> None:
         """Wait until the object is stored.

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from opt_checkpoint.disk.files import Files, new_file, write_all, write_all_at, write_files
+from opt_checkpoint.disk.files import Files, new_file, write_all, write_files
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.objects.path import Location
@@ -16,18 +16,11 @@ from opt_checkpoint.objects.path import Location
 class Output(Protocol):
     """A new file that is written sequentially."""
 
-    @property
-    def can_rewrite(self) -> bool:
-        """Whether `rewrite` is supported. If not, bytes can only be appended."""
-
     def append(self, data: bytes | memoryview) -> None:
         """Write bytes at the end. Their memory may not change until the file is complete."""
 
     def start_writeback(self, start: int, nbytes: int) -> None:
         """Start writeback of bytes that were appended, without waiting; only a hint."""
-
-    def rewrite(self, data: bytes, position: int) -> None:
-        """Overwrite bytes that were appended."""
 
 
 class SaveTarget(Protocol):
@@ -80,18 +73,11 @@ class FileOutput(NamedTuple):
     files: Files
     fd: int
 
-    @property
-    def can_rewrite(self) -> bool:
-        return True
-
     def append(self, data: bytes | memoryview) -> None:
         write_all(self.files, self.fd, data)
 
     def start_writeback(self, start: int, nbytes: int) -> None:
         self.files.start_writeback(self.fd, start, nbytes)
-
-    def rewrite(self, data: bytes, position: int) -> None:
-        write_all_at(self.files, self.fd, data, position)
 
 
 class DirectoryTarget:

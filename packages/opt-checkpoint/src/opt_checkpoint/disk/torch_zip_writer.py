@@ -5,8 +5,8 @@ microseconds instead of torch's two hundred, streams values directly from their 
 that a part of a chunk can be read.
 
 Layout: `data.pkl`, `byteorder`, `version`, then the values as `data/0`, then the zip directory. The values' checksum
-is known only after they are written, so it is in the descriptor and the directory after them, as the zip format
-allows.
+is in the descriptor and the directory after them, as the zip format allows. torch never compares it; that of a large
+tensor is 0, because it is not known yet when the directory is written.
 """
 
 from __future__ import annotations
