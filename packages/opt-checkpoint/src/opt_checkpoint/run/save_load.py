@@ -101,7 +101,8 @@ def save(
 
     Args:
         state: nested dicts of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject` and
-            plain values (what `torch.load(weights_only=True)` accepts).
+            plain values (what `torch.load(weights_only=True)` accepts). Plain tensors must be equal and on all ranks;
+            `sharded_like(key, tensor)` describes one that only some ranks have.
         path: the checkpoint's directory, on a file system that all ranks share, or its place in an object store: a URL,
             or an `ObjectPath` for a store with options. It must not exist. The same on all ranks.
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
