@@ -311,6 +311,7 @@ BAD = {
     "a numpy detail": ({"a": 1}, {"details": {"step": np.int64(5)}}, r"details\['step'\] is .*int64"),
     "a detail that is NaN": ({"a": 1}, {"details": {"loss": float("nan")}}, r"details\['loss'\] is nan"),
     "a sparse tensor": ({"x": torch.eye(3).to_sparse()}, {}, r"x has layout torch\.sparse_coo.*to_dense"),
+    "a sparse tensor in a list": ({"l": [1, (torch.eye(3).to_sparse(),)]}, {}, r"l\.1\.0 has layout torch\.sparse_coo"),
     "a sparse tensor in compressed rows": ({"x": torch.eye(3).to_sparse_csr()}, {}, r"x has layout torch\.sparse_csr"),
 }
 

@@ -141,7 +141,7 @@ def separate_tensors_(flat: FlatState, is_storable: Callable[[torch.dtype], bool
     parts = [path for path, _ in scopes(flat.state)]
     for path, value in flat.common.items():
         if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
-            separated = without_tensors(value, is_storable)
+            separated = without_tensors(path, value, is_storable)
             flat.common[path] = separated.value
             for inner, tensor in separated.tensors.items():
                 flat.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)

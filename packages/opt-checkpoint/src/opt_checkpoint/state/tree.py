@@ -162,12 +162,21 @@ class Separated(NamedTuple):
     tensors: dict[Path, Tensor]
 
 
-def without_tensors(value: Any, is_storable: Callable[[torch.dtype], bool]) -> Separated:
-    """Separate the dense tensors of storable dtypes in the lists, tuples and dicts of a plain value from the rest."""
+def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], bool]) -> Separated:
+    """Separate the tensors of storable dtypes in the lists, tuples and dicts of the plain value at a path from the rest.
+
+    Raises:
+        CheckpointingException: one is sparse.
+    """
     tensors: dict[Path, Tensor] = {}
 
     def separated(path: Path, value: Any) -> Any:
-        if isinstance(value, Tensor) and path and value.layout is torch.strided and is_storable(value.dtype):
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            raise CheckpointingException(
+                f"{path_text((*at, *path))} has layout {value.layout}; only dense tensors can be stored, so pass "
+                f"tensor.to_dense()"
+            )
+        if isinstance(value, Tensor) and is_storable(value.dtype):
             tensors[path] = value
             return None
         if type(value) in (list, tuple):
