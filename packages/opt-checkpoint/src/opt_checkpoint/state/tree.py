@@ -163,7 +163,7 @@ class Separated(NamedTuple):
 
 
 def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], bool]) -> Separated:
-    """Separate the tensors of storable dtypes in the lists, tuples and dicts of the plain value at a path from the rest.
+    """Separate the tensors of storable dtypes in the lists, tuples and dicts of a plain value from the rest.
 
     Raises:
         CheckpointingException: one is sparse.
