@@ -9,8 +9,7 @@ import torch
 
 from opt_config import AdamOptimizerConfig, ConfigError, OptimizerConfig, SGDOptimizerConfig
 
-# Transcribed by hand from Megatron-Core's page of the class, in its order; the page prints None for the dtypes and the
-# initial loss scale, which are torch.float32 and 2**32. The last two are newer than the page.
+# Megatron-Core 0.19.2, in its order, with the later default of muon_tp_mode; muon_use_syrk is newer.
 SPEC: dict[str, object] = {
     "lr": None,
     "min_lr": None,
@@ -47,7 +46,7 @@ SPEC: dict[str, object] = {
     "muon_fp32_matmul_prec": "medium",
     "muon_coefficient_type": "quintic",
     "muon_num_ns_steps": 5,
-    "muon_tp_mode": "blockwise",
+    "muon_tp_mode": "duplicated",
     "muon_extra_scale_factor": 1.0,
     "muon_scalar_optimizer": "adam",
     "lion_beta1": 0.95,
@@ -69,13 +68,13 @@ SPEC: dict[str, object] = {
     "pin_cpu_grads": True,
     "pin_cpu_params": True,
     "clip_grad": 1.0,
+    "grad_norm_skip_threshold": math.inf,
     "log_num_zeros_in_grad": False,
     "barrier_with_L1_time": False,
     "timers": None,
     "config_logger_dir": "",
     "optimizer_cuda_graph": False,
     "muon_use_syrk": False,
-    "grad_norm_skip_threshold": math.inf,
 }
 OURS: dict[str, object] = {
     "soap_order": "paper",
@@ -189,6 +188,21 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"params_dtype": torch.float16},
         "OptimizerConfig: params_dtype=torch.float16: needs loss scaling; set fp16=True",
     ),
+    "a dynamic loss scale in bf16": (
+        {"bf16": True, "hysteresis": 4},
+        "OptimizerConfig: hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True and "
+        "loss_scale=None; set these, or leave it at 2",
+    ),
+    "a dynamic loss scale beside a constant one": (
+        {"fp16": True, "loss_scale": 8.0, "loss_scale_window": 10},
+        "OptimizerConfig: loss_scale_window=10: has no effect: the loss scale is dynamic only with fp16=True and "
+        "loss_scale=None; set these, or leave it at 1000",
+    ),
+    "adamw without decoupled decay": (
+        {"optimizer": "adamw", "decoupled_weight_decay": False},
+        "OptimizerConfig: decoupled_weight_decay=False: contradicts optimizer='adamw', which decouples it; set "
+        "optimizer='adam' to add it to the gradient",
+    ),
     "a scale that cannot back off": (
         {"initial_loss_scale": 1.0, "min_loss_scale": 2.0},
         "OptimizerConfig: min_loss_scale=2.0: must not be above initial_loss_scale=1.0",
@@ -219,6 +233,11 @@ def test_fields_may_be_given_by_position():
     config = OptimizerConfig(1e-3, 1e-4, 2e-3, 2e-4, 0.1)
     assert (config.lr, config.min_lr, config.decoupled_lr, config.decoupled_min_lr) == (1e-3, 1e-4, 2e-3, 2e-4)
     assert config.weight_decay == 0.1
+
+
+def test_adamw_is_adam_with_decoupled_decay():
+    assert OptimizerConfig(optimizer="adamw") == OptimizerConfig(optimizer="adam")
+    assert OptimizerConfig.from_dict({"optimizer": "adamw"}).optimizer == "adam"
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)

@@ -14,7 +14,10 @@ from opt_config.validate import AT_LEAST_ONE, interval_problems, type_problems
 
 @dataclass
 class DistributedDataParallelConfig(Configuration):
-    """Configuration of the data-parallel wrapper. Field names and defaults are those of Megatron-Core.
+    """Configuration of the data-parallel wrapper. Field names, order and defaults are those of Megatron-Core.
+
+    Fields without a description exist so that Megatron-Core's configurations can be passed on. A value other than the
+    default is refused: see `unsupported_fields`.
 
     Raises `ConfigError`, which names every invalid field. A configuration that is passed in is never modified.
 
@@ -56,26 +59,23 @@ class DistributedDataParallelConfig(Configuration):
     """Average in the collective. False: scale the gradients first, then sum."""
     fp8_param_gather: bool = False
     """Keep and gather the parameters in fp8."""
+    fp4_param_gather: bool = False
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
     """Gather mxfp8 parameters through the gradient buffer."""
-    nccl_ub: bool = False
-    """Allocate the buffers from NCCL's memory and register them with their process groups, which must be of NCCL."""
-    disable_symmetric_registration: bool = False
-    """Register NCCL buffers locally. False: as symmetric memory, which needs torch 2.9."""
-
-    # Megatron-Core's other fields, so that its configurations can be passed on. A value other than the default is
-    # refused: see `unsupported_fields`.
-    fp4_param_gather: bool = False
     use_megatron_fsdp: bool = False
     use_custom_fsdp: bool = False
     data_parallel_sharding_strategy: str = "no_shard"
     gradient_reduce_div_fusion: bool = True
     suggested_communication_unit_size: int | None = None
     keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    """Allocate the buffers from NCCL's memory and register them with their process groups, which must be of NCCL."""
     fsdp_double_buffer: bool = False
     fsdp_db_use_persist_buf_on_alloc_fail: bool = False
     fsdp_all_gather_in_start_param_sync: bool = True
     outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    """Register NCCL buffers locally. False: as symmetric memory, which needs torch 2.9."""
     fsdp_manual_registration: bool = False
     delay_wgrad_compute: bool = False
     megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
@@ -85,6 +85,7 @@ class DistributedDataParallelConfig(Configuration):
     megatron_fsdp_cuda_graph_mode: bool = False
     megatron_fsdp_enable_fine_grained_param_gather: bool = False
     megatron_fsdp_max_pool_double_buffer: bool = False
+    megatron_fsdp_version: int = 1
 
     def validate(self) -> None:
         """Check the current values of all fields. Raises `ConfigError` with every problem."""

@@ -126,6 +126,9 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
         "pin_cpu_grads": _offload("test_staging_is_pinned_if_requested"),
         "pin_cpu_params": _offload("test_staging_is_pinned_if_requested"),
         "clip_grad": _effect("formats", _BUILD, "test_gradients_are_scaled_down_to_the_requested_norm"),
+        "grad_norm_skip_threshold": FieldUse(
+            _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"
+        ),
         "log_num_zeros_in_grad": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_zeros_of_all_gradients_are_counted"),
         "barrier_with_L1_time": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
         "timers": FieldUse(_BUILD, f"{_FACADE_TESTS}::test_the_spans_have_megatron_cores_names"),
@@ -139,9 +142,6 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = MappingProxyType(
             "integration_tests/device/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
         ),
         "muon_use_syrk": _effect("rules", _RULES, "test_symmetric_products_are_computed_by_half"),
-        "grad_norm_skip_threshold": FieldUse(
-            _BUILD, f"{_FACADE_TESTS}::test_a_norm_above_the_threshold_refuses_the_step"
-        ),
         "soap_order": _rule(),
         "soap_max_precond_dim": _rule(),
         "soap_one_sided": _rule(),

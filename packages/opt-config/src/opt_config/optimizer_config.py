@@ -27,7 +27,7 @@ from opt_config.optimizer_rules import validate_optimizer_config
 
 @dataclass
 class OptimizerConfig(Configuration):
-    """Configuration of an optimizer. Fields, order and defaults are those of Megatron-Core.
+    """Configuration of an optimizer. Fields, order and defaults are those of Megatron-Core; newer ones follow.
 
     Raises `ConfigError`, which names every invalid field, its value, what is allowed and what to do. Call `validate()`
     to check again after assigning to a field.
@@ -78,7 +78,8 @@ class OptimizerConfig(Configuration):
     """Dtype of the second moment: float32, float16, bfloat16 or uint8 (scaled fp8)."""
 
     optimizer: str = "adam"
-    """Name of the rule. `config_overrides` may choose another rule for some parameters."""
+    """Name of the rule; "adamw" becomes "adam", which needs decoupled_weight_decay=True. `config_overrides` may choose
+    another rule for some parameters."""
 
     loss_scale: float | None = None
     """Constant loss scale. None: dynamic scaling with fp16, no scaling otherwise."""
@@ -119,9 +120,9 @@ class OptimizerConfig(Configuration):
     """Name of the set of Newton-Schulz coefficients."""
     muon_num_ns_steps: int = 5
     """Number of Newton-Schulz steps."""
-    muon_tp_mode: str = "blockwise"
-    """How a tensor-parallel matrix is orthogonalised: its local block only (blockwise), the whole matrix on every rank
-    (duplicated), or the whole matrix with the work divided over the ranks (distributed)."""
+    muon_tp_mode: str = "duplicated"
+    """How a tensor-parallel matrix is orthogonalised: the whole matrix on every rank (duplicated), the whole matrix
+    with the work divided over the ranks (distributed), or the local block only (blockwise)."""
     muon_extra_scale_factor: float = 1.0
     """Factor of Muon's update."""
     muon_scalar_optimizer: str = "adam"
@@ -170,6 +171,8 @@ class OptimizerConfig(Configuration):
 
     clip_grad: float = 1.0
     """Clip gradients to this global L2 norm. 0: no clipping."""
+    grad_norm_skip_threshold: float = math.inf
+    """Skip the step if the gradient norm is above this."""
     log_num_zeros_in_grad: bool = False
     """Count the gradient elements that are zero."""
     barrier_with_L1_time: bool = False
@@ -184,8 +187,6 @@ class OptimizerConfig(Configuration):
 
     muon_use_syrk: bool = False
     """Compute the Gram matrices of Muon with a kernel for symmetric products."""
-    grad_norm_skip_threshold: float = math.inf
-    """Skip the step if the gradient norm is above this."""
     soap_order: str = "paper"
     """Order within a step of SOAP: paper (update, factors, bases; the first step only initializes the bases) or
     megatron (factors, bases, update; updates from the first step)."""
@@ -203,6 +204,12 @@ class OptimizerConfig(Configuration):
     """Weight decay of Muon with `decoupled_weight_decay`: decoupled (lr * wd * p) or independent (wd * p)."""
     adaptive_muon_lines: str = "rows"
     """Lines of a matrix of which normuon keeps the mean square: rows, cols, or longer (rows unless cols > rows)."""
+
+    def __post_init__(self) -> None:
+        """Check all fields. Raises `ConfigError` with every problem."""
+        self.validate()
+        if self.optimizer == "adamw":
+            self.optimizer = "adam"
 
     def validate(self) -> None:
         """Check the current values of all fields. Raises `ConfigError` with every problem."""

@@ -99,6 +99,9 @@ _NEEDS = MappingProxyType(
 )
 
 
+_OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
 def validate_optimizer_config(config: "OptimizerConfig") -> None:
     """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every single field is valid."""
     problems = list(type_problems(config))
@@ -131,9 +134,10 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
         reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; set only one of them"
         yield Problem("optimizer_cpu_offload", True, reason)
-    if config.min_loss_scale > config.initial_loss_scale:
-        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
-        yield Problem("min_loss_scale", config.min_loss_scale, reason)
+    if config.optimizer == "adamw" and not config.decoupled_weight_decay:
+        reason = "contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add it to the gradient"
+        yield Problem("decoupled_weight_decay", False, reason)
+    yield from _loss_scale(config)
 
 
 def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
@@ -143,6 +147,18 @@ def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
         if value != defaults[name] and getattr(config, needed) == defaults[needed]:
             reason = f"has no effect without {needed}; set that too, or leave this at {defaults[name]!r}"
             yield Problem(name, value, reason)
+
+
+def _loss_scale(config: "OptimizerConfig") -> Iterator[Problem]:
+    if config.min_loss_scale > config.initial_loss_scale:
+        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        yield Problem("min_loss_scale", config.min_loss_scale, reason)
+    elif config.loss_scale is not None or not config.fp16:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name in _OF_DYNAMIC_SCALE and value != field.default:
+                reason = "has no effect: the loss scale is dynamic only with fp16=True and loss_scale=None"
+                yield Problem(field.name, value, f"{reason}; set these, or leave it at {field.default!r}")
 
 
 def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:

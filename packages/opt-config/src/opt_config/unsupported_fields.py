@@ -36,6 +36,7 @@ UNSUPPORTED_DATA_PARALLEL_FIELDS: Mapping[str, str] = MappingProxyType(
         "megatron_fsdp_cuda_graph_mode": _OF_FSDP,
         "megatron_fsdp_enable_fine_grained_param_gather": f"{_OF_FSDP}; overlap_param_gather=True gathers by bucket",
         "megatron_fsdp_max_pool_double_buffer": _OF_FSDP,
+        "megatron_fsdp_version": _OF_FSDP,
     }
 )
 """By field: why a value other than its default is refused, and what to write instead."""

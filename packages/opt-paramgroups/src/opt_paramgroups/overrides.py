@@ -23,7 +23,7 @@ ConfigOverrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Overr
 
 OVERRIDE_KEYS = (
     *ParamGroupOverride.__optional_keys__,
-    *("lr_mult", "is_decoupled_lr", "optimizer", "clip_grad"),
+    *("lr_mult", "is_decoupled_lr", "clip_grad"),
     *("betas", "eps", "momentum"),
 )
 """The entries that an override may set. Schedulers, the factory or rules read them."""
@@ -74,7 +74,7 @@ def read_overrides(
     type, for reserved and unknown entries, and for values that are not allowed.
     """
     known = None if extra_group_keys is None else {*OVERRIDE_KEYS, *TORCH_KEYS, *extra_group_keys}
-    read: dict[ParamKey, Override] = {}
+    read: dict[ParamKey, dict[str, Any]] = {}
     if not isinstance(config_overrides, Mapping):
         raise ConfigError(f"config_overrides={config_overrides!r}: must map ParamKeys to overrides, or be None")
     for key, override in config_overrides.items():
@@ -92,7 +92,19 @@ def read_overrides(
             reason = "must be a ParamGroupOverride (a dict) or an OptimizerConfig"
             raise ConfigError(f"config_overrides[{key.label}]: {override!r}: {reason}")
         _check(read[key], key)
-    return read
+        if read[key].get("optimizer") == "adamw":
+            read[key] = type(read[key])({**read[key], "optimizer": _adamw(config, key)})
+    return dict(read)
+
+
+def _adamw(config: OptimizerConfig, key: ParamKey) -> str:
+    """The rule that "adamw" stands for. Raises `ConfigError` if the configuration does not decouple weight decay."""
+    if not config.decoupled_weight_decay:
+        raise ConfigError(
+            f"config_overrides[{key.label}]: optimizer='adamw': contradicts decoupled_weight_decay=False of the "
+            "configuration; set optimizer='adam', or decoupled_weight_decay=True"
+        )
+    return "adam"
 
 
 def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKey) -> Override:

@@ -21,6 +21,7 @@ class ParamGroupOverride(TypedDict, total=False):
     start_wd: float  # weight decay at step 0
     end_wd: float  # weight decay at the end of its ramp
     wd_mult: float  # multiplies the weight decay; 0 turns it off
+    optimizer: str  # the rule that updates the group
 
 
 def param_group_override_to_tuple(
