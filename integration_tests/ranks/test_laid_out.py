@@ -33,7 +33,7 @@ from opt_config import OptimizerConfig
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
 
 SOAP_OF_PARTS = config("soap", soap_split_qkv=True)
-SOAP, MUON = config("soap"), config("muon")  # whose mode is "blockwise", which is of tensor parallelism only
+SOAP, MUON = config("soap"), config("muon", muon_tp_mode="blockwise")  # a mode of tensor parallelism only
 DUPLICATED = config("muon", muon_tp_mode="duplicated")
 ADAMUON = config("adaptive_muon", muon_tp_mode="duplicated")
 NORMUON = config("adaptive_muon", muon_tp_mode="duplicated", adaptive_muon_moment2_method="normuon")
@@ -78,7 +78,10 @@ BY_ATTRIBUTES = {
     "normuon, gathered to joint": (NORMUON, JOINT),
     "namo": (NAMO, NAMO),
 }
-BLOCKWISE = {name: config("adaptive_muon", adaptive_muon_moment2_method=name) for name in ("normuon", "namo")}
+BLOCKWISE = {
+    name: config("adaptive_muon", muon_tp_mode="blockwise", adaptive_muon_moment2_method=name)
+    for name in ("normuon", "namo")
+}
 BLOCKS = (replicas_of_tp, fsdp_x_tp)
 HOOKED = {"adam": config("adam"), "muon": DUPLICATED}
 HOOKED_LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)

@@ -128,11 +128,11 @@ def test_an_overflow_in_the_experts_alone_skips_all_and_moves_the_one_scale() ->
     def rank_main(comm: ThreadComm) -> tuple[bool, float, bool]:
         expert = Axes(dp=expert_worlds[comm.rank][0], tp=Alone())
         roles = Roles(dense=Axes(dp=comm, tp=Alone()), expert=expert, everyone=comm)
-        net = Mixture()
+        net = Mixture().half()
         optimizer = get_optimizer(
             config(loss_scale=None, fp16=True, initial_loss_scale=16.0, hysteresis=1), [net], {}, pg_collection=roles
         )
-        net.dense.grad, net.expert.grad = torch.ones(3), torch.ones(5)
+        net.dense.grad, net.expert.grad = torch.ones(3).half(), torch.ones(5).half()
         if comm.rank == 1:
             net.expert.grad[4] = torch.inf
         success = optimizer.step().success

@@ -190,13 +190,8 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a dynamic loss scale in bf16": (
         {"bf16": True, "hysteresis": 4},
-        "OptimizerConfig: hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True and "
-        "loss_scale=None; set these, or leave it at 2",
-    ),
-    "a dynamic loss scale beside a constant one": (
-        {"fp16": True, "loss_scale": 8.0, "loss_scale_window": 10},
-        "OptimizerConfig: loss_scale_window=10: has no effect: the loss scale is dynamic only with fp16=True and "
-        "loss_scale=None; set these, or leave it at 1000",
+        "OptimizerConfig: hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True; set that, or "
+        "leave it at 2",
     ),
     "adamw without decoupled decay": (
         {"optimizer": "adamw", "decoupled_weight_decay": False},

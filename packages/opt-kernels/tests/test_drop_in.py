@@ -46,6 +46,32 @@ def stepped(optimizer: torch.optim.Optimizer, param: Tensor, steps: int = 3) -> 
 
 # --- keys of groups -------------------------------------------------------------------------------------------------
 
+NO_EFFECT: Mapping[str, tuple[Callable[[list[nn.Parameter]], object], str]] = {
+    "rounding": (lambda p: optim.AdamW(p, stochastic_rounding=True), "stochastic_rounding=True has no effect"),
+    "rounding, of other parameters": (
+        lambda p: optim.Muon(p, scalar_optimizer="lion", scalar_options={"stochastic_rounding": True}),
+        "stochastic_rounding=True has no effect",
+    ),
+    "remainders": (lambda p: optim.SGD(p, lr=0.1, mains="remainder"), "mains='remainder' has no effect"),
+    "copies": (lambda p: optim.Lion(p, mains="float32"), "mains='float32' has no effect: all parameters are torch.fl"),
+    "remainders of Muon": (lambda p: optim.Muon(p, scalar_optimizer="adam", mains="remainder"), "mains='remainder' ha"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), NO_EFFECT.values(), ids=NO_EFFECT)
+def test_a_setting_that_no_parameter_can_feel_is_refused(build: Callable[..., object], message: str) -> None:
+    wide = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match=message):
+        build(wide)
+    build([*wide, nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])  # another parameter feels it
+
+
+def test_remainders_leave_nothing_to_round_stochastically() -> None:
+    narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="stochastic_rounding=True has no effect"):
+        optim.AdamW([narrow], mains="remainder", stochastic_rounding=True)
+
+
 UNKNOWN = {
     "use_muon": (optim.Muon, {"use_muon": False}, r"use_muon=False .* Did you mean 'use_matrix_rule'\?"),
     "bets": (optim.AdamW, {"bets": (0.9, 0.99)}, r"bets=\(0.9, 0.99\) .* Did you mean 'betas'\?"),

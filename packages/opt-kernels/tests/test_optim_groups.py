@@ -74,7 +74,7 @@ def test_a_saved_step_stays_when_the_optimizer_goes_on() -> None:
 
 def test_states_that_were_put_elsewhere_are_the_ones_that_move() -> None:
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizer = optim.AdamW(params, backend="torch", mains="float32")
+    optimizer = optim.AdamW(params, backend="torch")
     stepped(optimizer, params)
     # As offloading does: the tensors are replaced, or the whole state of a parameter.
     state = optimizer.state[params[0]]

@@ -26,7 +26,8 @@ class Array:
 
 
 def test_the_order_of_writing_does_not_matter() -> None:
-    assert set(ParamGroupOverride.__annotations__) == set("max_lr min_lr start_wd end_wd wd_mult optimizer".split())
+    keys = {"max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "optimizer"}
+    assert ParamGroupOverride.__annotations__.keys() == keys
     one = ParamGroupOverride(max_lr=0.01, min_lr=0.001, wd_mult=1.0)
     other = ParamGroupOverride(wd_mult=1.0, min_lr=0.001, max_lr=0.01)
     expected = (("max_lr", 0.01), ("min_lr", 0.001), ("wd_mult", 1.0))

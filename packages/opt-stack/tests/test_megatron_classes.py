@@ -1,5 +1,6 @@
 """opt_stack.megatron: Megatron-Core's wrapper, its classes of optimizers, and names that are refused in a sentence."""
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import opt_stack
 import opt_stack.megatron as megatron
+from opt_distributed.buffers.binding import main_grad
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
@@ -114,10 +116,19 @@ def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch
     assert found["qk_layernorm"] is False
 
 
-def test_an_all_reduce_of_shards_is_refused() -> None:
-    chunk = megatron.DistributedDataParallel(SimpleNamespace(), DDP(use_distributed_optimizer=True), make_model())
-    with pytest.raises(opt_stack.ConfigError, match="force_all_reduce=True: with use_distributed_optimizer=True"):
-        megatron.finalize_model_grads([chunk], force_all_reduce=True)
+def test_a_forced_all_reduce_leaves_finalized_gradients_whole_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> torch.Tensor:
+        axes = Axes(dp=comm, tp=Alone())
+        groups = Roles(dense=axes, expert=axes, everyone=comm)
+        model = nn.Linear(3, 1, bias=False)
+        transformer = SimpleNamespace(calculate_per_token_loss=True)
+        chunk = megatron.DistributedDataParallel(transformer, DDP(use_distributed_optimizer=True), model, groups=groups)
+        chunk(torch.full((1, 3), 6.0 * (comm.rank + 1))).sum().backward()
+        megatron.finalize_model_grads([chunk], torch.tensor(comm.rank + 1), force_all_reduce=True)
+        return main_grad(model.weight).clone()
+
+    for grad in run_threads(2, rank_main):
+        assert grad.tolist() == [[6.0] * 3]  # (6 + 12) / 3 tokens
 
 
 KINDS = {
@@ -190,3 +201,96 @@ def test_a_public_name_of_megatron_core_exists_or_says_what_to_write(name: str) 
     else:
         with pytest.raises(ImportError, match=f"opt_stack.megatron has no {name}; "):
             getattr(megatron, name)
+
+
+MODULES = {  # of megatron.core.optimizer, optimizer_param_scheduler and distributed, with their public names
+    "clip_grads": "get_grad_norm_fp32 clip_grad_by_total_norm_fp32 count_zeros_fp32",
+    "distrib_optimizer": "DistributedOptimizer",
+    "distributed_data_parallel": "DistributedDataParallel",
+    "distributed_data_parallel_config": "DistributedDataParallelConfig",
+    "emerging_optimizers": "TensorParallelMuon TensorParallelAdaptiveMuon",
+    "grad_scaler": "MegatronGradScaler ConstantGradScaler DynamicGradScaler",
+    "layer_wise_optimizer": "LayerWiseDistributedOptimizer",
+    "muon": "get_megatron_muon_optimizer",
+    "optimizer": "MegatronOptimizer MixedPrecisionOptimizer Float16OptimizerWithFloat16Params FP32Optimizer "
+    "ChainedOptimizer param_group_identifier_keys",
+    "optimizer_config": "OptimizerConfig AdamOptimizerConfig SGDOptimizerConfig ParamKey ParamPredicate "
+    "ParamWithNamePredicate",
+    "optimizer_cuda_graph": "OptimizerCudaGraphWrapper",
+    "optimizer_param_scheduler": "OptimizerParamScheduler ParamGroupOverride combine_param_group_overrides "
+    "get_canonical_lr_for_logging param_group_override_to_tuple",
+    "qk_clip": "clip_qk",
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_references_modules_have_their_names(name: str) -> None:
+    module = import_module(f"opt_stack.megatron.{name}")
+    for public in MODULES[name].split():
+        if public in megatron.__all__:
+            assert getattr(module, public) is getattr(megatron, public)
+        else:
+            with pytest.raises(ImportError, match=f"opt_stack.megatron has no {public}; "):
+                getattr(module, public)
+
+
+ASKS: dict[str, dict[str, Any]] = {
+    "use_distributed_optimizer": {"optimizer": "muon", "use_distributed_optimizer": True},
+    "dist_muon": {"optimizer": "dist_muon"},
+    "both": {"optimizer": "dist_muon", "use_distributed_optimizer": True},
+    "soap": {"optimizer": "soap", "use_distributed_optimizer": True},
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_a_sharded_rule_of_matrices_is_layer_wise(name: str) -> None:
+    config = megatron.OptimizerConfig(lr=0.1, **ASKS[name])
+    optimizer = megatron.get_megatron_optimizer(config, [make_model()])
+    assert isinstance(optimizer, megatron.LayerWiseDistributedOptimizer)
+    assert {group["optimizer"] for group in optimizer.param_groups} == {"soap" if name == "soap" else "muon", "adam"}
+    groups = megatron._get_param_groups([make_model()], config, None)
+    assert [group["optimizer"] for group in groups] == [group["optimizer"] for group in optimizer.param_groups]
+    with pytest.raises(opt_stack.ConfigError):
+        opt_stack.get_optimizer(config, [make_model()])  # without Megatron-Core's meaning
+
+
+def test_other_sharded_rules_keep_their_meaning() -> None:
+    config = megatron.OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
+    assert isinstance(megatron.get_megatron_optimizer(config, [make_model()]), megatron.DistributedOptimizer)
+    with pytest.raises(opt_stack.ConfigError, match="optimizer='dist_adam' is unknown"):
+        megatron.get_megatron_optimizer(megatron.OptimizerConfig(optimizer="dist_adam"), [make_model()])
+
+
+def test_gradients_are_clipped_and_counted_as_in_megatron_core() -> None:
+    grads = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0, 0.0]])]
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    assert megatron.get_grad_norm_fp32(grads) == 5.0
+    assert megatron.get_grad_norm_fp32(grads, 1) == 7.0
+    assert megatron.get_grad_norm_fp32(grads, float("inf")) == 4.0
+    assert megatron.get_grad_norm_fp32([]) == 0.0
+    assert megatron.count_zeros_fp32(params) == 2
+    params[0].shared = True  # type: ignore[attr-defined]
+    assert megatron.count_zeros_fp32(params) == 1
+    megatron.clip_grad_by_total_norm_fp32(params, 10.0, 5.0)
+    assert params[1].grad is not None
+    assert torch.equal(params[1].grad, grads[1])
+    megatron.clip_grad_by_total_norm_fp32(params, 1.0, 5.0)
+    torch.testing.assert_close(params[1].grad, grads[1] / 5)
+
+
+def test_the_optimizer_gives_the_gradients_that_its_norm_counts() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1, bf16=True, loss_scale=4.0), [model])
+    optimizer.prepare_model_params_for_param_sync()
+    with pytest.raises(RuntimeError):
+        optimizer.get_grads_for_grad_norm()
+    backward(model, 0, scale=optimizer.scale_loss)
+    optimizer.prepare_grads()
+    grads = optimizer.get_grads_for_grad_norm()
+    assert megatron.get_grad_norm_fp32(grads) == pytest.approx(optimizer.get_grad_norm(), rel=1e-5)
+    assert optimizer.get_grads_for_grad_norm("mtp") == []
+    assert not optimizer.has_grad_norm_group(grad_norm_group="mtp")
+    with pytest.raises(ValueError, match="grad_norm_group 'heads': allowed are"):
+        optimizer.get_grads_for_grad_norm("heads")

@@ -153,12 +153,12 @@ def _loss_scale(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.min_loss_scale > config.initial_loss_scale:
         reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
         yield Problem("min_loss_scale", config.min_loss_scale, reason)
-    elif config.loss_scale is not None or not config.fp16:
+    elif not config.fp16:
         for field in dataclasses.fields(config):
             value = getattr(config, field.name)
             if field.name in _OF_DYNAMIC_SCALE and value != field.default:
-                reason = "has no effect: the loss scale is dynamic only with fp16=True and loss_scale=None"
-                yield Problem(field.name, value, f"{reason}; set these, or leave it at {field.default!r}")
+                reason = "has no effect: the loss scale is dynamic only with fp16=True"
+                yield Problem(field.name, value, f"{reason}; set that, or leave it at {field.default!r}")
 
 
 def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:

@@ -43,6 +43,7 @@ from opt_stack.chunks.wrapper_fields import check_patterns
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.choices import record_choices_
+from opt_stack.planning.effects import check_effects, check_standard_overrides
 from opt_stack.planning.fp8 import check_recipes, check_reused
 from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
 from opt_stack.planning.peers import check_peers, check_same_config
@@ -124,6 +125,7 @@ def get_optimizer(
         allow_unmatched=allow_unmatched,
         extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
     )
+    check_standard_overrides(config, config_overrides, groups, roles.everyone)
     optimizer = _build(
         config,
         chunks,
@@ -241,6 +243,7 @@ def _build(
         lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),
     )
     params, metas = parameters_by_id(chunks), describe_stored(chunks)
+    check_effects(config, chunks, metas, [id for group in groups for id in group["param_ids"]], roles.everyone)
     agreed(roles.everyone, lambda: check_memory(config, chunks, groups))
     check_recipes(config, chunks, roles.everyone)
     check_peers(plan, groups, metas, roles)

@@ -89,17 +89,34 @@ class GradientStatistics:
         """
         return self.stepper.count_zeros()
 
-    def has_grad_norm_group(self, name: str) -> bool:
-        """Return whether a parameter on any rank has `grad_norm_group=name`. Collective.
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """Return the gradients of this rank's parts that a norm counts, each element of the model on one rank: means in
+        fp32, without the loss scale, before clipping. The tensors are copies.
+
+        `grad_norm_group`: a separate norm group. None: the model's own norm.
+
+        Raises:
+            RuntimeError: no gradients are ready; call it between `prepare_grads` and `step_with_ready_grads`.
+            ValueError: no norm group has this name.
+        """
+        self._check_norm_group(grad_norm_group or "")
+        return self.stepper.counted_grads(grad_norm_group or "")
+
+    def has_grad_norm_group(self, grad_norm_group: str) -> bool:
+        """Return whether a parameter on any rank is in the norm group of this name. Collective.
 
         Raises:
             ValueError: no norm group has this name.
         """
+        slot = self._check_norm_group(grad_norm_group)
+        is_local = any(piece.norm_slot == slot for _, piece in self._held.values())
+        return any(self._everyone.gather_objects(is_local))
+
+    def _check_norm_group(self, name: str) -> int:
         slots = self.stepper.limits.slots
         if name not in slots:
             raise ValueError(f"grad_norm_group {name!r}: allowed are {', '.join(map(repr, slots))}")
-        is_local = any(piece.norm_slot == slots.index(name) for _, piece in self._held.values())
-        return any(self._everyone.gather_objects(is_local))
+        return slots.index(name)
 
     def get_grad_stats_parallel_group(self) -> ProcessGroup | None:
         """Return the group over which norms and zeros are summed; None for one process, or without process groups."""

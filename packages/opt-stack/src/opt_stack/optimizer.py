@@ -302,6 +302,9 @@ class Optimizer(GradientStatistics, StateDicts):
     def init_state(self) -> None:
         """Do nothing: the state of every rule exists from construction. Part of Megatron-Core's interface."""
 
+    def prepare_model_params_for_param_sync(self) -> None:
+        """Do nothing: a step writes the parameters before it returns. Part of Megatron-Core's interface."""
+
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copy the model's current values to the main values, after a weight load that bypassed the optimizer.
 

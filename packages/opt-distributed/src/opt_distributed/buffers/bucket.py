@@ -18,7 +18,7 @@ from opt_distributed.buffers.binding import (
 from opt_distributed.buffers.large_grads import LargestNorm
 from opt_distributed.buffers.nonfinite import NonfiniteGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import InFlight, Wire
+from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
@@ -91,8 +91,16 @@ class GradBucket:
 
     @property
     def result(self) -> Tensor:
-        """A view of the result on this rank: its shard, or the whole bucket if the buffer is replicated."""
+        """A view of this rank's reduced gradients: its shard, or the whole bucket if every rank has all of them."""
+        if self.memory.reduces_everywhere:
+            return self.memory.grad_bucket(self.index)
         return self.memory.result(self.index, self.reduction.axes.dp.rank)
+
+    @property
+    def wire(self) -> Wire:
+        """How this iteration's gradients are reduced."""
+        axes = self.reduction.axes
+        return SumEverywhere(axes.dp, axes.inter) if self.memory.reduces_everywhere else self.reduction.wire
 
     def note(self, id: ParamId) -> None:
         """Note that a gradient of this parameter was added."""
@@ -150,7 +158,7 @@ class GradBucket:
         if self.reduction.scale_before != 1.0:
             full.mul_(self.reduction.scale_before)
         what = f"gradient reduction {iteration} of {self.name}"
-        wire = self.reduction.wire
+        wire = self.wire
         stages = wire.stages(full, self.result)
         self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
@@ -159,7 +167,7 @@ class GradBucket:
         for check in (self._largest_norm, self.nonfinite):
             if check is not None:
                 check.advance()
-        if self._flight is not None and self.reduction.wire.is_staged:
+        if self._flight is not None and self.wire.is_staged:
             self._flight.advance()
 
     @torch.no_grad()
@@ -189,9 +197,20 @@ class GradBucket:
         """Begin an iteration."""
         self._land()
         self.state = BucketState.ACCUMULATING
+        self.memory.reduces_everywhere = False
         self.problem = self.norm = self.nonfinite = None
         self.arrivals = {}
         self._missing = len(self.ids)
+
+    def check_reduces_everywhere(self) -> None:
+        """Raise GradientError if the gradients cannot be reduced on every rank, because they were reduced to shards."""
+        if self.memory.layout.num_shards == 1 or self.memory.reduces_everywhere:
+            return
+        if self.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
+            raise GradientError(
+                f"force_all_reduce=True, but {self.name} was reduced to shards already; pass it to the first "
+                "finish_grad_sync() of the iteration, and do not call start_grad_sync() before"
+            )
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply the gradients; after the reduction, only the result on this rank.

@@ -140,6 +140,8 @@ class DistributedDataParallel(nn.Module):
         # One rank may evaluate alone, without `torch.no_grad()`; training in evaluation mode is noted in backward.
         if self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.grad_sync.note_forward()
+        if self._use_hooks is None and self.param_sync.is_pending:  # after disable_forward_pre_hook(param_sync=False)
+            self.param_sync.wait()
         return self.module(*args, **kwargs)
 
     # --- gradients ------------------------------------------------------------------------------
@@ -148,32 +150,45 @@ class DistributedDataParallel(nn.Module):
         """Only accumulate gradients inside: for all microbatches except the last."""
         return self.grad_sync.no_sync()
 
-    def start_grad_sync(self) -> None:
-        """Start the reduction of every bucket that has not started yet."""
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reduction of every bucket that has not started yet. A pipeline's schedule may pass the chunk's
+        parameters, as to Megatron-Core's `grad_sync_func`; they are not used."""
         self.param_sync.wait()
         self.grad_sync.start()
 
-    def finish_grad_sync(self) -> None:
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete the reduction of this iteration's gradients. A second call does nothing.
+
+        `force_all_reduce`: with sharded state, all-reduce instead of reduce-scattering, in all chunks of the optimizer,
+        so that every rank has whole gradients in `main_grad`, for example to write them to a file.
 
         Raises:
             CollectiveError: a collective failed, or exceeded the timeout of its group; names bucket and iteration.
-            GradientError: on every rank, if gradients are not finite and `check_for_nan_in_grad` is set.
+            GradientError: on every rank, if gradients are not finite and `check_for_nan_in_grad` is set, or if
+                `force_all_reduce` is set after the reduction to shards has begun.
+            ValueError: `force_all_reduce` with `overlap_grad_reduce` and sharded state.
         """
+        if force_all_reduce and self.config.use_distributed_optimizer:
+            if self.config.overlap_grad_reduce:
+                raise ValueError(
+                    "force_all_reduce=True, but overlap_grad_reduce=True reduces gradients to shards in backward; wrap "
+                    "the model with overlap_grad_reduce=False"
+                )
+            self.grad_sync.reduce_everywhere()
         self.start_grad_sync()
         self.grad_sync.finish()
         if self.param_sync.buckets:
             self.param_sync.order = self.grad_sync.order[::-1]
 
     @torch.no_grad()
-    def scale_gradients(self, factor: float | Tensor) -> None:
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply all gradients; after the reduction, only this rank's results.
 
         Raises:
             GradientError: a reduction is pending; finish it first.
         """
         for bucket in self.grad_sync.buckets:
-            bucket.scale_(factor)
+            bucket.scale_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Begin an iteration: set all gradients to zero."""
@@ -208,8 +223,11 @@ class DistributedDataParallel(nn.Module):
         if all(other in self._zeroed for other in self._optimizers):
             self.zero_grad_buffer()
 
-    def offload_grad_buffers(self) -> None:
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Free the memory of gradients. `zero_grad_buffer` or `restore_grad_buffers` allocates it again.
+
+        On an accelerator, `synchronize` waits for queued work first, and `empty_cache` returns the memory from torch's
+        cache to the device.
 
         Raises ValueError with `nccl_ub`: memory that is allocated again would not be registered.
         """
@@ -217,27 +235,41 @@ class DistributedDataParallel(nn.Module):
             raise ValueError("nccl_ub=True: gradients are in registered memory, which is not freed; set it to False")
         self._wait_for_lent_grads()
         self.grad_sync.begin()
+        if synchronize:
+            self._synchronize()
         for bucket in self.grad_sync.buckets:
             bucket.send_away()
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
         for sums in self._local_sums:
             sums.release_()
+        if empty_cache:
+            for device in {buffer.memory.device for buffer in self.synced_buffers}:
+                if device.type not in ("cpu", "meta"):
+                    torch.get_device_module(device).empty_cache()
 
-    def restore_grad_buffers(self) -> None:
-        """Allocate the memory of gradients again, as zeros, and begin an iteration."""
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Allocate the memory of gradients again, as zeros, and begin an iteration. `synchronize`: wait until the
+        device has done so."""
         self.zero_grad_buffer()
+        if synchronize:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Let the host wait for the work that is queued on the current streams of the buffers' devices."""
+        for buffer in self.synced_buffers:
+            buffer.memory.queues.current_stream().record_event().synchronize()
 
     # --- parameters -----------------------------------------------------------------------------
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False) -> None:
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather every bucket from its owners, in the background with `overlap_param_gather` and without `force_sync`.
 
-        With `align_param_gather` and without `force_sync`, it only gathers buckets that were updated since their last
-        gather, of this chunk and of chunks before it. A pipeline's schedule may pass the chunk's parameters, as to
-        Megatron-Core's `param_sync_func`; they are not used.
+        With `align_param_gather`, and without `force_sync` or `force_dispatch`, it only gathers buckets that were
+        updated since their last gather, of this chunk and of chunks before it. A pipeline's schedule may pass the
+        chunk's parameters, as to Megatron-Core's `param_sync_func`; they are not used.
         """
-        if self.param_sync.gathers is Gathers.WHEN_ASKED and not force_sync:
+        if self.param_sync.gathers is Gathers.WHEN_ASKED and not (force_sync or force_dispatch):
             self.param_sync.start_asked()
             return
         self._start_gathers()
@@ -271,9 +303,17 @@ class DistributedDataParallel(nn.Module):
         """Wait for pending gathers of parameters. Need not be called before a forward of this wrapper."""
         self.param_sync.wait()
 
-    def disable_forward_pre_hook(self) -> None:
-        """Complete the parameters, and let gathers complete in the step until hooks are enabled again."""
+    def free_overlap_buffers(self) -> None:
+        """Complete pending gathers and free their scratch memory, for example before a checkpoint is written."""
         self.param_sync.wait()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Let gathers complete in the step until hooks are enabled again.
+
+        Complete the parameters now, or, with `param_sync=False`, at the next forward of this wrapper.
+        """
+        if param_sync:
+            self.param_sync.wait()
         self.param_sync.gathers = Gathers.IN_STEP
         if self._use_hooks is not None:
             self._use_hooks.remove()

@@ -120,6 +120,18 @@ class GradSync:
             self.is_started = True
             self.launch_order.launch_ready()
 
+    def reduce_everywhere(self) -> None:
+        """Let this iteration's reductions give every rank the whole gradients, in all chunks of the launch order.
+
+        Raises:
+            GradientError: a reduction to shards has begun.
+        """
+        buckets = [bucket for chunk in self.launch_order.chunks for bucket in chunk.buckets]
+        for bucket in buckets:
+            bucket.check_reduces_everywhere()
+        for bucket in buckets:
+            bucket.memory.reduces_everywhere = bucket.memory.layout.num_shards > 1
+
     def finish(self) -> None:
         """Complete the reduction of this iteration's gradients. A second call does nothing.
 

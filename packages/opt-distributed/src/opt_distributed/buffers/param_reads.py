@@ -82,7 +82,7 @@ class UseHooks:
             handle.remove()
         for module in self._gated:
             if isinstance(module._parameters, AwaitedParams):
-                module._parameters = module._parameters.copy()
+                module._parameters = dict.copy(module._parameters)  # does not wait for gathers
 
 
 class _Wait:

@@ -94,8 +94,11 @@ class SyncedBuffer:
         self._chunk.lend_grads(self.memory)
 
     def owned(self) -> Iterator[Piece]:
-        """The pieces of the parameters that this rank owns; all of them if the buffer is replicated."""
+        """The pieces whose reduced gradients this rank has: its own, or all after a reduction on every rank."""
         layout = self.plan.layout
+        if self.memory.reduces_everywhere:
+            wholes = ((slot.id, slice(0, slot.numel)) for slot in layout.slots())
+            return (Piece(id, of_param=whole, of_shard=whole) for id, whole in wholes)
         rank = self.axes.dp.rank if layout.num_shards > 1 else 0
         return (owned.piece for owned in layout.owned(rank))
 

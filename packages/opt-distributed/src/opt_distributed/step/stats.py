@@ -211,6 +211,15 @@ def reduce_norm(ready: Iterable[Ready], *, everyone: Comm, norm_type: float, slo
     return math.fsum(powers) ** (1.0 / norm_type) if all(map(math.isfinite, powers)) else sum(powers)
 
 
+def counted_grads(ready: Iterable[Ready], *, slot: int, scale: float) -> list[Tensor]:
+    """Return the mean gradients, fp32 and times `scale`, of which this rank counts the elements in a norm's slot."""
+    return [
+        grad.to(torch.float32) * (source.grad_scale * scale)
+        for source, of_slots in _by_source(ready).items()
+        for grad in of_slots.get(slot, ())
+    ]
+
+
 def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
     """Count the zero elements of the ready gradients over the whole model. Collective."""
     local = sum(

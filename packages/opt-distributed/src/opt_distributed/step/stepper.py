@@ -36,6 +36,7 @@ from opt_distributed.step.stats import (
     Family,
     KeptSums,
     Known,
+    counted_grads,
     known_numbers,
     reduce_norm,
     reduce_stats,
@@ -190,6 +191,16 @@ class Stepper:
         ready = self._prepared(f"for a {norm_type}-norm")
         norm = reduce_norm(ready.of_units, everyone=self.everyone, norm_type=norm_type, slot=0)
         return norm * ready.verdict.inv_scale
+
+    def counted_grads(self, slot: str = "") -> list[Tensor]:
+        """The gradients of this rank's parts that the norm of `slot` counts: fp32, mean, without loss scale.
+
+        Raises:
+            RuntimeError: no gradients are ready.
+        """
+        ready = self._prepared("to read them")
+        scale = float(ready.verdict.inv_scale)
+        return counted_grads(ready.of_units, slot=self.limits.slots.index(slot), scale=scale)
 
     def clip_to(self, max_norm: float) -> None:
         """Clip the ready gradients to `max_norm` instead of `limits.max_norm`, in the slots that are clipped.

@@ -82,6 +82,7 @@ class RuleOptimizer(CheckedOptimizer):
         self._handle = handle_of(self)
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
+        self._check_effects()
         self._entries = self._new_entries()
 
     @property

@@ -20,9 +20,9 @@ from opt_kernels.optim.groups import (
     check_options,
 )
 from opt_kernels.optim.hooks import HOOKS, check_names, check_param_hooks, checked_hooks, with_hooks
-from opt_kernels.optim.mains import Mains
+from opt_kernels.optim.mains import Mains, is_narrow
 from opt_kernels.optim.on_device import check_capturable
-from opt_kernels.optim.params import check_param, for_dtype
+from opt_kernels.optim.params import check_param, for_dtype, rounds_stochastically
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import MatrixSpec
 
@@ -126,6 +126,25 @@ class CheckedOptimizer(torch.optim.Optimizer, ABC):
         if self.capturable:
             check_capturable(param, rule)
         check_param_hooks(param, rule, group)
+
+    def _check_effects(self) -> None:
+        """Raise ValueError if `mains` or `stochastic_rounding` was given, but has no effect on any parameter."""
+        pairs = [(self.rule_of(group, param), param) for group in self.param_groups for param in group["params"]]
+        if any(is_lazy(param) for _, param in pairs):
+            return
+        dtypes = ", ".join(sorted({str(param.dtype) for _, param in pairs}))
+        if self.mains is not Mains.PARAM and not any(is_narrow(param) for _, param in pairs):
+            raise ValueError(
+                f"mains={self.mains.value!r} has no effect: all parameters are {dtypes}, and only narrower ones have "
+                "separate mains; convert the model (model.bfloat16()), or leave mains at 'param'"
+            )
+        asked = [(rule, param) for rule, param in pairs if getattr(rule, "stochastic_rounding", False)]
+        if asked and not any(rounds_stochastically(rule, self.mains, param) for rule, param in asked):
+            raise ValueError(
+                f"stochastic_rounding=True has no effect: parameters are {dtypes}, with mains={self.mains.value!r}; "
+                "only bfloat16 parameters with mains='param' are rounded stochastically. Convert the model "
+                "(model.bfloat16()), or leave it at False"
+            )
 
     def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """The rule that updates `param`, with its hooks."""

@@ -28,12 +28,17 @@ def parse_mains(name: str) -> Mains:
         raise ValueError(f"mains={name!r} is unknown; pass one of {allowed}") from None
 
 
+def is_narrow(param: Tensor) -> bool:
+    """Whether a main can be wider than the parameter."""
+    return param.dtype not in (torch.float32, torch.float64)
+
+
 def init_main(mains: Mains, param: Tensor) -> dict[str, Tensor]:
     """The states that `mains` adds to those of the rule, before the first step.
 
     Raises ValueError for a remainder of a parameter that is not bfloat16.
     """
-    if mains is Mains.PARAM or param.dtype in (torch.float32, torch.float64):
+    if mains is Mains.PARAM or not is_narrow(param):
         return {}
     if mains is Mains.FLOAT32:
         return {MAIN: param.to(torch.float32, copy=True)}

@@ -57,11 +57,12 @@ from opt_scheduler import (
 )
 from opt_stack.factory import (
     Overrides,
-    get_megatron_optimizer,
     get_optimizer_based_on_param_groups,
     logger,
     with_matrix_rule,
 )
+from opt_stack.megatron.absent import absent
+from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.kinds import (
     ChainedOptimizer,
     DistributedOptimizer,
@@ -71,6 +72,7 @@ from opt_stack.megatron.kinds import (
     MixedPrecisionOptimizer,
     get_megatron_muon_optimizer,
 )
+from opt_stack.megatron.layer_wise import get_megatron_optimizer, layer_wise
 from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.rules.registry import Registry
@@ -105,9 +107,12 @@ __all__ = [
     "_get_param_groups",
     "_get_param_groups_and_buffers",
     "_matches",
+    "clip_grad_by_total_norm_fp32",
     "combine_param_group_overrides",
+    "count_zeros_fp32",
     "finalize_model_grads",
     "get_canonical_lr_for_logging",
+    "get_grad_norm_fp32",
     "get_megatron_muon_optimizer",
     "get_megatron_optimizer",
     "get_mup_config_overrides",
@@ -122,33 +127,9 @@ __all__ = [
 
 _matches = matches
 
-_FSDP = "shard the model with torch's fully_shard, and pass it to get_megatron_optimizer"
-_SCALER = "OptimizerConfig builds the loss scaler: loss_scale, initial_loss_scale, loss_scale_window, hysteresis"
-_ABSENT = {
-    "FullyShardedDataParallel": _FSDP,
-    "TorchFullyShardedDataParallel": _FSDP,
-    "TorchFullyShardedDataParallelConfig": _FSDP,
-    "ConstantGradScaler": _SCALER,
-    "DynamicGradScaler": _SCALER,
-    "MegatronGradScaler": _SCALER,
-    "HybridDeviceOptimizer": "set optimizer_cpu_offload=True and optimizer_offload_fraction of OptimizerConfig",
-    "OptimizerCudaGraphWrapper": "set optimizer_cuda_graph=True of OptimizerConfig",
-    "TensorParallelMuon": 'set optimizer="muon" and muon_tp_mode of OptimizerConfig',
-    "TensorParallelAdaptiveMuon": 'set optimizer="adaptive_muon" and muon_tp_mode of OptimizerConfig',
-    "clip_qk": "pass hooks=[opt_stack.QKClip(...)] to get_megatron_optimizer",
-    "clip_grad_by_total_norm_fp32": "call optimizer.clip_grad_norm(max_norm) after optimizer.prepare_grads()",
-    "get_grad_norm_fp32": "call optimizer.get_grad_norm() after optimizer.prepare_grads()",
-    "count_zeros_fp32": "call optimizer.count_zeros() after optimizer.prepare_grads()",
-    "check_config_overrides_consistency": "get_megatron_optimizer checks overrides",
-    "param_group_identifier_keys": "load_state_dict matches groups by the names of their parameters",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Raise ImportError, which says what to write, for public names of Megatron-Core that do not exist here."""
-    if name in _ABSENT:
-        raise ImportError(f"opt_stack.megatron has no {name}; {_ABSENT[name]}", name=__name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return absent(name, __name__)
 
 
 def _get_param_groups(
@@ -162,6 +143,7 @@ def _get_param_groups(
 
     See `opt_paramgroups.get_param_groups`, also for the errors.
     """
+    config = layer_wise(config, rules)
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
     return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
 
@@ -181,6 +163,7 @@ def _get_param_groups_and_buffers(
     See `opt_paramgroups.get_param_groups_and_buffers`. Chunks in `DistributedDataParallel` have their buffers under
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
+    config = layer_wise(config, rules)
     overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
     return get_param_groups_and_buffers(
         model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world().gather_objects
@@ -243,7 +226,7 @@ def _get_megatron_optimizer_based_on_param_groups(
         _check_tensor_parallel(model_chunks, model_parallel_group, tensor_parallel_group)
     part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
     return get_optimizer_based_on_param_groups(
-        config, model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
+        layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_kernels.rules.base import Needs
-from opt_stack.factory import get_megatron_optimizer
+from opt_stack.megatron.layer_wise import get_megatron_optimizer, layer_wise
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.rules.registry import Registry
 
@@ -95,6 +95,7 @@ def get_megatron_muon_optimizer(
     Raises:
         ConfigError: `config.optimizer` is not a rule of matrices; and as `get_megatron_optimizer`.
     """
+    config = layer_wise(config, kwargs.get("rules"))
     rules = kwargs.get("rules") or Registry().with_installed()
     if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
         raise ConfigError(

@@ -96,14 +96,13 @@ def finalize_model_grads(
     See `opt_stack.finalize_model_grads`, whose keyword-only arguments are `options`. Their defaults are read from the
     transformer configuration with which the first chunk was wrapped.
 
+    With `force_all_reduce`, every rank has whole gradients in `main_grad` afterwards, also with sharded state.
+
     Raises:
-        ConfigError: `force_all_reduce` is set, but gradients are reduced to shards.
+        ValueError: `force_all_reduce` is set, but a chunk with sharded state was wrapped with `overlap_grad_reduce`.
     """
-    if force_all_reduce and any(chunk.config.use_distributed_optimizer for chunk in model):
-        raise ConfigError(
-            "force_all_reduce=True: with use_distributed_optimizer=True every rank has the reduced gradients of its "
-            "shard only; leave it out, or wrap with use_distributed_optimizer=False"
-        )
+    for chunk in model if force_all_reduce else ():
+        chunk.finish_grad_sync(force_all_reduce=True)
     of_model = getattr(model[0], "transformer_config", None) if model else None
     options.setdefault("qk_layernorm", bool(getattr(of_model, "qk_layernorm", False)))
     rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)

@@ -1,0 +1,9 @@
+"""Names of `megatron.core.optimizer.emerging_optimizers`: each says what to write instead."""
+
+from typing import NoReturn
+
+from opt_stack.megatron.absent import absent
+
+
+def __getattr__(name: str) -> NoReturn:
+    return absent(name, __name__)
