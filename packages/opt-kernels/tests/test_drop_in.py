@@ -66,6 +66,15 @@ def test_a_setting_that_no_parameter_can_feel_is_refused(build: Callable[..., ob
     build([*wide, nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])  # another parameter feels it
 
 
+def test_arguments_of_other_libraries_are_answered_with_ours() -> None:
+    with pytest.raises(TypeError, match=r"AdamW: .*'optim_bits'\. optim_bits: exp_avg_dtype=torch.int8, exp_avg"):
+        optim.AdamW([matrix()], optim_bits=8)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Muon: .*'percentile_clipping'\. percentile_clipping: max_norm clips"):
+        optim.Muon([matrix()], percentile_clipping=5)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match=r"exp_avg_dtype='int8' is a string; pass a dtype, such as torch\.int8"):
+        optim.AdamW([matrix()], exp_avg_dtype="int8")  # type: ignore[arg-type]
+
+
 def test_remainders_leave_nothing_to_round_stochastically() -> None:
     narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="stochastic_rounding=True has no effect"):

@@ -22,6 +22,7 @@ from opt_scheduler import (
     ramp,
     repeat,
     restarts,
+    shifted_exponential,
     step_decay,
     wsd,
 )
@@ -81,7 +82,16 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "clip-open": (lambda: clip(constant(1.0)), "clip: needs low=, high= or both"),
     "values-and-edges": (
         lambda: piecewise_constant([1.0, 2.0], at=[1, 2]),
-        "piecewise_constant: 2 values need 1 steps, not 2",
+        "piecewise_constant: at=[1, 2] has 2 steps, at which 3 values meet, but there are 2 values",
+    ),
+    "values-by-name": (
+        lambda: piecewise_constant({0: 1.0, 5: 2.0}, at=[1]),  # type: ignore[arg-type]
+        "piecewise_constant: values={0: 1.0, 5: 2.0} must be a list or tuple of numbers",
+    ),
+    "a-curve-by-its-name": (lambda: cosine(1.0, 0.0, steps=-5), "cosine: steps=-5 must be more than 0"),
+    "a-shifted-curve": (
+        lambda: shifted_exponential(1.0, 0.0, steps=0),
+        "shifted_exponential: steps=0 must be more than 0",
     ),
     "unknown-kind": (
         lambda: Schedule.from_dict({"kind": "rampp"}),

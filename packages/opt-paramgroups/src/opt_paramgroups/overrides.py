@@ -83,7 +83,7 @@ def read_overrides(
                 f"config_overrides: {key!r}: must be a ParamKey; for a pattern of names, ParamKey(name=...)"
             )
         if isinstance(override, OptimizerConfig):
-            read[key] = _difference(config, override, key)
+            read[key] = dict(_difference(config, override, key))
         elif isinstance(override, Mapping):
             _check_names(override, key, known)
             kind = DefaultEntries if isinstance(override, DefaultEntries) else dict

@@ -85,7 +85,12 @@ else:
     def __getattr__(name: str) -> object:
         """Import `as_lr_scheduler` at its first use: it needs torch. Raises AttributeError for other names."""
         if name == "as_lr_scheduler":
-            from .lr_scheduler import as_lr_scheduler
-
+            try:
+                from .lr_scheduler import as_lr_scheduler
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                message = "opt_scheduler.as_lr_scheduler needs torch, which is not installed: pip install torch"
+                raise ImportError(message, name="torch") from error
             return as_lr_scheduler
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

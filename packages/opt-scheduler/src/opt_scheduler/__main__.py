@@ -1,6 +1,7 @@
 """The command `optsched`: shows schedules as tables and plots."""
 
 import argparse
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         schedules = _schedules(args)
-        print(_table(schedules, args) if args.command == "table" else _plot(schedules, args))
+        print(_table(schedules, args) if args.command == "table" else _plot(schedules, args), flush=True)
+    except BrokenPipeError:  # the reader, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
     except (ScheduleError, OSError, tomllib.TOMLDecodeError) as error:
         print(f"optsched: {error}", file=sys.stderr)
         return 2

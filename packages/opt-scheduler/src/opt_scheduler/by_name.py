@@ -138,6 +138,11 @@ def get_schedule(
     check_number(name, above=0, steps=steps)
     check_number(name, low=0, warmup_steps=warmup_steps)
     check_number(name, peak=peak, start=start)
+    if 0 < warmup_steps < 1:
+        raise ScheduleError(
+            f"{name}: warmup_steps={warmup_steps!r} is less than a step; for a fraction of the run, pass "
+            f"warmup_steps={warmup_steps!r} * steps"
+        )
     if warmup_steps >= steps:
         raise ScheduleError(
             f"{name}: warmup_steps={warmup_steps!r} must be less than steps={steps!r}, which include it"

@@ -192,13 +192,20 @@ def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Sc
     return Ramp(start=start, end=end, steps=steps, shape=shape)
 
 
+def _named_ramp(name: str, start: float, end: float, steps: float) -> Schedule:
+    """The ramp of the function `name`, which errors name."""
+    check_number(name, start=start, end=end)
+    check_number(name, above=0, steps=steps)
+    return Ramp(start=start, end=end, steps=steps, shape="exponential" if name == "shifted_exponential" else name)
+
+
 def linear(start: float, end: float, *, steps: float) -> Schedule:
     """A straight line.
 
     >>> linear(1.0, 0.0, steps=100).values([0, 25, 100, 101])
     [1.0, 0.75, 0.0, 0.0]
     """
-    return Ramp(start=start, end=end, steps=steps, shape="linear")
+    return _named_ramp("linear", start, end, steps)
 
 
 def cosine(start: float, end: float, *, steps: float) -> Schedule:
@@ -207,7 +214,7 @@ def cosine(start: float, end: float, *, steps: float) -> Schedule:
     >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
     [1.0, 0.5, 0.0, 0.0]
     """
-    return Ramp(start=start, end=end, steps=steps, shape="cosine")
+    return _named_ramp("cosine", start, end, steps)
 
 
 def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
@@ -216,7 +223,7 @@ def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
     >>> minus_sqrt(1.0, 0.0, steps=100).values([0, 25, 100])
     [1.0, 0.5, 0.0]
     """
-    return Ramp(start=start, end=end, steps=steps, shape="minus_sqrt")
+    return _named_ramp("minus_sqrt", start, end, steps)
 
 
 def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
@@ -225,7 +232,7 @@ def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
     >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
     [1.0, 0.414214, 0.0]
     """
-    return Ramp(start=start, end=end, steps=steps, shape="exponential")
+    return _named_ramp("shifted_exponential", start, end, steps)
 
 
 def exponential(start: float, end: float, *, steps: float) -> Schedule:

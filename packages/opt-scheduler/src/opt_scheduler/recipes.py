@@ -74,9 +74,18 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
     >>> piecewise_constant([1.0, 0.1, 0.01], at=[100, 150]).values([0, 99, 100, 149, 150])
     [1.0, 1.0, 0.1, 0.1, 0.01]
     """
+    arguments: dict[str, object] = {"values": values, "at": at}
+    for name, given in arguments.items():
+        if not isinstance(given, Sequence):
+            raise ScheduleError(f"piecewise_constant: {name}={given!r} must be a list or tuple of numbers")
+    check_number("piecewise_constant", **{f"values[{index}]": value for index, value in enumerate(values)})
+    check_number("piecewise_constant", **{f"at[{index}]": step for index, step in enumerate(at)})
     edges = [0.0, *at]
     if len(values) != len(edges):
-        raise ScheduleError(f"piecewise_constant: {len(values)} values need {len(values) - 1} steps, not {len(at)}")
+        raise ScheduleError(
+            f"piecewise_constant: at={list(at)!r} has {len(at)} steps, at which {len(at) + 1} values meet, but there "
+            f"are {len(values)} values"
+        )
     if any(b <= a for a, b in pairwise(edges)):
         raise ScheduleError(f"piecewise_constant: at={list(at)!r} must ascend from above 0")
     lengths = [b - a for a, b in pairwise(edges)]

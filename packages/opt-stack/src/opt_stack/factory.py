@@ -87,7 +87,7 @@ def get_optimizer(
         config: the settings that all parameters share.
         model_chunks: the model, or its virtual pipeline stages. Plain modules, or wrapped in `DistributedDataParallel`.
         config_overrides: the settings that differ for some parameters, by key. None: the standard overrides (no weight
-            decay on vectors, ...); {}: no overrides.
+            decay on vectors, ...), which others replace, with a warning if vectors are decayed then; {}: no overrides.
         use_gloo_process_groups: accepted for Megatron-Core's callers and ignored: no separate gloo groups are needed.
         pg_collection: process groups by role (`ProcessGroups`, Megatron-Core's `ProcessGroupCollection`, or `Roles`).
             None: the groups that a chunk was wrapped with; else those of Megatron-Core's initialised `parallel_state`,

@@ -178,6 +178,8 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
         case torch.uint8 if not signed:
             return Root()
     eight = "int8" if signed else "uint8"
+    if isinstance(dtype, str):
+        raise CodecError(f"{name}_dtype={dtype!r} is a string; pass a dtype, such as torch.{eight}")
     raise CodecError(
         f"{name}_dtype={dtype} has no codec; pass torch.float32, float64, bfloat16, float16, float8_e4m3fn, "
         f"float8_e5m2 or {eight}"

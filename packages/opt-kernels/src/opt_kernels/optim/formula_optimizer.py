@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
-from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.groups import ParamGroup, bound_arguments
 from opt_kernels.optim.hooks import HOOKS, checked_hooks, with_hooks
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 
@@ -25,9 +25,7 @@ class FormulaOptimizer(RuleOptimizer):
 
     def __init__(self, params: Params, lr: float | Tensor | None = None, *args: Any, **options: Any) -> None:
         given = (params,) if lr is None else (params, lr)
-        bound = type(self).__signature__.bind(*given, *args, **options)
-        bound.apply_defaults()
-        values: dict[str, Any] = dict(bound.arguments)
+        values = bound_arguments(type(self), type(self).__signature__, *given, *args, **options)
         numbers = {number.name: values[number.name] for number in self.formula.numbers}
         self.formula.check_numbers(numbers)
         rule = self.rule_with(values)

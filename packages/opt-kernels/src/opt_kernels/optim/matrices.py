@@ -16,7 +16,7 @@ from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
-from opt_kernels.optim.groups import ParamGroup, numbers_of
+from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
@@ -59,9 +59,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         cls.__signature__ = _signature(cls.numbers, {**cls.options, **_OF_ALL, "hooks": cls.default_hooks})
 
     def __init__(self, params: Params | nn.Module, *args: Any, **options: Any) -> None:
-        bound = type(self).__signature__.bind(params, *args, **options)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bound_arguments(type(self), type(self).__signature__, params, *args, **options)
         numbers = {name: given[name] for name in self.numbers}
         self._check_numbers(numbers)
         rule = self.rule_with(numbers | {name: given[name] for name in (*self.options, "backend")})

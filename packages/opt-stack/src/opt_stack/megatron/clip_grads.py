@@ -35,7 +35,8 @@ def get_grad_norm_fp32(
         largest = [norm for of_rank in norms for norm in of_rank]
         return math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0)
     powers = [float(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)) ** norm_type for grad in grads]
-    return float(sum(comm.gather_objects(sum(powers)))) ** (1.0 / norm_type)
+    total: float = sum(comm.gather_objects(sum(powers))) ** (1.0 / norm_type)
+    return total
 
 
 @torch.no_grad()

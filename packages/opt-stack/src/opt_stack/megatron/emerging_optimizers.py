@@ -6,4 +6,4 @@ from opt_stack.megatron.absent import absent
 
 
 def __getattr__(name: str) -> NoReturn:
-    return absent(name, __name__)
+    absent(name, __name__)

@@ -21,4 +21,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    return absent(name, __name__)
+    absent(name, __name__)
