@@ -54,3 +54,10 @@ def test_what_needs_an_optional_package_says_so(module: str) -> None:
     result = run(BLOCKED + code)
     assert result.returncode != 0
     assert module in result.stderr
+
+
+def test_the_adapter_says_what_to_install() -> None:
+    result = run(BLOCKED + "import opt_scheduler; opt_scheduler.as_lr_scheduler")
+    assert "ImportError: opt_scheduler.as_lr_scheduler needs torch, which is not installed: pip install torch" in (
+        result.stderr
+    )

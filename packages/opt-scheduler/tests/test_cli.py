@@ -26,6 +26,18 @@ def test_a_table_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    """`optsched table ... | head -1` ended with "Broken pipe"."""
+    command = [sys.executable, "-m", "opt_scheduler", "table", *FLAGS, "--rows", "20000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (0, b"")
+
+
 def test_the_boundaries_are_always_among_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table", *FLAGS, "--rows", "3"]) == 0
     steps = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]

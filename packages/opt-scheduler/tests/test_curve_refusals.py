@@ -40,8 +40,8 @@ def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "no-steps": (lambda: linear(1.0, 0.0, steps=0), "ramp: steps=0 must be more than 0"),
-    "nan": (lambda: cosine(math.nan, 0.0, steps=1), "ramp: start=nan must be a finite number"),
+    "no-steps": (lambda: linear(1.0, 0.0, steps=0), "linear: steps=0 must be more than 0"),
+    "nan": (lambda: cosine(math.nan, 0.0, steps=1), "cosine: start=nan must be a finite number"),
     "a-string": (
         lambda: constant("1e-3"),
         "constant: value='1e-3' must be a finite number, not text; YAML reads 1e-4 as text",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stack_models import make_model
+from stack_models import backward, make_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -92,6 +92,16 @@ def test_sharding_of_dtensors_alone_is_refused(name: str) -> None:
     mixed = nn.Sequential(make_model(), nn.Linear(3, 3))
     fully_shard(mixed[0])
     get_optimizer(config, [mixed])  # the state of the last layer is sharded
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_that_is_sharded_after_its_optimizer_was_built_is_refused_by_name() -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-3), [model])
+    fully_shard(model)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="after the optimizer was built, as by fully_shard, "):
+        optimizer.step()
 
 
 # --- overrides in place of the standard ones --------------------------------------------------------------------------

@@ -88,7 +88,7 @@ else:
             try:
                 from .lr_scheduler import as_lr_scheduler
             except ModuleNotFoundError as error:
-                if error.name != "torch":
+                if "torch" not in str(error):
                     raise
                 message = "opt_scheduler.as_lr_scheduler needs torch, which is not installed: pip install torch"
                 raise ImportError(message, name="torch") from error
