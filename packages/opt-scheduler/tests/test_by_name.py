@@ -94,7 +94,7 @@ def test_wsd_is_the_recipe() -> None:
             r"wsd: decay_steps=90 must fit after the warmup: .* 80",
         ),
         ({"name": "linear", "warmup_steps": 100}, "linear: warmup_steps=100 must be less than steps=100"),
-        ({"name": "linear", "warmup_steps": 0.1}, r"linear: warmup_steps=0.1 is less than a step; .* 0.1 \* steps"),
+        ({"name": "linear", "warmup_steps": 0.1}, r"linear: warmup_steps=0.1 is less than a step; .*=0.1 \* steps"),
         ({"name": "linear", "warmup_steps": -1}, "linear: warmup_steps=-1 must be at least 0"),
         ({"name": "linear", "steps": 0}, "linear: steps=0 must be more than 0"),
         ({"name": "linear", "peak": "1e-3"}, "linear: peak='1e-3' must be a finite number, not text; YAML reads 1e-4"),

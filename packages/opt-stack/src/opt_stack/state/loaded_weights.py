@@ -156,8 +156,8 @@ class LoadedWeights:
             name = self._trained[next(iter(self._replaced))]
             return UnusableGradientError(
                 f"{name!r} was replaced in the model after the optimizer was built, as by fully_shard, an "
-                "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a parameter "
-                "that the model no longer has; build the optimizer after that"
+                "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a "
+                "parameter that the model no longer has; build the optimizer after that"
             )
         if not self.are_new:
             return None
