@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 from data_parallel_net import OVERLAP, SHARDED, Net, batch, over
+from recording_comm import RecordingComm
 from test_data_parallel import backward, expected_grads, loss_of
 from torch import nn
 
 from opt_distributed.buffers.binding import GradientError, main_grad
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.comm.recording import RecordingComm
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
 CONFIGS = {
