@@ -294,3 +294,17 @@ def test_the_optimizer_gives_the_gradients_that_its_norm_counts() -> None:
     assert not optimizer.has_grad_norm_group(grad_norm_group="mtp")
     with pytest.raises(ValueError, match="grad_norm_group 'heads': allowed are"):
         optimizer.get_grads_for_grad_norm("heads")
+
+
+def test_an_override_names_the_rule_of_its_parameters() -> None:
+    config = megatron.OptimizerConfig(lr=0.1, optimizer="sgd")
+    overrides = {
+        megatron.ParamKey(name="0.weight"): megatron.ParamGroupOverride(optimizer="adamw"),
+        megatron.ParamKey(name="2.weight"): megatron.ParamGroupOverride(optimizer="lion", wd_mult=0.5),
+    }
+    optimizer = megatron.get_megatron_optimizer(config, [make_model()], overrides)
+    rule_of = {str(id): group["optimizer"] for group in optimizer.param_groups for id in group["param_ids"]}
+    assert rule_of == {"0.weight": "adam", "0.bias": "sgd", "2.weight": "lion", "2.bias": "sgd"}
+    coupled = megatron.OptimizerConfig(lr=0.1, decoupled_weight_decay=False)
+    with pytest.raises(opt_stack.ConfigError, match="optimizer='adamw': contradicts decoupled_weight_decay=False"):
+        megatron.get_megatron_optimizer(coupled, [make_model()], overrides)
