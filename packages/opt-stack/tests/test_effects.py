@@ -25,7 +25,6 @@ from opt_stack.factory import Overrides
 MATRIX = ParamKey(name="0.weight")
 PRECISIONS: Mapping[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
-    "fp16": {"fp16": True},
     "params_dtype": {"params_dtype": torch.bfloat16},
 }
 
@@ -38,6 +37,12 @@ def test_a_precision_that_no_parameter_has_is_refused(name: str) -> None:
     mixed = make_model()
     mixed[0].to(config.precision.params)  # some parameters feel it
     get_optimizer(config, [mixed])
+
+
+def test_fp16_scales_the_loss_of_a_model_in_fp32() -> None:
+    """As under autocast, with the gradients of `torch.amp`'s fp16 products."""
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-3, fp16=True, initial_loss_scale=2.0**10), [make_model()])
+    assert optimizer.scale_loss(torch.ones(())) == 2.0**10
 
 
 def test_a_precision_of_frozen_parameters_is_the_models() -> None:

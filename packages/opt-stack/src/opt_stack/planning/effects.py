@@ -47,11 +47,11 @@ def check_effects(
 
 def _problems(config: OptimizerConfig, dtypes: set[torch.dtype], are_dtensors: set[bool]) -> Iterator[Problem]:
     asked = config.precision.params
-    if asked is not torch.float32 and dtypes and asked not in dtypes:
-        name = "fp16" if config.fp16 else "bf16" if config.bf16 else "params_dtype"
+    # fp16 scales the loss of a model in fp32 as well, under autocast.
+    if asked is not torch.float32 and not config.fp16 and dtypes and asked not in dtypes:
+        name = "bf16" if config.bf16 else "params_dtype"
         reason = f"has no effect: the model's parameters are {', '.join(sorted(map(str, dtypes)))}; convert the model"
-        rest = "for a loss scale under autocast, set loss_scale" if config.fp16 else "autocast needs no such setting"
-        yield Problem(name, getattr(config, name), f"{reason} to {asked} first, or leave it out ({rest})")
+        yield Problem(name, getattr(config, name), f"{reason} to {asked} first, or leave it out (autocast needs none)")
     for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"):
         if getattr(config, name) and are_dtensors == {True}:
             reason = "has no effect: all trained parameters are DTensors (fully_shard, parallelize_module), and their"
