@@ -1,55 +1,30 @@
 """`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm, comm_of
-from opt_distributed.comm.groups import ProcessGroups
-from opt_distributed.comm.joined import sum_together_
+from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.groups import ProcessGroups, Roles
+from opt_distributed.comm.megatron import groups_of_collection
 from opt_distributed.routers import update_router_biases_
-from opt_paramgroups import ParamMeta
 
-QK_NORMS = ("q_layernorm", "k_layernorm")
-"""Parts of the names of norms that every tensor-parallel rank applies to its own heads."""
+__all__ = ["ROUTER_BIAS_UPDATE_RATE", "Peers", "finalize_model_grads", "unfinalized"]
+
+Groups = ProcessGroups | Roles | Peers | None
 ROUTER_BIAS_UPDATE_RATE = 1e-3
 """The default of Megatron-Core and of the paper (see `routers`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The ranks that hold other parts of the same model; worlds of one if there are none."""
-
-    tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of dense parameters
-    expert_tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of experts
-    embedding: Comm = field(default_factory=Alone)  # stages that hold the tied embedding
-    positions: Comm = field(default_factory=Alone)  # stages that hold the position embedding
-    stages: Comm = field(default_factory=Alone)  # pipeline stages; the last one knows the loss
-
-    @classmethod
-    def of_groups(cls, groups: ProcessGroups | None) -> "Peers":
-        """Derive the peers from process groups by role. None: there are none."""
-        if groups is None:
-            return cls()
-        return cls(
-            tensor=comm_of(groups.tp),
-            expert_tensor=comm_of(groups.expt_tp),
-            embedding=comm_of(groups.embd),
-            positions=comm_of(groups.pos_embd),
-            stages=comm_of(groups.pp),
-        )
 
 
 @torch.no_grad()
 def finalize_model_grads(
     model_chunks: Sequence[DistributedDataParallel],
     num_tokens: Tensor | int | None = None,
-    pg_collection: ProcessGroups | Peers | None = None,
+    pg_collection: Groups = None,
     *,
     qk_layernorm: bool = False,
     router_bias_update_rate: float = ROUTER_BIAS_UPDATE_RATE,
@@ -67,6 +42,9 @@ def finalize_model_grads(
     5. update the biases of routers that balance their experts (`routers.update_router_biases_`);
     6. divide by the number of tokens.
 
+    A second call in an iteration leaves completed gradients as they are. A step without this call is refused where
+    gradients would be incomplete (`unfinalized`).
+
     Parameters are marked by attributes of these names, set before they are wrapped. Every rank sends only the parts
     that it owns. These match, because peers shard equally, and a parameter that several stages hold is alone in its
     bucket.
@@ -76,73 +54,93 @@ def finalize_model_grads(
         num_tokens: tokens in this rank's losses of the iteration, a number or a tensor of shape () or (1,). Only the
             value on the last stage is used. None: losses are means.
         pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd` and `pp` are used), or `Peers`.
+            None: the groups that the first chunk was wrapped with.
         qk_layernorm: each rank applies parameters with `q_layernorm` or `k_layernorm` in their names to its own heads,
             so that their gradients are partial even without sequence parallelism.
         router_bias_update_rate: the change of a router's biases in each step; 0 leaves them unchanged.
 
     Raises:
         ValueError: a chunk is not wrapped; `num_tokens` is given, but a chunk averages gradients already, so that they
-            would be divided twice; `router_bias_update_rate` is below 0.
+            would be divided twice; a parameter is marked, but its group is not given; `router_bias_update_rate` is
+            below 0.
         CollectiveError: a reduction failed, or exceeded the timeout of its group.
     """
     chunks = tuple(model_chunks)
     _check(chunks, num_tokens)
-    peers = pg_collection if isinstance(pg_collection, Peers) else Peers.of_groups(pg_collection)
+    given = chunks[0].roles if pg_collection is None and chunks else pg_collection
+    peers = _peers(given)
+    _check_peers(chunks, given, peers, qk_layernorm=qk_layernorm)
     for chunk in chunks:
         chunk.finish_grad_sync()
-    _sum_over_stages_(chunks, peers.stages)
-    for is_expert, comm in ((False, peers.tensor), (True, peers.expert_tensor)):
-        partly = partial(_is_partial, is_expert=is_expert, qk_layernorm=qk_layernorm)
-        sum_together_(_grads(chunks, partly), comm)
-        sum_together_(_grads(chunks, partial(_is_equal, is_expert=is_expert)), comm, scale=1.0 / comm.size)
-    for grad in _grads(chunks, lambda meta: meta.shared_embedding):
-        peers.embedding.all_reduce_(grad)
-    sum_together_(_grads(chunks, lambda meta: meta.shared_position_embedding), peers.positions)
+    incomplete = [chunk for chunk in chunks if not chunk.num_finalized]
+    sum_over_peers_(_owned(incomplete), peers, qk_layernorm=qk_layernorm)
+    for chunk in incomplete:
+        chunk.num_finalized = len(chunks)
     update_router_biases_(chunks, rate=router_bias_update_rate, comms=[peers.tensor, *_replicas(chunks)])
-    if num_tokens is not None:
-        _divide_by_tokens_(chunks, num_tokens, peers)
+    unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
+    if num_tokens is not None and unscaled:
+        _divide_by_tokens_(unscaled, num_tokens, peers)
 
 
-def _is_partial(meta: ParamMeta, *, is_expert: bool, qk_layernorm: bool) -> bool:
-    """A gradient marked both partial and averaged is averaged, as in Megatron-Core."""
-    is_marked = meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))
-    return meta.is_expert == is_expert and is_marked and not meta.average_gradients_across_tp
+def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> UnusableGradientError | None:
+    """Return why the gradients of these chunks, which share an optimizer, must not be used yet; None if they may be.
+
+    A gradient that needs a sum over peers would make copies of its parameter diverge, and a sum over tokens would be
+    taken for a mean.
+    """
+    for chunk in chunks:
+        for meta in chunk.marked if chunk.num_finalized < len(chunks) else ():
+            qk_layernorm, num_chunks = chunk.qk_layernorm, len(chunks)
+            of_both = (
+                marks_of(meta, r, qk_layernorm=qk_layernorm, num_chunks=num_chunks) for r in (roles, chunk.roles)
+            )
+            mark = next((mark for marks in of_both for mark in marks), None)
+            if mark is not None and (not chunk.num_finalized or meta.pipeline_parallel):
+                return UnusableGradientError(
+                    f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies "
+                    f"would diverge; call opt_stack.finalize_model_grads(model_chunks) with all {num_chunks} chunks "
+                    "between backward and the step (or chunk.mark_finalized(), if other code has summed it over the "
+                    f"group {mark.role})"
+                )
+        if chunk.calculate_per_token_loss and not chunk.is_scaled:
+            return UnusableGradientError(
+                "gradients are sums over tokens (calculate_per_token_loss=True), but were not divided by their number; "
+                "call opt_stack.finalize_model_grads(model_chunks, num_tokens) between backward and the step (or "
+                "chunk.scale_gradients(1.0), if the losses were divided)"
+            )
+    return None
 
 
-def _is_equal(meta: ParamMeta, *, is_expert: bool) -> bool:
-    return meta.is_expert == is_expert and meta.average_gradients_across_tp
+def _peers(given: Groups) -> Peers:
+    if given is None or isinstance(given, Peers):
+        return given or Peers()
+    if isinstance(given, Roles):
+        return Peers.of_roles(given)
+    return Peers.of_groups(given if isinstance(given, ProcessGroups) else groups_of_collection(given))
 
 
-class _Owned(NamedTuple):
-    name: str  # of the parameter in its chunk
-    grad: Tensor  # the part that this rank owns, a view
+def _check_peers(chunks: Sequence[DistributedDataParallel], given: Groups, peers: Peers, *, qk_layernorm: bool) -> None:
+    """Raise ValueError if a gradient needs a sum over a group that is not given."""
+    for chunk in chunks:
+        for meta in chunk.marked:
+            for mark in marks_of(meta, chunk.roles, qk_layernorm=qk_layernorm):
+                # A group that neither the wrapper nor the caller knows is an error, unless the caller said it is none.
+                is_known = mark.comm is not None or isinstance(given, Roles)
+                is_set = isinstance(given, Peers) or mark.role in getattr(given, "roles", ())
+                if peers.of_role(mark.role).size == 1 and (is_known or not is_set):
+                    raise ValueError(
+                        f"parameter {str(meta.id)!r} is marked {mark.attr}, but the group {mark.role} is not given; "
+                        "pass pg_collection=opt_stack.ProcessGroups(...) with it to finalize_model_grads or to "
+                        f"DistributedDataParallel ({mark.role}=None if this rank holds the only copy)"
+                    )
 
 
-def _owned(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[_Owned]:
-    """The parts that this rank owns of the chosen parameters' gradients, in the order of the layouts."""
+def _owned(chunks: Sequence[DistributedDataParallel]) -> Iterator[Part]:
+    """The parts that this rank owns of the gradients, in the order of the layouts."""
     for chunk in chunks:
         for buffer in chunk.synced_buffers:
             for piece in buffer.owned():
-                if chosen(chunk.metas[piece.id]):
-                    yield _Owned(piece.id.name, buffer.memory.grad_piece(piece.id, piece.of_param))
-
-
-def _grads(chunks: Sequence[DistributedDataParallel], chosen: Callable[[ParamMeta], bool]) -> Iterator[Tensor]:
-    return (owned.grad for owned in _owned(chunks, chosen))
-
-
-def _sum_over_stages_(chunks: Sequence[DistributedDataParallel], stages: Comm) -> None:
-    """Sum gradients of `pipeline_parallel` parameters with equal names, over all chunks of all stages."""
-    copies: dict[str, list[Tensor]] = {}
-    for name, grad in _owned(chunks, lambda meta: meta.pipeline_parallel):
-        copies.setdefault(name, []).append(grad)
-    for first, *others in copies.values():
-        for other in others:
-            first.add_(other)
-    sum_together_([copies[name][0] for name in sorted(copies)], stages)
-    for first, *others in copies.values():
-        for other in others:
-            other.copy_(first)
+                yield Part(chunk.metas[piece.id], buffer.memory.grad_piece(piece.id, piece.of_param))
 
 
 def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int, peers: Peers) -> None:

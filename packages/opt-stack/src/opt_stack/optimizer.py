@@ -14,6 +14,7 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
+from opt_distributed.finalize import unfinalized
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_kernels.backends.kept.objects import same_objects
@@ -261,7 +262,7 @@ class Optimizer(GradientStatistics, StateDicts):
                 "without a gradient has zeros, so that momentum and weight decay would still change it; freeze "
                 "parameters before DistributedDataParallel, and load the optimizer's state from a sharded_state_dict"
             )
-        return self.loaded_weights.problem()
+        return unfinalized(self.wrapped, self.roles) or self.loaded_weights.problem()
 
     def _check_scaled(self) -> None:
         """Raise if gradients would be divided by a loss scale by which the closure has not multiplied the loss."""

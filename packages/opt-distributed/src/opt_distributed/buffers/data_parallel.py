@@ -1,5 +1,6 @@
 """`DistributedDataParallel`: a model chunk over contiguous buffers whose collectives overlap with compute."""
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -21,6 +22,7 @@ from opt_distributed.buffers.grouping import IsWhole, nothing_whole
 from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_reads import UseHooks
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
+from opt_distributed.buffers.peers import is_marked
 from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import describe_stored
@@ -125,6 +127,10 @@ class DistributedDataParallel(nn.Module):
         self.grad_sync = _grad_sync(config, buffers, chunk, before_launch=self._start_gathers)
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
+        self.marked = tuple(filter(is_marked, self.metas.values()))
+        self.qk_layernorm = False  # whether gradients of norms of queries and keys are partial
+        self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
+        self.is_scaled = False  # whether `scale_gradients` was called in this iteration
         self.synced_buffers = tuple(
             SyncedBuffer(buffer.plan, buffer.memory, buffer.reduction.axes, self, memories) for buffer in buffers
         )
@@ -189,11 +195,18 @@ class DistributedDataParallel(nn.Module):
         """
         for bucket in self.grad_sync.buckets:
             bucket.scale_(scaling_factor)
+        self.is_scaled = True
+
+    def mark_finalized(self) -> None:
+        """Accept this iteration's gradients as complete, because the caller has done the work of
+        `finalize_model_grads`: summed those of marked parameters over peers."""
+        self.num_finalized = sys.maxsize
 
     def zero_grad_buffer(self) -> None:
         """Begin an iteration: set all gradients to zero."""
         self._wait_for_lent_grads()
         self.grad_sync.begin()
+        self.num_finalized, self.is_scaled = 0, False
         self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()

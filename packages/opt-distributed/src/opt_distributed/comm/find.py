@@ -72,11 +72,23 @@ def _check_given(groups: Given, mesh: DeviceMesh | None) -> None:
 
 def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
     groups = given if isinstance(given, ProcessGroups) else megatron.groups_of_collection(given)
-    cut = next((meta for meta in describe(chunks).values() if meta.tensor_parallel and not meta.is_dtensor), None)
-    if cut is not None and groups.mp is not None and groups.mp.size() > 1:
-        role = "expt_tp" if cut.is_expert else "tp"
-        groups.require(role, because=f"because parameter {str(cut.id)!r} is tensor parallel")
+    has_peers = groups.mp is not None and groups.mp.size() > 1
+    for meta in describe(chunks).values() if has_peers else ():
+        mark = _tensor_parallel_mark(meta)
+        if mark and not meta.is_dtensor:
+            role = "expt_tp" if meta.is_expert else "tp"
+            groups.require(role, because=f"because parameter {str(meta.id)!r} is {mark}")
     return roles_of(groups, sharded=sharded)
+
+
+def _tensor_parallel_mark(meta: ParamMeta) -> str:
+    """Why the tensor-parallel ranks of a parameter must be known; empty if they need not."""
+    marks = {
+        "tensor parallel": meta.tensor_parallel,
+        "marked sequence_parallel": meta.sequence_parallel,
+        "marked average_gradients_across_tp_domain": meta.average_gradients_across_tp,
+    }
+    return next((mark for mark, is_set in marks.items() if is_set), "")
 
 
 def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:

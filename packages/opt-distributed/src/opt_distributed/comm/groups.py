@@ -125,6 +125,9 @@ class Roles:
     expert: Axes
     everyone: Comm  # all ranks of the model, which must agree on errors
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
+    embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
+    positions: Comm | None = None  # stages that hold the position embedding; None: unknown
+    stages: Comm | None = None  # pipeline stages; None: unknown
 
     @property
     def totals(self) -> Comm:
@@ -152,6 +155,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
+    known = {role: comm_of(groups.first_of(role)) for role in ("embd", "pos_embd", "pp") if role in groups.roles}
     dense = Axes(
         dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")),
         tp=comm_of(groups.tp),
@@ -166,6 +170,9 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         ),
         everyone=everyone,
         instance=_instance(groups, dense, everyone),
+        embedding=known.get("embd"),
+        positions=known.get("pos_embd"),
+        stages=known.get("pp"),
     )
 
 

@@ -297,6 +297,7 @@ class BufferedGrads:
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
         self.unresolved: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
+        self.uses_of_peers: Mapping[ParamId, Tensor] = {}  # by marked parameter: peers with a gradient, on the device
         self._unused = _NONE
 
     def reduce_(self) -> None:
@@ -317,12 +318,20 @@ class BufferedGrads:
         if not all(self._has_gradient()):
             self._unused = frozenset(id for id, count in zip(self.unresolved, flags.tolist(), strict=True) if not count)
 
+    def owned(self, id: ParamId) -> list[slice]:
+        """The flat elements of a parameter whose sums this rank has: none, or one run."""
+        layout = self.memory.layout
+        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
+        return [owned.piece.of_param for owned in layout.owned(rank) if owned.piece.id == id]
+
     def lacking(self) -> ParamId | None:
         """A parameter that has no gradient on this rank; None if all have one."""
         return next((id for id in self.unresolved if self.params[id].grad is None), None)
 
     def _has_gradient(self) -> list[bool]:
-        return [self.params[id].grad is not None for id in self.unresolved]
+        """Whether each unresolved parameter has a gradient here or on a peer; the host waits only if not here."""
+        uses = self.uses_of_peers
+        return [self.params[id].grad is not None or (id in uses and bool(uses[id])) for id in self.unresolved]
 
     def unused(self) -> Collection[ParamId]:
         return self._unused

@@ -27,6 +27,7 @@ from opt_distributed.step.hyper import check_rate
 from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.numbered import naming_the_step
+from opt_distributed.step.peer_sums import PeerSums
 from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.ready import Ready
 from opt_distributed.step.result import StepResult
@@ -72,6 +73,7 @@ class Stepper:
         limits: Limits,
         spans: Spans = profiler_spans,
         graphs: bool = False,
+        peer_sums: PeerSums | None = None,
     ):
         """With `graphs`, `step` is captured and replayed (`GraphedStep`); raises GraphError if the device has none."""
         self.units = tuple(units)
@@ -85,6 +87,7 @@ class Stepper:
         self.objection: UnusableGradientError | None = None  # the caller's, for which all ranks refuse the next step
         self.has_written = False  # whether other code has written weights or state on this rank since its last step
         self.write_check: WriteCheck | None = None
+        self.peer_sums = peer_sums
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._steady = Steady(self.units, self.families)
@@ -335,6 +338,8 @@ class Stepper:
                         source.reduce_()
                     except UnusableGradientError as error:
                         refused = refused or error
+            if self.peer_sums is not None:
+                self.peer_sums.add_()
         return refused
 
     @naming_the_step

@@ -21,6 +21,7 @@ from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.main_grads import ReducedMainGrads
 from opt_distributed.step.mains import Main
+from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
@@ -57,8 +58,9 @@ class Model:
 def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
     """Build the stepper of `plan`. `sources` are those of the wrapped chunks' buffers, by buffer name."""
     check_graphs(plan, model.device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
+    plain = {buffer.name: _source(plan, buffer, model, roles) for buffer in plan.buffers if buffer.name not in sources}
     own = {
-        buffer.name: _quantizing(sources.get(buffer.name) or _source(plan, buffer, model, roles), buffer, model, roles)
+        buffer.name: _quantizing(sources.get(buffer.name) or plain[buffer.name], buffer, model, roles)
         for buffer in plan.buffers
     }
     units = list(_units(plan, model, roles, own))
@@ -74,6 +76,7 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
         limits=_limits(plan),
         spans=_spans(plan.config),
         graphs=plan.config.optimizer_cuda_graph,
+        peer_sums=PeerSums(plain.values(), model.metas, roles),
     )
 
 
@@ -128,14 +131,17 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
     is_bf16 = all(model.metas[id].dtype is torch.bfloat16 for id in params)
     dtype = plan.config.precision.grads if is_bf16 else torch.float32
+    if not params.keys() <= model.reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
+        check_marks(params, model.metas, roles)
     if buffer.spread is Spread.LAID_OUT:
         return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
     if params.keys() <= model.reduced:
         return ReducedMainGrads(params)
-    if axes.num_replicas == 1:
+    is_marked = not marked_ids(model.metas, roles).isdisjoint(params)  # then gradients are summed in a buffer
+    if axes.num_replicas == 1 and not is_marked:
         return OwnGrads(params, num_replicas=replicas)
     sharded = buffer.spread is not Spread.REPLICATED
-    averaged = params.keys() <= model.averaged
+    averaged = params.keys() <= model.averaged and not is_marked
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,

@@ -69,6 +69,7 @@ class DistributedDataParallel(Wrapper):
         number = getattr(module, "vp_stage", None) or 0 if chunk is None else chunk
         super().__init__(ddp_config, module, chunk=number, **options)
         self.transformer_config = transformer_config
+        self.qk_layernorm = bool(getattr(transformer_config, "qk_layernorm", False))
 
     @property
     def ddp_config(self) -> DistributedDataParallelConfig:
