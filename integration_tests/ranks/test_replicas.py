@@ -204,3 +204,68 @@ def test_schedulers_that_agree_keep_all_ranks_stepping() -> None:
         return done
 
     assert run_threads(2, rank_main) == [[True] * 5] * 2
+
+
+class Partly(nn.Module):
+    """Frozen weights and buffers, dense, cut and of an expert; values differ by `add` where copies are expected."""
+
+    def __init__(self, place: Place, add: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.base = nn.Linear(6, 5, bias=False)
+        self.column, self.expert = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.norm = nn.BatchNorm1d(5)
+        self.base.weight.requires_grad_(False)
+        self.register_buffer("rope", torch.polar(torch.ones(3, 2), torch.rand(3, 2)))
+        self.register_buffer("scratch", torch.full((3,), float(place.world.rank)), persistent=False)
+        with torch.no_grad():
+            for tensor in (self.base.weight, self.norm.running_mean, self.norm.num_batches_tracked, self.rope):
+                tensor.add_(int(add))
+            for param in self.column.parameters():
+                param.requires_grad_(False).fill_(10.0 + place.tp.rank).tensor_model_parallel = True
+            for param in self.expert.parameters():
+                param.allreduce = False
+            self.expert.running_mean.fill_(20.0 + place.experts[0])
+            if place.dp.rank > 0:
+                self.column.weight.add_(add)
+            if place.expert_dp.rank > 0:
+                self.expert.running_mean.add_(add)
+
+
+@pytest.mark.parametrize("name", ["base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+def test_frozen_weights_and_buffers_that_differ_are_refused_on_every_rank(name: str, wrapped: bool) -> None:
+    """The frozen bases of LoRA were 0.66 apart, without a word."""
+
+    def rank_main(place: Place) -> str:
+        net = Partly(place, 0.0)
+        if place.world.rank == 3:
+            with torch.no_grad():
+                net.state_dict(keep_vars=True)[name].view(-1)[-1].add_(1)
+        model = wrap(net, place.roles) if wrapped else net
+        return refusal(lambda: get_optimizer(CONFIGS["replicated"], [model], {}, pg_collection=place.roles))
+
+    for message in run_grid(rank_main, tp=2, ep=2, etp=1):
+        assert f"different values of '{name}'" in message
+        assert "broadcast_params=True" in message
+
+
+@pytest.mark.parametrize("way", ["plain", "wrapped", "method"])
+def test_broadcast_params_copies_frozen_weights_and_buffers_where_copies_are(way: str) -> None:
+    """Parts of a cut matrix, and buffers of other experts, are left as they are."""
+
+    def rank_main(place: Place) -> dict[str, Tensor]:
+        net, roles = Partly(place, float(place.world.rank)), place.roles
+        model: nn.Module = net if way == "plain" else wrap(net, roles, broadcast_params=way == "wrapped")
+        if way == "method":
+            model.broadcast_params()
+        get_optimizer(CONFIGS["replicated"], [model], {}, pg_collection=roles, broadcast_params=way == "plain")
+        assert net.scratch.tolist() == [place.world.rank] * 3
+        assert (net.column.weight == 10.0 + place.tp.rank).all()
+        assert (net.expert.running_mean == 20.0 + place.experts[0]).all()
+        return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+    first, *others = run_grid(rank_main, tp=2, ep=2, etp=1)
+    for other in others:
+        for name in ("base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope"):
+            assert torch.equal(first[name], other[name])

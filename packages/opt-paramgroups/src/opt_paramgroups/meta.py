@@ -1,18 +1,19 @@
 """ParamMeta: the roles and layout of a parameter, read once. Other packages never read attributes of the tensor."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES, DTensorLayout, MeshPlacement, dtensor_layout
-from opt_paramgroups.names import ParamId, parameters_by_id
+from opt_paramgroups.names import ParamId, frozen_by_id, parameters_by_id, unwrapped
 from opt_paramgroups.vocabulary import vocabulary_roles
 
 
@@ -188,7 +189,34 @@ def describe(
     return {id: _meta(id, param, roles[id]) for id, param in params.items()}
 
 
-def _meta(id: ParamId, param: nn.Parameter, roles: Mapping[str, Any]) -> ParamMeta:
+class Untrained(NamedTuple):
+    """A frozen parameter or a persistent buffer."""
+
+    tensor: Tensor
+    meta: ParamMeta  # with the fields that say which ranks hold copies; others have their defaults
+
+
+def describe_untrained(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, Untrained]:
+    """Frozen parameters, then persistent buffers. A buffer is an expert's, or cut, if a parameter of its module is."""
+    found: dict[ParamId, Untrained] = {}
+
+    def add(id: ParamId, tensor: Tensor, marked: Iterable[Tensor]) -> None:
+        roles = [_roles_read(id, one, frozenset(TENSOR_PARALLEL_AXES)) for one in marked]
+        marks = {name: any(role.get(name, False) for role in roles) for name in ("is_expert", "tensor_parallel")}
+        found[id] = Untrained(tensor, _meta(id, tensor, marks))
+
+    for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
+        add(id, param, [param])
+    for chunk, root in enumerate(model_chunks, start=model_chunk_offset):
+        for prefix, module in nn.Module.named_modules(unwrapped(root)):
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not is_lazy(buffer) and name not in module._non_persistent_buffers_set:
+                    beside = (param for param in module._parameters.values() if param is not None)
+                    add(ParamId(chunk, f"{prefix}.{name}" if prefix else name), buffer, [buffer, *beside])
+    return found
+
+
+def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
     layout = dtensor_layout(param) or DTensorLayout(tuple(param.shape), ())
     return ParamMeta(
         id=id,
@@ -212,7 +240,7 @@ def _roles_recognised(
     }
 
 
-def _roles_read(id: ParamId, param: nn.Parameter, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
+def _roles_read(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
     """The roles read from the attributes and placements of a parameter. Others keep their defaults."""
     roles = {
         field: getattr(param, attr)

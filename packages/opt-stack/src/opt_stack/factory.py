@@ -13,6 +13,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel, share
 from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
 from opt_distributed.buffers.stored import describe_stored
+from opt_distributed.buffers.untrained import check_untrained
 from opt_distributed.comm.collectives import Comm, agreed
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.comm.groups import Roles
@@ -95,8 +96,8 @@ def get_optimizer(
             `torch.distributed` is initialised if the script has not done so.
         mesh: a `DeviceMesh` over the whole world in place of `pg_collection`. Its axis names are among dp,
             dp_replicate, dp_shard, cp, ep, tp and pp.
-        broadcast_params: copy the first rank's values to all replicas of a trainable parameter. False: compare the
-            values of replicas, and raise if they differ.
+        broadcast_params: copy the first rank's values to all replicas of a parameter or persistent buffer, trained or
+            not. False: compare the values of replicas, and raise if they differ.
         dump_param_to_param_group_map: path to which rank 0 writes the group of every parameter, as a
             torch.distributed.checkpoint directory and as PATH.json.
         rules: the optimizers to choose from, by name; None: the built-in ones and those of installed packages.
@@ -250,6 +251,7 @@ def _build(
     if broadcast_params:
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
+    check_untrained(chunks, roles, broadcast=broadcast_params)
     if roles.everyone.rank == 0:
         logger.info("%s", plan)
     if roles.dense.dp.rank == 0:

@@ -27,6 +27,7 @@ from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.buffers.synced import SyncedBuffer
+from opt_distributed.buffers.untrained import check_untrained
 from opt_distributed.comm.find import Given, find_roles
 from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta
@@ -74,8 +75,8 @@ class DistributedDataParallel(nn.Module):
         groups: process groups by role (`ProcessGroups`, Megatron-Core's own collection, or `Roles`). None: as in
             `opt_stack.get_optimizer`, all ranks are replicas unless parameters are marked otherwise.
         mesh: a `DeviceMesh` over the whole world, instead of `groups`.
-        broadcast_params: copy the weights of the first replica to the others, as the method of this name does. If
-            False, `opt_stack.get_optimizer` compares replicas, and refuses them if they differ.
+        broadcast_params: copy the weights and persistent buffers of the first replica to the others, as the method of
+            this name does. If False, `opt_stack.get_optimizer` compares replicas, and refuses them if they differ.
         is_whole: which parameters must not be cut by sharding, for example `matrices_whole` for Muon.
         calculate_per_token_loss: whether losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
@@ -121,8 +122,10 @@ class DistributedDataParallel(nn.Module):
                 calculate_per_token_loss=calculate_per_token_loss,
             )
         )
+        self._chunk = chunk
         if broadcast_params:
             broadcast_replicas_(self._params, self.metas, self.roles)
+            check_untrained([module], self.roles, broadcast=True, model_chunk_offset=chunk)
         self.param_sync = _param_sync(config, buffers, chunk)
         self.grad_sync = _grad_sync(config, buffers, chunk, before_launch=self._start_gathers)
         self._local_sums = tuple(buffer.sums for buffer in buffers)
@@ -348,9 +351,10 @@ class DistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Copy every parameter from the first replica to the others. Collective."""
+        """Copy every parameter and persistent buffer from the first replica to the others. Collective."""
         self.param_sync.wait()
         broadcast_replicas_(self._params, self.metas, self.roles)
+        check_untrained([self.module], self.roles, broadcast=True, model_chunk_offset=self._chunk)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Wait for pending gathers, and return the module's state dict, with the module's own names."""

@@ -1,6 +1,6 @@
 """Checks that replicas start from bitwise equal weights, or broadcasts them."""
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import TypeVar
 
@@ -48,14 +48,12 @@ def compare_copies(sums: Mapping[ParamId, int], params: Params, metas: Metas, ro
     Parameters that `sums` lacks are not compared. Returns the error of this rank's groups, or None.
     """
     error = None
-    for comm, ids in _by_comm(params, metas, roles).items():
+    for comm, ids in copies_by_comm(params, metas, roles).items():
         local = {str(id): sums[id] for id in ids if id in sums}
         per_rank = comm.gather_objects(sha256(repr(sorted(local.items())).encode()).hexdigest())
         if any(digest != per_rank[0] for digest in per_rank):
-            difference = _difference(
-                comm.gather_objects(local), comm
-            )  # collective, so also if there is an error already
-            error = error or difference
+            found = difference(comm.gather_objects(local), comm)  # collective, so also if there is an error already
+            error = error or found
     return error
 
 
@@ -67,7 +65,7 @@ def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
         ReplicaError, on every rank: some of the ranks do not train a parameter. Names the first one and the ranks.
     """
     error = None
-    for comm, ids in _by_comm(params, metas, roles).items():
+    for comm, ids in copies_by_comm(params, metas, roles).items():
         per_rank = comm.gather_objects([str(id) for id in ids])
         error = error or _missing([dict.fromkeys(names, 0) for names in per_rank], comm)
     agree(roles.everyone, error)
@@ -126,7 +124,7 @@ def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _by_comm(params: Params, metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
+def copies_by_comm(params: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
     same: dict[object, Comm] = {}
     found: dict[Comm, list[ParamId]] = {}
@@ -144,7 +142,7 @@ def _by_comm(params: Params, metas: Metas, roles: Roles) -> dict[Comm, list[Para
     return found
 
 
-def _comms(param: nn.Parameter, meta: ParamMeta, roles: Roles) -> tuple[Comm, ...]:
+def _comms(param: Tensor, meta: ParamMeta, roles: Roles) -> tuple[Comm, ...]:
     """The groups along which the parameter is copied."""
     axes = roles.expert if meta.is_expert else roles.dense
     if meta.is_dtensor:
@@ -152,7 +150,7 @@ def _comms(param: nn.Parameter, meta: ParamMeta, roles: Roles) -> tuple[Comm, ..
     return tuple(_copies((axes.dp, axes.inter, Alone() if meta.tensor_parallel else axes.tp)))
 
 
-def _comms_of_dtensor(param: nn.Parameter, meta: ParamMeta, axes: Axes) -> Iterator[Comm]:
+def _comms_of_dtensor(param: Tensor, meta: ParamMeta, axes: Axes) -> Iterator[Comm]:
     mesh = mesh_of(param)
     for number, placed in enumerate(meta.placements):
         if placed.shard_dim is None:
@@ -176,7 +174,7 @@ def _stored(param: nn.Parameter, meta: ParamMeta) -> Tensor:
     return _local(param, meta) if stored is None else stored
 
 
-def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
+def difference(per_rank: Sequence[Mapping[str, object]], comm: Comm) -> ReplicaError | None:
     """The error for the first parameter whose values differ between ranks; None if all are equal."""
     if missing := _missing(per_rank, comm):
         return missing
@@ -193,7 +191,7 @@ def _difference(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | No
     return None
 
 
-def _missing(per_rank: list[dict[str, int]], comm: Comm) -> ReplicaError | None:
+def _missing(per_rank: Sequence[Mapping[str, object]], comm: Comm) -> ReplicaError | None:
     """The error for the first parameter that only some ranks train: its copies would diverge. None if all do."""
     for name in dict.fromkeys(name for sums in per_rank for name in sums):
         numbers = _numbers(comm)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_distributed.comm.allocate import Allocate, zeros
-from opt_distributed.comm.process_exit import Started
+from opt_distributed.comm.process_exit import Started, wait_at_exit
 
 Made = TypeVar("Made")
 
@@ -129,6 +129,7 @@ class TorchComm:
     """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers."""
 
     def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
+        wait_at_exit()
         self.group = group
         self.allocates = allocate
         self.rank = dist.get_rank(group)

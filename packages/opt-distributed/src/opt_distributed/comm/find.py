@@ -14,6 +14,7 @@ from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of, wo
 from opt_distributed.comm.launch import join_launched_world
 from opt_distributed.comm.mesh import check_mesh, is_known, meshes_of, names_of, root_of
 from opt_paramgroups import ParamMeta, describe, parameters_by_id
+from opt_paramgroups.meta import describe_untrained
 
 Given = ProcessGroups | Roles | Any | None
 """What a caller may pass as groups: `ProcessGroups`, `Roles`, or an object with Megatron-Core's attributes."""
@@ -108,7 +109,8 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
 
 
 def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
-    marked = next(filter(None, map(_mark, describe(chunks).values())), None)
+    untrained = [one.meta for one in describe_untrained(chunks).values()]
+    marked = next(filter(None, map(_mark, [*describe(chunks).values(), *untrained])), None)
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
     return _Facts(any(True for _ in _params(chunks)), megatron.is_initialized(), marked, mesh)
 
