@@ -260,6 +260,8 @@ def _build(
     model = _model(chunks, params, metas, groups, roles)
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    used = roles.everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
+    stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     share_launch_order(wrapped)

@@ -88,6 +88,7 @@ class Stepper:
         self.has_written = False  # whether other code has written weights or state on this rank since its last step
         self.write_check: WriteCheck | None = None
         self.peer_sums = peer_sums
+        self.empty_slots: frozenset[int] = frozenset()  # norm slots without parameters on any rank
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
         self._steady = Steady(self.units, self.families)
@@ -232,7 +233,8 @@ class Stepper:
         """The last step's gradient norms by slot name; empty before the first, and after one that an error refused."""
         if self.last.verdict is None:
             return {}
-        return dict(zip(self.limits.slots, self.last.read(self.last.verdict).norms, strict=True))
+        norms = zip(self.limits.slots, self.last.read(self.last.verdict).norms, strict=True)
+        return {name: 0.0 if slot in self.empty_slots else norm for slot, (name, norm) in enumerate(norms)}
 
     @property
     def grad_norm(self) -> float:
