@@ -211,14 +211,15 @@ class Partly(nn.Module):
 
     def __init__(self, place: Place, add: float) -> None:
         super().__init__()
-        torch.manual_seed(3)
+        numbers = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's
         self.base = nn.Linear(6, 5, bias=False)
         self.column, self.expert = nn.Linear(6, 4), nn.BatchNorm1d(4)
         self.norm = nn.BatchNorm1d(5)
         self.base.weight.requires_grad_(False)
-        self.register_buffer("rope", torch.polar(torch.ones(3, 2), torch.rand(3, 2)))
+        self.register_buffer("rope", torch.polar(torch.ones(3, 2), torch.rand(3, 2, generator=numbers)))
         self.register_buffer("scratch", torch.full((3,), float(place.world.rank)), persistent=False)
         with torch.no_grad():
+            self.base.weight.uniform_(generator=numbers)
             for tensor in (self.base.weight, self.norm.running_mean, self.norm.num_batches_tracked, self.rope):
                 tensor.add_(int(add))
             for param in self.column.parameters():
