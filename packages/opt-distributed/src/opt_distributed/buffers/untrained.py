@@ -1,6 +1,7 @@
 """Frozen parameters and persistent buffers: replicas start with equal ones, compared or broadcast."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ def _common(values: Sequence[object], names: Sequence[str], comm: Comm) -> list[
     return [{name: of_rank[name] for name in common} for of_rank in per_rank]
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def _parts(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors in which a tensor is stored on this rank."""
     if (fp8 := quantized(tensor)) is not None:
         yield from (fp8.codes, fp8.scales, *fp8.extra().values())
