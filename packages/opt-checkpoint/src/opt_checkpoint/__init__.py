@@ -22,9 +22,10 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.objects.path import ObjectPath
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
 from opt_checkpoint.run.manager import CheckpointManager, committed_steps
+from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
-from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_model, sharded_optimizer
+from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_optimizer
 from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.groups import (

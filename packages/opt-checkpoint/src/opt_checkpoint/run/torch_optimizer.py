@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.objects.path import AnyPath, Location
+from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_location
 from opt_checkpoint.run.save_load import (
     NO_ALIASES,
@@ -39,12 +40,12 @@ from opt_checkpoint.run.save_load import (
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
+from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState
 
 logger = logging.getLogger(__name__)
 OPTIMIZER = "optimizer."
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,48 +69,7 @@ class _Named(NamedTuple):
     name: str
     param: nn.Parameter
     group: dict[str, Any]
-
-
-def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Map names of parameters in a model to names without the parts that wrappers (DDP, compile, checkpointing) add.
-
-    Args:
-        model: the model that the names refer to. A leading `module.` is removed only if all names have it (DDP).
-        names: some or all of the names in its state dict.
-
-    Raises:
-        CheckpointingException: two names would become one.
-    """
-    every = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
-    wrapped = bool(every) and all(name.startswith("module.") for name in every)
-    found: dict[str, str] = {}
-    for name in names:
-        plain = name.removeprefix("module.") if wrapped else name
-        for part in _WRAPPERS:
-            plain = plain.replace(part, "")
-        if plain in found:
-            raise CheckpointingException(
-                f"{found[plain]} and {name} of the model would both be stored as {plain}; rename one of the modules"
-            )
-        found[plain] = name
-    return {name: plain for plain, name in found.items()}
-
-
-def sharded_model(model: nn.Module, *, process_group: dist.ProcessGroup | None = None) -> ShardedStateDict:
-    """A model's parameters and buffers as a sharded state, by name.
-
-    Args:
-        model: plain, under DDP, or with DTensor parameters (FSDP2, tensor parallelism).
-        process_group: the ranks that hold the same plain tensors; None for all.
-
-    Raises:
-        CheckpointingException: a DTensor is not a single block of its tensor.
-    """
-    rank = ranks_of(process_group).rank
-    values = model.state_dict(keep_vars=True)
-    state = {plain: values[name] for name, plain in plain_names(model, values).items()}
-    sharded = {k: sharded_like(k, v, replica_id=rank) if isinstance(v, Tensor) else v for k, v in state.items()}
-    return ScopedState(sharded)
+    marks: Marks
 
 
 def sharded_optimizer(
@@ -164,15 +124,24 @@ def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> Sh
             f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a shard, or the "
             f"same on all ranks; describe it with make_sharded_state"
         )
-    return sharded_like(key, value, replica_id=rank)
+    return _described(own, key, value, rank)
+
+
+def _described(own: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:
+    """Describe a state. That of a tensor-parallel parameter or an expert is refused on several ranks."""
+    described = sharded_like(key, value, replica_id=rank)
+    described.marks = own.marks if own.marks.problem() else None
+    return described
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
     """The optimizer's parameters in its order. A tied parameter has the name that sorts first."""
     names: dict[int, str] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
-    for name, plain in sorted(plain_names(model, params).items(), key=lambda item: item[1]):
-        names.setdefault(id(params[name]), plain)
+    plain = plain_names(model, params)
+    marks = marks_of(model, plain, params)
+    for name, own in sorted(plain.items(), key=lambda item: item[1]):
+        names.setdefault(id(params[name]), own)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
@@ -180,7 +149,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
                     f"a parameter of shape {tuple(param.shape)} of the optimizer is not in the model; pass the model "
                     f"whose parameters the optimizer was built from"
                 )
-            yield _Named(names[id(param)], param, group)
+            yield _Named(names[id(param)], param, group, marks[names[id(param)]])
 
 
 def _names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -285,9 +254,9 @@ def fill_optimizer(
     assert saved is not None
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
-        f"{name}/{state_name}": sharded_like(saved.keys[name][state_name], tensor, replica_id=ranks.rank)
-        for name, states in fresh.items()
-        for state_name, tensor in states.items()
+        f"{own.name}/{state_name}": _described(own, saved.keys[own.name][state_name], tensor, ranks.rank)
+        for own in named
+        for state_name, tensor in fresh[own.name].items()
     }
     read(wanted)
     state = {own.param: {**fresh[own.name], **saved.plain_state.get(own.name, {})} for own in named}

@@ -52,6 +52,7 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         axis_fragmentations=None,
         replica_id=_replica_of(tensor),
         may_repeat=tensor.device_mesh.size() < dist.get_world_size(),
+        source=tensor,
     )
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
-from opt_checkpoint.state.dtensor import sharded_like
+from opt_checkpoint.state.dtensor import local_tensor, sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
@@ -83,7 +84,7 @@ class FlatState:
             if path in common:
                 return common[path]
             if isinstance(value, ShardedTensor):
-                return self.tensors[path].data
+                return _as_requested(self.tensors[path])
             if isinstance(value, ShardedTensorFactory):
                 return merged_factory(value, self.built[path])
             if isinstance(value, ShardedObject):
@@ -93,6 +94,20 @@ class FlatState:
             return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
 
         return _without_absent(map_leaves(self.state, loaded))
+
+
+def _as_requested(loaded: ShardedTensor) -> Tensor | None:
+    """The loaded values: the DTensor whose local values they are, if there is one."""
+    is_in_place = loaded.source is not None and loaded.data is local_tensor(loaded.source)
+    return loaded.source if is_in_place else loaded.data
+
+
+def _check_placed(tensor: ShardedTensor) -> None:
+    """Raise CheckpointingException if this is a part of a whole, and the part is unknown."""
+    if tensor.marks is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        problem = tensor.marks.problem()
+        if problem:
+            raise CheckpointingException(problem)
 
 
 def _without_absent(state: Any) -> Any:
@@ -120,6 +135,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
             flat.built[path] = value.build()
             _take_built(flat, path, parts, has_mains=value.has_mains)
         elif isinstance(value, ShardedTensor):
+            _check_placed(value)
             flat.tensors[path] = _with_stored_key(flat, path, value, parts)
         elif isinstance(value, ShardedObject):
             flat.objects[path] = _with_stored_key(flat, path, value, parts)

@@ -12,12 +12,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointingException
+
+if TYPE_CHECKING:
+    from opt_checkpoint.state.model_parallel import Marks
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -77,6 +80,8 @@ class ShardedTensor(ShardedBase):
         has_mains: an optimizer keeps or kept fp32 main values of this parameter. If they are stored and this is
             requested in fp32, they are read; if fp32 is stored, this may be requested in 16 bits.
         optional: leave this out if it is not stored, even if other missing keys are an error.
+        marks: of a tensor that is not placed yet, because the process groups of its model are not known.
+        source: the DTensor whose local values `data` is; loading returns it.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -96,6 +101,8 @@ class ShardedTensor(ShardedBase):
     may_repeat: bool = field(default=False, kw_only=True)
     has_mains: bool = field(default=False, kw_only=True)
     optional: bool = field(default=False, kw_only=True)
+    marks: Marks | None = field(default=None, kw_only=True, repr=False)
+    source: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)
@@ -198,7 +205,7 @@ class ShardedTensor(ShardedBase):
 
     def without_data(self) -> ShardedTensor:
         """The same description with `data=None`."""
-        return dataclasses.replace(self, data=None)
+        return dataclasses.replace(self, data=None, marks=None, source=None)
 
     def init_data(self, device: torch.device | str, init_fn: Callable[..., Tensor] = torch.empty) -> None:
         """Allocate `data` if it is None. Writes only `self.data`."""

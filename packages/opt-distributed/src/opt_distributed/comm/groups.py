@@ -124,6 +124,8 @@ class Roles:
     dense: Axes
     expert: Axes
     everyone: Comm  # all ranks of the model, which must agree on errors
+    pp: Comm = field(default_factory=Alone)  # pipeline stages
+    ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
     embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
     positions: Comm | None = None  # stages that hold the position embedding; None: unknown
@@ -169,6 +171,8 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
             inter=inter,
         ),
         everyone=everyone,
+        pp=comm_of(groups.pp),
+        ep=comm_of(groups.ep),
         instance=_instance(groups, dense, everyone),
         embedding=known.get("embd"),
         positions=known.get("pos_embd"),

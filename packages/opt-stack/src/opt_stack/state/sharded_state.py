@@ -18,7 +18,9 @@ from opt_checkpoint import (
     groups_to_saved,
 )
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
+from opt_checkpoint.state.model_parallel import ModelAxes, Replica
 from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece
@@ -50,6 +52,24 @@ class Described(NamedTuple):
     id: ParamId
     name: str  # in the checkpoint's groups; unique over the whole model
     sharded: ShardedTensor | ShardedTensorFactory
+
+
+def axes_of(roles: Roles) -> ModelAxes:
+    """Return the groups over which the model of these roles is divided."""
+    instance = roles.instance if roles.dense.inter.size == 1 else None
+    return ModelAxes(
+        everyone=instance or roles.everyone,
+        tp=roles.dense.tp,
+        expert_tp=roles.expert.tp,
+        ep=roles.ep,
+        pp=roles.pp,
+        dense=_replica(roles.dense),
+        expert=_replica(roles.expert),
+    )
+
+
+def _replica(axes: Axes) -> Replica:
+    return Replica(axes.inter.rank * axes.dp.size + axes.dp.rank, axes.num_replicas)
 
 
 def describe_params(

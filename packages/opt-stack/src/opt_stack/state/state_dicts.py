@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
+from opt_checkpoint.state.model_parallel import place_
 from opt_distributed.comm.collectives import Alone, Comm, agreed
+from opt_distributed.comm.groups import Roles
 from opt_distributed.step.state import check_state, load_state_, read_state
 from opt_distributed.step.stepper import Stepper
 from opt_kernels.hooks import bare
@@ -28,7 +30,7 @@ from opt_stack.state.local_state import (
     set_group_,
 )
 from opt_stack.state.offload import StateOffload
-from opt_stack.state.sharded_state import Described, Held, describe_params, load_sharded_, sharded_state
+from opt_stack.state.sharded_state import Described, Held, axes_of, describe_params, load_sharded_, sharded_state
 
 VERSION = 1  # of `state_dict`
 MAIN_VALUES = ("saved", "parameters")  # where `load_state_dict` may take main values from
@@ -53,6 +55,7 @@ class StateDicts(torch.optim.Optimizer):
     plan: Plan
     _layout_id: str
     _rank_local: bool
+    roles: Roles
     _everyone: Comm
     _ids: Sequence[ParamId]
     _held: Mapping[ParamId, Held]
@@ -227,11 +230,16 @@ class StateDicts(torch.optim.Optimizer):
             is_loading: accepted for Megatron-Core's callers and ignored: state exists from construction.
             metadata: accepted for Megatron-Core's callers and ignored: the one format reshards along every axis.
 
+        Tensors that `sharded_model` described without groups are placed here: tensor-parallel parts, experts and
+        pipeline stages get their position in the whole model, in `model_sharded_state_dict` itself.
+
         Raises:
-            ValueError: a parameter is not in `model_sharded_state_dict`.
+            ValueError: a parameter is not in `model_sharded_state_dict`; or, on every rank, it is unknown which part of
+                the model a rank has.
         """
         self.check_ready("sharded_state_dict()")
         self.stepper.last.warn("sharded_state_dict()")
+        place_(model_sharded_state_dict, axes_of(self.roles))
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)
 

@@ -1,0 +1,98 @@
+"""`sharded_model`: the tensors of a model as a sharded state, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.run.ranks import ranks_of
+from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
+from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
+from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tree import ScopedState
+
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Map names of parameters in a model to names without the parts that wrappers (DDP, compile, checkpointing) add.
+
+    Args:
+        model: the model that the names refer to. A leading `module.` is removed only if all names have it (DDP).
+        names: some or all of the names in its state dict.
+
+    Raises:
+        CheckpointingException: two names would become one.
+    """
+    every = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    wrapped = bool(every) and all(name.startswith("module.") for name in every)
+    found: dict[str, str] = {}
+    for name in names:
+        plain = name.removeprefix("module.") if wrapped else name
+        for part in _WRAPPERS:
+            plain = plain.replace(part, "")
+        if plain in found:
+            raise CheckpointingException(
+                f"{found[plain]} and {name} of the model would both be stored as {plain}; rename one of the modules"
+            )
+        found[plain] = name
+    return {name: plain for plain, name in found.items()}
+
+
+def sharded_model(
+    model: nn.Module, *, process_group: dist.ProcessGroup | None = None, groups: Any = None
+) -> ShardedStateDict:
+    """A model's parameters and persistent buffers as a sharded state, by name.
+
+    Parameters that are divided over tensor-parallel ranks, experts and pipeline stages are recognised by
+    Megatron-Core's attributes and placed by `groups`, or later by `optimizer.sharded_state_dict` of opt-stack, which knows its groups.
+    A module with a method `sharded_state_dict(prefix)` describes its own tensors.
+
+    Args:
+        model: plain, under DDP, or with DTensor parameters (FSDP2, tensor parallelism).
+        process_group: the ranks that hold the same plain tensors; None for all.
+        groups: process groups by role, as `opt_stack.ProcessGroups` or Megatron-Core's collection. Then this is
+            collective: all ranks call it.
+
+    Raises:
+        CheckpointingException: a DTensor is not a single block of its tensor; or, on every rank, `groups` do not tell
+            which part of the model each rank has.
+    """
+    ranks = ranks_of(process_group)
+    described = _described_by_modules(model)
+    values = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in described}
+    names = plain_names(model, values)
+    marks = marks_of(model, names, values)
+    compared = ranks.size > 1 and process_group is None
+    state: dict[str, Any] = {}
+    for name, plain in names.items():
+        value = values[name]
+        if isinstance(value, Tensor):
+            is_compared = compared and isinstance(value, nn.Parameter) and not is_dtensor(value)
+            value = sharded_like(plain, value, replica_id=0 if is_compared else ranks.rank)
+            value.may_repeat, value.marks = value.may_repeat or is_compared, marks[plain]
+        state[plain] = value
+    sharded = ScopedState(state | described)
+    if groups is not None:
+        place_(sharded, ModelAxes.of_groups(groups))
+    return sharded
+
+
+def _described_by_modules(model: nn.Module) -> dict[str, Any]:
+    """The entries of modules that describe themselves, as Megatron-Core's do, by name."""
+    found: dict[str, Any] = {}
+    describing: list[str] = []
+    for name, module in model.named_modules():
+        describe = getattr(module, "sharded_state_dict", None)
+        is_inside = any(name.startswith(outer) for outer in describing)
+        if is_inside or describe is None or "prefix" not in inspect.signature(describe).parameters:
+            continue
+        prefix = f"{name}." if name else ""
+        describing.append(prefix)
+        found |= describe(prefix=prefix)
+    return found

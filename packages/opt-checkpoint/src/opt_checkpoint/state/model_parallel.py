@@ -1,0 +1,460 @@
+"""Where the tensors of a tensor-, expert- or pipeline-parallel rank belong in the whole model.
+
+A parameter is described by Megatron-Core's attributes (`tensor_model_parallel`, `partition_dim`, `partition_stride`,
+`allreduce`, `shared_embedding`, ...) and the ranks that it is divided over. The keys and shapes do not depend on the
+number of ranks wherever the names allow it, so that a checkpoint loads at other sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.state.dtensor import is_dtensor
+from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
+from opt_checkpoint.state.sharded import ShardedTensor
+
+_ON_STAGES = ("shared_embedding", "shared_position_embedding", "pipeline_parallel")
+_EXPERT_NUMBER = re.compile(
+    r"^((?:.*\.)?\w*experts)\.(\d+)(?=\.|$)|^((?:.*\.)?\w*experts\.(?:.*\.)?(?:weight|bias))(\d+)$"
+)
+
+
+class Axis(Protocol):
+    """A group of ranks as this rank sees it; `opt_distributed`'s `Comm` is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order."""
+        ...
+
+
+class GroupAxis:
+    """The ranks of a process group; None: one rank, or with `world=True` all of them."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, world: bool = False) -> None:
+        self._group = dist.group.WORLD if world and dist.is_available() and dist.is_initialized() else group
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
+        self.size = 1 if self._group is None else dist.get_world_size(self._group)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+class Replica(NamedTuple):
+    """The number of this rank among those that hold the same parameters, and their number."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAxes:
+    """The groups over which a model is divided."""
+
+    everyone: Axis
+    tp: Axis
+    expert_tp: Axis
+    ep: Axis
+    pp: Axis
+    dense: Replica
+    expert: Replica
+
+    @classmethod
+    def of_groups(cls, groups: Any) -> ModelAxes:
+        """The axes of an object with process groups by role: `opt_stack.ProcessGroups`, or Megatron-Core's collection.
+
+        A role that is absent or None has one rank.
+        """
+
+        def axis(*roles: str) -> GroupAxis:
+            found = (getattr(groups, role, None) for role in roles)
+            return GroupAxis(next((group for group in found if group is not None), None))
+
+        dense, expert = axis("dp_cp", "dp"), axis("expt_dp")
+        return cls(
+            everyone=GroupAxis(None, world=True),
+            tp=axis("tp"),
+            expert_tp=axis("expt_tp"),
+            ep=axis("ep"),
+            pp=axis("pp"),
+            dense=Replica(dense.rank, dense.size),
+            expert=Replica(expert.rank, expert.size),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a rank knows about a tensor of its model without knowing the groups.
+
+    Args:
+        name: in the model.
+        tensor: the parameter or buffer.
+        is_expert: whether each expert-parallel rank has another one (`allreduce=False`).
+        is_cut: whether each tensor-parallel rank has another part (`tensor_model_parallel=True`).
+        dim: the dim that is cut; None if it is not known.
+        stride: into how many pieces each rank's part is cut (`partition_stride`).
+        is_on_stages: whether several pipeline stages have a copy.
+        list_name: the name of the outermost list of modules that contains the tensor; None without such a list.
+        list_len: the number of its modules.
+    """
+
+    name: str
+    tensor: Tensor
+    is_expert: bool
+    is_cut: bool
+    dim: int | None
+    stride: int
+    is_on_stages: bool
+    list_name: str | None
+    list_len: int
+
+    def problem(self) -> str:
+        """What must be given before this may be saved or loaded on several ranks; empty if nothing."""
+        if not (self.is_expert or self.is_cut):
+            return ""
+        kind = "an expert (allreduce=False)" if self.is_expert else "tensor parallel (tensor_model_parallel=True)"
+        return (
+            f"{self.name} is {kind}, and which part of the whole model this rank has is unknown without process "
+            f"groups; pass sharded_model(model, groups=opt_stack.ProcessGroups(dp=..., tp=..., ...)), or pass the "
+            f"result of sharded_model to optimizer.sharded_state_dict before the save or load"
+        )
+
+
+def marks_of(model: nn.Module, names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Marks]:
+    """Read the marks of the tensors of a model.
+
+    Args:
+        model: contains them.
+        names: from names in the model to names in the checkpoint.
+        values: tensors by name in the model; other values are skipped.
+    """
+    experts = _modules_of_experts(model)
+    return {
+        plain: _marks(model, name, plain, values[name], is_expert=name.rpartition(".")[0] in experts)
+        for name, plain in names.items()
+        if isinstance(values[name], Tensor)
+    }
+
+
+def _modules_of_experts(model: nn.Module) -> set[str]:
+    """Names of modules whose direct parameters are all experts: their buffers are the experts', too."""
+    direct = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    return {name for name, own in direct.items() if own and not any(getattr(p, "allreduce", True) for p in own)}
+
+
+def _marks(model: nn.Module, name: str, plain: str, tensor: Tensor, *, is_expert: bool) -> Marks:
+    dim = getattr(tensor, "partition_dim", None)
+    outer = _before_number(name)
+    length = 0 if outer is None else _list_len(model.get_submodule(outer))
+    default = not is_expert or isinstance(tensor, nn.Parameter)
+    return Marks(
+        name=plain,
+        tensor=tensor,
+        is_expert=not getattr(tensor, "allreduce", default),
+        is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
+        dim=None if dim is None or dim < 0 else dim,
+        stride=getattr(tensor, "partition_stride", None) or 1,
+        is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
+        list_name=_before_number(plain) if length else None,
+        list_len=length,
+    )
+
+
+def _before_number(name: str) -> str | None:
+    """The name up to its first component that is a number, such as `decoder.layers`; None if no component is."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return None if at is None else ".".join(parts[:at])
+
+
+def _list_len(module: nn.Module) -> int:
+    """The length of a `ModuleList`, `Sequential` or `ParameterList`; 0 for a module that is not numbered from 0."""
+    names = {**module._modules, **module._parameters}
+    return len(names) if sorted(names) == sorted(map(str, range(len(names)))) else 0
+
+
+class _Unplaced(NamedTuple):
+    """An entry of a state that is not placed yet, and its container."""
+
+    parent: Any
+    at: Any
+    tensor: ShardedTensor
+    marks: Marks
+    part: int  # the scoped part of the state; names are unique in each
+
+
+class _Facts(NamedTuple):
+    """What a rank reports before tensors are placed."""
+
+    has_entries: bool
+    trains: bool
+    has_plain: bool
+    has_cut: bool
+    has_experts: bool
+
+
+def place_(state: Any, axes: ModelAxes) -> None:
+    """Set key, position and replica number of every tensor in `state` that `sharded_model` described without groups.
+
+    Collective over `axes.everyone`. Writes to the entries of `state`, and replaces those with a partition stride.
+
+    Raises:
+        CheckpointingException: on every rank, if groups are missing, or it is unknown which part a rank has.
+    """
+    entries = list(_unplaced(state))
+    per_rank: list[_Facts] = axes.everyone.gather_objects(_facts([entry.marks for entry in entries]))
+    if not any(facts.has_entries for facts in per_rank):
+        return
+    error = _missing_groups(axes, per_rank)
+    if error is None:
+        names = _with_stages(axes.pp, entries, _with_experts(axes.ep, entries))
+        try:
+            for entry, name in zip(entries, names, strict=True):
+                entry.parent[entry.at] = _described(axes, entry, name)
+        except CheckpointingException as refused:
+            error = str(refused)
+    for rank, text in enumerate(axes.everyone.gather_objects(error)):
+        if text is not None:
+            raise CheckpointingException(error or f"rank {rank} refused: {text}")
+
+
+def _unplaced(state: Any) -> Iterator[_Unplaced]:
+    parts: dict[int, int] = {}
+
+    def walk(node: Any, scope: int) -> Iterator[_Unplaced]:
+        if isinstance(node, dict) and hasattr(node, "key_at"):  # a ScopedState
+            scope = parts.setdefault(id(node), len(parts) + 1)
+        for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            if isinstance(value, ShardedTensor) and value.marks is not None:
+                yield _Unplaced(node, at, value, value.marks, scope)
+            elif isinstance(value, dict | list):
+                yield from walk(value, scope)
+
+    return walk(state, 0) if isinstance(state, dict | list) else iter(())
+
+
+def _facts(marks: Sequence[Marks]) -> _Facts:
+    plain = [own for own in marks if not is_dtensor(own.tensor)]
+    return _Facts(
+        has_entries=bool(marks),
+        trains=any(own.tensor.requires_grad for own in marks),
+        has_plain=bool(plain),
+        has_cut=any(own.is_cut for own in plain),
+        has_experts=any(own.is_expert for own in plain),
+    )
+
+
+def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
+    """A sentence if the groups do not account for all ranks; the same on every rank that was given these groups."""
+    ranks = {axes.everyone.size, sum(facts.trains for facts in per_rank)}
+    dense = {"dp": axes.dense.size, "tp": axes.tp.size, "pp": axes.pp.size}
+    expert = {"expt_dp": axes.expert.size, "expt_tp": axes.expert_tp.size, "ep": axes.ep.size, "pp": axes.pp.size}
+    has_experts = any(facts.has_experts for facts in per_rank)
+    for roles, is_needed in ((dense, any(facts.has_plain for facts in per_rank)), (expert, has_experts)):
+        count = 1
+        for size in roles.values():
+            count *= size
+        if is_needed and count not in ranks:
+            sizes = " x ".join(f"{role} of {size}" for role, size in roles.items())
+            what = "experts" if roles is expert else "dense parameters"
+            return (
+                f"the process groups account for {count} of {axes.everyone.size} ranks with {what} ({sizes}), so it "
+                f"is unknown which part of the model each rank has; pass every group of "
+                f"opt_stack.ProcessGroups({', '.join(f'{role}=...' for role in roles)}) with more than one rank"
+            )
+    return None
+
+
+def _with_experts(ep: Axis, entries: Sequence[_Unplaced]) -> list[_Name]:
+    """Name the experts of this rank as if one rank had all of them. Collective over `ep`."""
+    local = [_Name(entry.marks.name) for entry in entries]
+    if ep.size == 1:
+        return local
+    numbered: dict[str, set[int]] = {}
+    others: set[str] = set()
+    for entry in entries:
+        found = _expert_of(entry)
+        if found is not None:
+            numbered.setdefault(found.list_name, set()).add(found.number)
+        elif entry.marks.is_expert:
+            others.add(f"{entry.part}/{entry.marks.name}")
+    per_rank = ep.gather_objects(({name: sorted(own) for name, own in numbered.items()}, sorted(others)))
+    first = {name: _first_number([of_rank[0].get(name, []) for of_rank in per_rank], ep.rank) for name in numbered}
+    repeated = {name for name, count in Counter(n for of_rank in per_rank for n in of_rank[1]).items() if count > 1}
+    return [_expert_name(entry, own, first, repeated, ep) for entry, own in zip(entries, local, strict=True)]
+
+
+class _Name(NamedTuple):
+    """A name in the whole model, and the cut of a stack of experts, if there is one."""
+
+    text: str
+    cuts: tuple[tuple[int, int, int], ...] = ()
+    copy: int = 0  # number among the pipeline stages that have a copy
+
+
+class _Expert(NamedTuple):
+    list_name: str  # of the list of experts, with the part of the state
+    number: int
+    span: tuple[int, int]  # of the number in the tensor's name
+
+
+def _expert_of(entry: _Unplaced) -> _Expert | None:
+    """The number of an expert in the name of its tensor, as `experts.3.up.weight` or `experts.up.weight3` have it."""
+    found = _EXPERT_NUMBER.match(entry.marks.name) if entry.marks.is_expert else None
+    if found is None:
+        return None
+    group = 2 if found[2] is not None else 4
+    return _Expert(f"{entry.part}/{found[group - 1]}", int(found[group]), found.span(group))
+
+
+def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
+    """The number to add to those of this rank's experts: ranks count from 0 each, or all together. None: neither."""
+    if all(list(numbers) == list(range(len(numbers))) for numbers in per_rank):
+        return sum(map(len, per_rank[:rank]))
+    every = sorted(number for numbers in per_rank for number in numbers)
+    return 0 if every == list(range(len(every))) else None
+
+
+def _expert_name(entry: _Unplaced, name: _Name, first: Mapping[str, int | None], repeated: set[str], ep: Axis) -> _Name:
+    marks, found = entry.marks, _expert_of(entry)
+    start = None if found is None else first[found.list_name]
+    if found is not None and start is not None:
+        before, after = marks.name[: found.span[0]], marks.name[found.span[1] :]
+        return _Name(f"{before}{found.number + start}{after}")
+    if not marks.is_expert or (found is None and f"{entry.part}/{marks.name}" not in repeated):
+        return name
+    if (
+        found is None
+        and marks.tensor.dim() == 3
+        and not is_dtensor(marks.tensor)
+        and not (marks.is_cut and marks.dim == 0)
+    ):
+        return _Name(marks.name, ((0, ep.rank, ep.size),))  # a stack of experts
+    return _Name(f"experts{ep.rank}of{ep.size}.{marks.name}")
+
+
+class _Stage(NamedTuple):
+    """What a pipeline stage reports."""
+
+    names: set[str]
+    shared: set[str]  # of parameters that several stages have a copy of
+    lists: dict[str, int]  # lengths of lists of layers
+
+
+def _with_stages(pp: Axis, entries: Sequence[_Unplaced], names: Sequence[_Name]) -> list[_Name]:
+    """Name the parameters of this stage as if one stage had all of them. Collective over `pp`.
+
+    Stages that number their layers from 0 each are renumbered in the order of stages. Other names that several stages
+    use get the stage as a prefix.
+    """
+    if pp.size == 1:
+        return list(names)
+    scoped = [f"{entry.part}/{name.text}" for entry, name in zip(entries, names, strict=True)]
+    shared = {own for own, entry in zip(scoped, entries) if entry.marks.is_on_stages}
+    lists = {own: entry.marks.list_len for entry in entries if (own := _layers_of(entry)) is not None}
+    stages: list[_Stage] = pp.gather_objects(_Stage(set(scoped) - shared, shared, lists))
+    counts = Counter(name for stage in stages for name in stage.names)
+    repeated = {name for name, count in counts.items() if count > 1}
+    renumbered = {own for own, entry in zip(map(_layers_of, entries), scoped) if own is not None and entry in repeated}
+    renumbered = set().union(*pp.gather_objects(renumbered))
+    placed = []
+    for entry, name, own in zip(entries, names, scoped, strict=True):
+        layers = _layers_of(entry)
+        if own in shared:
+            copies = [number for number, stage in enumerate(stages) if own in stage.shared]
+            placed.append(name._replace(copy=copies.index(pp.rank)))
+        elif layers is not None and layers in renumbered:
+            start = sum(stage.lists.get(layers, 0) for stage in stages[: pp.rank])
+            placed.append(name._replace(text=_renumbered(name.text, start)))
+        else:
+            prefix = f"stage{pp.rank}of{pp.size}." if own in repeated else ""
+            placed.append(name._replace(text=prefix + name.text))
+    return placed
+
+
+def _layers_of(entry: _Unplaced) -> str | None:
+    """The list of layers that a tensor belongs to, with the part of the state; None if its first list is not one."""
+    marks, expert = entry.marks, _expert_of(entry)
+    if marks.list_name is None or (expert is not None and expert.list_name == f"{entry.part}/{marks.list_name}"):
+        return None
+    return f"{entry.part}/{marks.list_name}"
+
+
+def _renumbered(name: str, start: int) -> str:
+    parts = name.split(".")
+    at = next(index for index, part in enumerate(parts) if part.isdigit())
+    return ".".join([*parts[:at], str(int(parts[at]) + start), *parts[at + 1 :]])
+
+
+def _described(axes: ModelAxes, entry: _Unplaced, name: _Name) -> ShardedTensor | ShardedTensorFactory:
+    """Describe one tensor of this rank as a part of the whole model's."""
+    marks, tensor = entry.marks, entry.tensor
+    if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
+        return replace(tensor, key=name.text, marks=None)
+    tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
+    cuts = [(dim, rank, size) for dim, rank, size in name.cuts]
+    is_cut = marks.is_cut and tp.size > 1
+    replica_id = (name.copy, 0 if is_cut else tp.rank, replica.rank)
+    if is_cut:
+        dim = _partition_dim(marks)
+        if marks.stride > 1:
+            return _strided(entry, name, tp, dim, replica_id)
+        cuts.append((dim, tp.rank, tp.size))
+    assert tensor.data is not None
+    return ShardedTensor.from_rank_offsets(
+        name.text, tensor.data, *cuts, replica_id=replica_id, has_mains=tensor.has_mains
+    )
+
+
+def _partition_dim(marks: Marks) -> int:
+    if marks.dim is None or marks.dim >= marks.tensor.dim():
+        given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
+        raise CheckpointingException(
+            f"{marks.name} of shape {tuple(marks.tensor.shape)} has tensor_model_parallel=True, but {given}; set "
+            f"param.partition_dim to the dim of which each tensor-parallel rank has a part, or "
+            f"tensor_model_parallel=False if all ranks have the same values"
+        )
+    return marks.dim
+
+
+def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tuple[int, ...]) -> ShardedTensorFactory:
+    """A part that has several runs of rows of the whole, one below the other, as of a fused gate and value."""
+    data, marks = entry.tensor.data, entry.marks
+    assert data is not None
+    shape = tuple(data.shape)
+    if dim != 0 or name.cuts or shape[0] % marks.stride:
+        raise CheckpointingException(
+            f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "
+            f"above 1 is supported along dim 0 of a single matrix with a multiple of {marks.stride} rows; describe this "
+            f"parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"
+        )
+    rows = shape[0] // marks.stride
+    segments = tuple(
+        Segment(
+            row_start=number * rows,
+            row_stop=(number + 1) * rows,
+            global_shape=(shape[0] * tp.size, *shape[1:]),
+            global_offset=((number * tp.size + tp.rank) * rows, *(0 for _ in shape[1:])),
+        )
+        for number in range(marks.stride)
+    )
+    return ShardedTensorFactory(
+        name.text, data, segments=segments, local_shape=shape, replica_id=replica_id, has_mains=entry.tensor.has_mains
+    )
