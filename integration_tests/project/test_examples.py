@@ -50,3 +50,16 @@ def test_the_gpt_trains_and_resumes_from_its_newest_checkpoint(tmp_path: Path) -
 def test_the_gpt_refuses_a_batch_that_ranks_cannot_share_equally(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--batch 3 is not a multiple of the 2 ranks"):
         torchrun("train_gpt.py", "--dir", tmp_path, "--batch", 3)
+
+
+def test_a_tensor_parallel_run_resumes_on_other_sizes_with_the_same_loss(tmp_path: Path) -> None:
+    def loss(tp: int, steps: int, folder: str) -> float:
+        options = ("--tp", tp, "--steps", steps, "--dir", tmp_path / folder)
+        printed = torchrun("train_tensor_parallel.py", *options, ranks=4)
+        (found,) = re.findall(rf"TP {tp} x DP {4 // tp}: steps \d+ to {steps}, loss ([\d.]+)", printed)
+        return float(found)
+
+    before = loss(2, 6, "resumed")
+    after = loss(1, 12, "resumed")
+    assert after < before
+    assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)

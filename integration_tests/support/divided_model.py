@@ -1,6 +1,6 @@
 """A model that is divided over tensor, expert and pipeline ranks, marked as Megatron-Core marks it; rank programs.
 
-Every weight is a part of a whole one with a known name, so that each rank can be compared with one process that has all.
+Every weight is a part of a whole one with a known name, so that each rank can be compared with one process.
 """
 
 from functools import cache
@@ -192,7 +192,7 @@ def train_and_save(layout: Layout, kind: str, path: str, *, groups_given: bool =
     at, model, groups, optimizer = build(layout, kind, **fields)
     for number in (1, 2):
         step(layout, at, kind, model, optimizer, number)
-    for name, buffer in model.named_buffers():
+    for buffer in model.buffers():
         buffer.add_(1)
     save(described(model, groups, optimizer, groups_given=groups_given), path)
 

@@ -47,7 +47,7 @@ from opt_stack.planning.choices import record_choices_
 from opt_stack.planning.effects import check_effects, check_standard_overrides
 from opt_stack.planning.fp8 import check_recipes, check_reused
 from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
-from opt_stack.planning.peers import check_peers, check_same_config
+from opt_stack.planning.peers import check_peers, check_same_config, model_part
 from opt_stack.planning.plan import Plan
 from opt_stack.planning.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
@@ -267,13 +267,14 @@ def _build(
     share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
-    layout_id = f"{part}, {layout_id}" if part else layout_id
+    of_model = model_part(metas, roles)
+    layout_id = ", ".join(filter(None, (part, layout_id, of_model.text)))
     optimizer = Optimizer(
         plan=plan,
         stepper=stepper,
         groups=groups,
         layout_id=layout_id,
-        rank_local=any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
+        rank_local=of_model.has_namesakes or any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
         roles=roles,
         replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
         wrapped=wrapped,

@@ -50,8 +50,8 @@ def sharded_model(
     """A model's parameters and persistent buffers as a sharded state, by name.
 
     Parameters that are divided over tensor-parallel ranks, experts and pipeline stages are recognised by
-    Megatron-Core's attributes and placed by `groups`, or later by `optimizer.sharded_state_dict` of opt-stack, which knows its groups.
-    A module with a method `sharded_state_dict(prefix)` describes its own tensors.
+    Megatron-Core's attributes. They are placed by `groups`, or later by `optimizer.sharded_state_dict` of opt-stack,
+    which knows its groups. A module with a method `sharded_state_dict(prefix)` describes its own tensors.
 
     Args:
         model: plain, under DDP, or with DTensor parameters (FSDP2, tensor parallelism).

@@ -442,8 +442,8 @@ def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tupl
     if dim != 0 or name.cuts or shape[0] % marks.stride:
         raise CheckpointingException(
             f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "
-            f"above 1 is supported along dim 0 of a single matrix with a multiple of {marks.stride} rows; describe this "
-            f"parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"
+            f"above 1 is supported along dim 0 of a single matrix with a multiple of {marks.stride} rows; describe "
+            f"this parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"
         )
     rows = shape[0] // marks.stride
     segments = tuple(

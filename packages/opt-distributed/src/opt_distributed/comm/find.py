@@ -73,13 +73,14 @@ def _check_given(groups: Given, mesh: DeviceMesh | None) -> None:
 
 def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
     groups = given if isinstance(given, ProcessGroups) else megatron.groups_of_collection(given)
+    metas = describe(chunks).values()
     has_peers = groups.mp is not None and groups.mp.size() > 1
-    for meta in describe(chunks).values() if has_peers else ():
+    for meta in metas if has_peers else ():
         mark = _tensor_parallel_mark(meta)
         if mark and not meta.is_dtensor:
             role = "expt_tp" if meta.is_expert else "tp"
             groups.require(role, because=f"because parameter {str(meta.id)!r} is {mark}")
-    return roles_of(groups, sharded=sharded)
+    return roles_of(groups, sharded=sharded, has_experts=any(meta.is_expert for meta in metas))
 
 
 def _tensor_parallel_mark(meta: ParamMeta) -> str:

@@ -137,8 +137,11 @@ class Roles:
         return self.everyone if self.instance is None else self.instance
 
 
-def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
+def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
     """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
+
+    If dp has all ranks, roles that follow from it need not be set: mp and intra_dist_opt, and those of experts if the
+    model has none.
 
     Raises:
         ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
@@ -148,6 +151,7 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
     if groups is None:
         axes = Axes(dp=everyone, tp=Alone())
         return Roles(dense=axes, expert=axes, everyone=everyone)
+    groups = _completed(groups, everyone, has_experts=has_experts)
     groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
     if groups.cp is not None and groups.cp.size() > 1:
         groups.require("dp_cp", because="with context parallelism")
@@ -178,6 +182,30 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool) -> Roles:
         positions=known.get("pos_embd"),
         stages=known.get("pp"),
     )
+
+
+def _completed(groups: ProcessGroups, everyone: Comm, *, has_experts: bool) -> ProcessGroups:
+    """Add the roles that follow from a data-parallel group of all ranks.
+
+    Raises ProcessGroupError if a group that holds other parts of the model has several ranks, too.
+    """
+    replicas = groups.first_of("dp_cp", "dp")
+    if replicas is None or replicas.size() != everyone.size:
+        return groups
+    larger = next((role for role in ("mp", "tp", "pp") if _size(getattr(groups, role)) > 1), None)
+    if larger is not None and everyone.size > 1:
+        raise ProcessGroupError(
+            f"pg_collection has all {everyone.size} ranks in dp (or dp_cp), and {larger} of "
+            f"{_size(getattr(groups, larger))} ranks; the ranks of {larger} hold other parts of the model, so they "
+            "are not replicas; leave them out of dp"
+        )
+    certain: dict[str, dist.ProcessGroup | None] = {"mp": None}
+    if not has_experts:
+        certain |= {"expt_dp": replicas, "tp_ep_pp": None}
+    if _size(groups.inter_dist_opt) == 1:
+        certain["intra_dist_opt"] = replicas
+    given = {role: getattr(groups, role) for role in groups.roles}
+    return ProcessGroups(**{**certain, **given})
 
 
 def _check_sizes(groups: ProcessGroups) -> None:

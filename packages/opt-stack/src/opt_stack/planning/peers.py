@@ -5,7 +5,7 @@ from dataclasses import fields
 from hashlib import sha256
 from itertools import takewhile
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -81,6 +81,31 @@ def check_peers(plan: Plan, groups: Groups, metas: Mapping[ParamId, ParamMeta], 
             )
         error = error or _numbers_that_differ(groups, local, axes.tp)
     agree(roles.everyone, error)
+
+
+class ModelPart(NamedTuple):
+    """Which part of the model a rank shares with its data-parallel replicas."""
+
+    text: str  # empty if all ranks hold the same parameters
+    has_namesakes: bool  # whether a rank with another part has a parameter of the same name
+
+
+def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
+    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
+    texts, has_namesakes = [], False
+    for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
+        own = [meta for meta in metas.values() if meta.is_expert == (kind == "experts") and not meta.is_dtensor]
+        first = min(axes.inter.gather_objects(min(axes.dp.gather_objects(roles.everyone.rank))))
+        among_peers = min(axes.tp.gather_objects(first))
+        first = first if any(meta.tensor_parallel for meta in own) else among_peers
+        reported = [str(meta.id) for meta in own] if first == roles.everyone.rank else []
+        per_rank = roles.everyone.gather_objects((first if own else -1, reported))
+        parts = sorted({rank for rank, _ in per_rank} - {-1})
+        names = [name for _, of_rank in per_rank for name in of_rank]
+        has_namesakes |= len(set(names)) < len(names)
+        if own and len(parts) > 1:
+            texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
+    return ModelPart(", ".join(texts), has_namesakes)
 
 
 def _rules_that_differ(plan: Plan, everyone: Comm) -> ConfigError | None:

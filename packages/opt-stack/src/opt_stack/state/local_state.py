@@ -71,13 +71,17 @@ def check_form(state_dict: Any, *, version: int, layout_id: str) -> None:
     saved_version = state_dict.get("version", version)
     if saved_version != version:
         raise ValueError(f"state_dict has version {saved_version!r}; this release reads version {version} only")
-    layouts = state_dict.get("layout", layout_id)
-    layouts = [layouts] if isinstance(layouts, str) else list(layouts)
+    layouts = _layouts(state_dict) if "layout" in state_dict else [layout_id]
     if layout_id not in layouts:
         raise ValueError(
-            f"state_dict was saved on layout {', '.join(map(str, layouts))}, but this optimizer has {layout_id}; use "
+            f"state_dict was saved on layout {'; '.join(layouts)}, but this optimizer has {layout_id}; use "
             "sharded_state_dict with opt_checkpoint, which loads on any layout"
         )
+
+
+def _layouts(state_dict: Group) -> list[str]:
+    layouts = state_dict.get("layout", ())
+    return [layouts] if isinstance(layouts, str) else list(map(str, layouts))
 
 
 def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
@@ -128,7 +132,7 @@ def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequen
     Raises ValueError if a parameter is not in its saved group, or if a state dict of this class has state of some
     parameters but not of this one.
     """
-    is_replicated = "replicated" in state_dict.get("layout", ())
+    is_replicated = any("replicated" in text for text in _layouts(state_dict))
     complete = "version" in state_dict and bool(state_dict["state"]) and is_replicated
     found: dict[ParamId, Group] = {}
     for ours, theirs in zip(groups, saved_groups, strict=True):

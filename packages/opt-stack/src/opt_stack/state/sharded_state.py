@@ -99,6 +99,31 @@ def describe_params(
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
 
+def check_parts(described: Sequence[Sequence[Described]], held: Mapping[ParamId, Held], everyone: Comm) -> None:
+    """Check that parts of one parameter are not all described as the whole of it. Collective.
+
+    Raises:
+        ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
+    """
+    local: dict[str, str] = {}  # the part of this rank, by key
+    for own in _flat(described):
+        part = held[own.id].piece.part if own.id in held else ""
+        if part and isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape:
+            local[own.sharded.key] = part
+    per_rank = everyone.gather_objects(local)
+    parts: dict[str, set[str]] = defaultdict(set)
+    for of_rank in per_rank:
+        for key, part in of_rank.items():
+            parts[key].add(part)
+    wrong = next((key for key, found in parts.items() if len(found) > 1), None)
+    if wrong is not None:
+        raise ValueError(
+            f"parameter {wrong!r} has tensor_model_parallel=True, and tensor-parallel ranks have different parts of "
+            "it, but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model(model), "
+            f"or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, tp_rank, tp_size), replica_id=...)"
+        )
+
+
 def sharded_state(
     described: Sequence[Sequence[Described]],
     groups: Sequence[Mapping[str, Any]],
@@ -107,6 +132,7 @@ def sharded_state(
     everyone: Comm,
 ) -> dict[str, Any]:
     """Return the state for `opt_checkpoint.save` and `load`. Collective: groups name every rank's parameters."""
+    check_parts(described, held, everyone)
     state = {}
     for own, at in _held_entries(described, held):
         state[at] = read_piece(*held[own.id]).sharded(own.sharded)
