@@ -1,5 +1,6 @@
 """Parts of a model that cannot be placed are refused with a sentence on every rank, never saved as the whole."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -136,11 +137,7 @@ def test_a_part_of_unknown_place_is_refused_on_every_rank(
     ask: Callable[[str], None], refusals: list[dict[str, str]]
 ) -> None:
     for rank in refusals:
-        pytest.raises(ValueError, _raise, rank[ask.__name__]).match(REFUSED[ask])
-
-
-def _raise(text: str) -> None:
-    raise ValueError(text)
+        assert re.search(REFUSED[ask], rank[ask.__name__]), rank[ask.__name__]
 
 
 # --- state_dict of this rank's part -----------------------------------------------------------------------------------

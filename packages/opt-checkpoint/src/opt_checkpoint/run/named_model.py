@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.run.ranks import ranks_of
 from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
-from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
+from opt_checkpoint.state.model_axes import ModelAxes, marks_of
+from opt_checkpoint.state.model_parallel import place_
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import ScopedState
 

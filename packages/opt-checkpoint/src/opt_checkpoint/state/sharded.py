@@ -20,7 +20,7 @@ from torch import Tensor
 from opt_checkpoint.errors import CheckpointingException
 
 if TYPE_CHECKING:
-    from opt_checkpoint.state.model_parallel import Marks
+    from opt_checkpoint.state.model_axes import Marks
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]
@@ -72,16 +72,14 @@ class ShardedTensor(ShardedBase):
         global_offset: first element of the block along every global axis, with prepended axes.
         axis_fragmentations: number of equal pieces along every global axis; None when the sharding is irregular.
         replica_id: 0 or all zeros for the main replica; by convention (pipeline, tensor, data) replica numbers.
-        prepend_axis_num: number of leading global axes that the local block lacks (layer or expert number); the block
-            has size 1 along them.
+        prepend_axis_num: number of leading global axes (layer, expert) that the local block lacks; its size there is 1.
         allow_shape_mismatch: the stored global shape may differ on load: the overlap is read, the rest becomes zero.
         flattened_range: `[start, stop)` of the row-major flattened local block that `data` holds.
         may_repeat: other ranks may hold this block as their main replica, too; one is saved if all values are equal.
         has_mains: an optimizer keeps or kept fp32 main values of this parameter. If they are stored and this is
             requested in fp32, they are read; if fp32 is stored, this may be requested in 16 bits.
         optional: leave this out if it is not stored, even if other missing keys are an error.
-        marks: of a tensor that is not placed yet, because the process groups of its model are not known.
-        source: the DTensor whose local values `data` is; loading returns it.
+        marks: of a tensor of a model whose process groups are not known yet.
 
     Raises:
         CheckpointingException: the fields contradict each other (the checks run in Megatron-Core's order).
@@ -102,7 +100,7 @@ class ShardedTensor(ShardedBase):
     has_mains: bool = field(default=False, kw_only=True)
     optional: bool = field(default=False, kw_only=True)
     marks: Marks | None = field(default=None, kw_only=True, repr=False)
-    source: Tensor | None = field(default=None, kw_only=True, repr=False)
+    source: Tensor | None = field(default=None, kw_only=True, repr=False)  # the DTensor of which `data` is a part
 
     def __post_init__(self) -> None:
         self.local_shape = tuple(self.local_shape)

@@ -18,7 +18,7 @@ from opt_checkpoint import (
     groups_to_saved,
 )
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
-from opt_checkpoint.state.model_parallel import ModelAxes, Replica
+from opt_checkpoint.state.model_axes import ModelAxes, Replica
 from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.step.pieces import OwnedPiece
@@ -118,9 +118,9 @@ def check_parts(described: Sequence[Sequence[Described]], held: Mapping[ParamId,
     wrong = next((key for key, found in parts.items() if len(found) > 1), None)
     if wrong is not None:
         raise ValueError(
-            f"parameter {wrong!r} has tensor_model_parallel=True, and tensor-parallel ranks have different parts of "
-            "it, but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model(model), "
-            f"or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, tp_rank, tp_size), replica_id=...)"
+            f"parameter {wrong!r} is tensor parallel, and tensor-parallel ranks have different parts of it, "
+            "but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model(model), "
+            f"or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, rank, ranks), replica_id=...)"
         )
 
 
