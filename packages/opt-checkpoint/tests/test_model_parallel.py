@@ -1,0 +1,214 @@
+"""Names and places that `place_` gives to the tensors of divided models; ranks are threads."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from opt_checkpoint import CheckpointingException, ShardedTensor, sharded_model
+from opt_checkpoint.state.model_axes import ModelAxes, Replica
+from opt_checkpoint.state.model_parallel import place_
+
+ALONE = Replica(0, 1)
+
+
+class Axis:
+    """One rank of an axis of threads."""
+
+    def __init__(self, rank: int, size: int, box: list[Any], barrier: threading.Barrier):
+        self.rank, self.size, self._box, self._barrier = rank, size, box, barrier
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._box[self.rank] = value
+        self._barrier.wait(30)
+        values = list(self._box)
+        self._barrier.wait(30)
+        return values
+
+
+class One:
+    rank, size = 0, 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+def placed(axis: str, models: list[nn.Module]) -> list[dict[str, ShardedTensor] | str]:
+    """What each rank's model becomes if its ranks lie along `axis`, or the refusal."""
+    size, found = len(models), [None] * len(models)
+    boxes = {name: ([None] * size, threading.Barrier(size)) for name in (axis, "everyone")}
+
+    def run(rank: int) -> None:
+        axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One())
+        axes |= {name: Axis(rank, size, *shared) for name, shared in boxes.items()}
+        replicas = Replica(rank, size) if axis == "ep" else ALONE  # dense parameters are copied over expert ranks
+        state = sharded_model(models[rank])
+        try:
+            place_(state, ModelAxes(dense=replicas, expert=ALONE, **axes))
+            found[rank] = dict(state)
+        except CheckpointingException as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def keys(axis: str, make: Callable[[int], nn.Module], size: int = 2) -> list[list[str]]:
+    return [[tensor.key for tensor in of_rank.values()] for of_rank in placed(axis, [make(r) for r in range(size)])]
+
+
+def module(**tensors: Any) -> nn.Module:
+    """A model with tensors by name: `layers__n0__w` is `layers.0.w`."""
+    made = nn.Module()
+    for path, value in tensors.items():
+        *outer, last = [word[1:] if word[1:].isdigit() else word for word in path.split("__")]
+        inner = made
+        for word in outer:
+            if word not in inner._modules:
+                inner.add_module(word, nn.Module())
+            inner = inner._modules[word]
+        setattr(inner, last, value)
+    return made
+
+
+def expert(*shape: int) -> nn.Parameter:
+    param: Any = nn.Parameter(torch.zeros(shape or (2, 3)))
+    param.allreduce = False
+    return param
+
+
+def dense(**marks: Any) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(2, 3))
+    vars(param).update(marks)
+    return param
+
+
+EXPERTS: dict[str, tuple[Callable[[int], nn.Module], list[list[str]]]] = {
+    "numbered on each rank": (
+        lambda rank: module(experts__n0__w=expert(), experts__n1__w=expert()),
+        [["experts.0.w", "experts.1.w"], ["experts.2.w", "experts.3.w"]],
+    ),
+    "numbered over all ranks": (
+        lambda rank: module(**{f"experts__n{2 * rank}__w": expert(), f"experts__n{2 * rank + 1}__w": expert()}),
+        [["experts.0.w", "experts.1.w"], ["experts.2.w", "experts.3.w"]],
+    ),
+    "every other one on a rank": (
+        lambda rank: module(**{f"experts__n{rank}__w": expert(), f"experts__n{rank + 2}__w": expert()}),
+        [["experts.0.w", "experts.2.w"], ["experts.1.w", "experts.3.w"]],
+    ),
+    "in reverse order": (
+        lambda rank: module(**{f"local_experts__n{1 - rank}__w": expert()}),
+        [["local_experts.1.w"], ["local_experts.0.w"]],
+    ),
+    "numbers that fit neither": (
+        lambda rank: module(experts__n0__w=expert(), experts__n2__w=expert()),
+        [[f"experts{r}of2.experts.{n}.w" for n in (0, 2)] for r in (0, 1)],
+    ),
+    "grouped": (
+        lambda rank: module(experts__fc__weight0=expert(), experts__fc__weight1=expert()),
+        [["experts.fc.weight0", "experts.fc.weight1"], ["experts.fc.weight2", "experts.fc.weight3"]],
+    ),
+    "without numbers": (lambda rank: module(expert__w=expert()), [["experts0of2.expert.w"], ["experts1of2.expert.w"]]),
+    "of other names": (lambda rank: module(**{f"expert_{rank}__w": expert()}), [["expert_0.w"], ["expert_1.w"]]),
+    "beside a dense weight": (
+        lambda rank: module(gate=dense(), experts__n0__w=expert()),
+        [["gate", "experts.0.w"], ["gate", "experts.1.w"]],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_named_as_if_one_rank_had_all(case: str) -> None:
+    make, expected = EXPERTS[case]
+    assert keys("ep", make) == expected
+
+
+def test_a_stack_of_experts_is_one_tensor_cut_along_its_first_axis() -> None:
+    first, second = (of_rank["w"] for of_rank in placed("ep", [module(w=expert(2, 3, 4)) for _ in range(2)]))
+    assert first.key == second.key == "w"
+    assert first.global_shape == second.global_shape == (4, 3, 4)
+    assert (first.global_offset, second.global_offset) == ((0, 0, 0), (2, 0, 0))
+
+
+def test_buffers_of_an_expert_belong_to_it_and_others_are_saved_once() -> None:
+    def make(rank: int) -> nn.Module:
+        made = module(experts__n0__w=expert())
+        made.experts._modules["0"].register_buffer("scale", torch.zeros(3))
+        made.register_buffer("count", torch.zeros(()))
+        return made
+
+    first, second = placed("ep", [make(0), make(1)])
+    assert [t.key for t in second.values()] == ["count", "experts.1.w", "experts.1.scale"]
+    assert (first["count"].replica_id, second["count"].replica_id) == ((0, 0, 0), (0, 0, 1))
+
+
+STAGES: dict[str, tuple[Callable[[int], nn.Module], list[list[str]]]] = {
+    "layers that every stage counts from 0": (
+        lambda rank: module(**{f"layers__n{n}__w": dense() for n in range(2 + rank)}),
+        [["layers.0.w", "layers.1.w"], ["layers.2.w", "layers.3.w", "layers.4.w"]],
+    ),
+    "layers with numbers of the whole model": (
+        lambda rank: module(**{f"layers__n{2 * rank + n}__w": dense() for n in range(2)}),
+        [["layers.0.w", "layers.1.w"], ["layers.2.w", "layers.3.w"]],
+    ),
+    "a layer without parameters": (
+        lambda rank: nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()),
+        [["0.weight"], ["2.weight"]],
+    ),
+    "a name without a number": (
+        lambda rank: nn.Linear(2, 2, bias=False),
+        [["stage0of2.weight"], ["stage1of2.weight"]],
+    ),
+    "different names": (lambda rank: module(**{f"part{rank}": dense()}), [["part0"], ["part1"]]),
+    "a shared embedding": (lambda rank: module(emb=dense(shared_embedding=True)), [["emb"], ["emb"]]),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_stages_are_named_as_if_one_stage_had_all(case: str) -> None:
+    make, expected = STAGES[case]
+    assert keys("pp", make) == expected
+
+
+def test_an_embedding_of_two_stages_is_saved_by_the_first() -> None:
+    ids = [of_rank["emb"].replica_id for of_rank in placed("pp", [module(emb=dense(shared_embedding=True))] * 2)]
+    assert ids == [(0, 0, 0), (1, 0, 0)]
+
+
+def test_what_tensor_parallel_ranks_share_has_one_main_replica() -> None:
+    marks = {"tensor_model_parallel": True, "partition_dim": 1}
+    first, second = placed("tp", [module(w=dense(**marks), bias=dense(partition_dim=-1)) for _ in range(2)])
+    assert (first["w"].global_shape, second["w"].global_offset) == ((2, 6), (0, 3))
+    assert (first["w"].replica_id, second["w"].replica_id) == ((0, 0, 0), (0, 0, 0))
+    assert (first["bias"].replica_id, second["bias"].replica_id) == ((0, 0, 0), (0, 1, 0))
+
+
+def test_an_error_of_one_rank_is_raised_on_both() -> None:
+    marks = {"tensor_model_parallel": True}
+    first, second = placed("tp", [module(w=dense(**marks, partition_dim=0)), module(w=dense(**marks))])
+    assert "no partition_dim" in str(second)
+    assert str(first).startswith(
+        "rank 1 refused: w of shape (2, 3) has tensor_model_parallel=True, but no partition_dim"
+    )
+
+
+def test_a_module_that_describes_itself_is_believed() -> None:
+    class Described(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = dense(tensor_model_parallel=True)
+
+        def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+            return {f"{prefix}w": ShardedTensor.from_rank_offsets(f"{prefix}fused", self.w, (0, 1, 3))}
+
+    model = nn.Sequential(nn.Linear(2, 2), Described())
+    state = sharded_model(model)
+    assert list(state) == ["0.weight", "0.bias", "1.w"]
+    assert (state["1.w"].key, state["1.w"].global_shape, state["1.w"].data) == ("1.fused", (6, 3), model[1].w)
