@@ -166,6 +166,7 @@ def test_the_local_state_of_another_stage_or_expert_rank_is_refused(is_expert: b
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
+        assert optimizer.has_rank_local_state
         states[comm.rank] = optimizer.state_dict()
         comm.gather_objects("saved")
         optimizer.load_state_dict(states[comm.rank])

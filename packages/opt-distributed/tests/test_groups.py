@@ -45,6 +45,19 @@ def test_dense_gradients_are_reduced_over_context_parallel_ranks_too() -> None:
         assert ranks(roles.dense.dp) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_roles_that_follow_from_a_data_parallel_group_of_all_ranks_need_not_be_set(sharded: bool) -> None:
+    with fake_world(4):
+        roles = roles_of(groups(dp=[0, 1, 2, 3]), sharded=sharded, has_experts=False)
+        assert ranks(roles.dense.dp) == ranks(roles.totals) == [0, 1, 2, 3]
+        with pytest.raises(ProcessGroupError, match=r"lacks expt_dp .*; tp_ep_pp"):
+            roles_of(groups(dp=[0, 1, 2, 3]), sharded=sharded)
+        with pytest.raises(ProcessGroupError, match=r"lacks expt_dp .*; mp "):
+            roles_of(groups(dp=[0, 1]), sharded=sharded, has_experts=False)
+        with pytest.raises(ProcessGroupError, match=r"dp .* and tp of 2 ranks; the ranks of tp hold other parts"):
+            roles_of(groups(dp=[0, 1, 2, 3], tp=[0, 1]), sharded=sharded, has_experts=False)
+
+
 def test_context_parallelism_needs_the_group_that_gradients_are_reduced_over() -> None:
     with fake_world(4):
         made = groups(dp=[0, 2], cp=[0, 1], expt_dp=[0, 2], mp=None, tp_ep_pp=None)
