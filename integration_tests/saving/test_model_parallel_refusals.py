@@ -102,7 +102,7 @@ def replicas_that_also_are_parts(path: str) -> None:
 REFUSED: dict[Callable[[str], None], str] = {
     save_without_groups: r"w is tensor parallel .* unknown without process groups; pass sharded_model\(model, groups=",
     save_experts_without_groups: r"w is an expert \(allreduce=False\), .* pass sharded_model\(model, groups=",
-    save_stages_without_groups: "values differ",
+    save_stages_without_groups: r"values differ .* for parts of one model sharded_model\(model, groups=\.\.\.\)",
     load_without_groups: "w is tensor parallel .* unknown without process groups",
     save_torch_states: "w is tensor parallel .* unknown without process groups",
     without_dim: "tensor_model_parallel=True, but no partition_dim; set param.partition_dim",

@@ -85,7 +85,8 @@ def _overlap_problem(held: HeldTensors, first: int, second: int) -> _Problem:
         key,
         f"{held.keys[key]}: Invalid access pattern: rank {ranks[0]} holds {_span(a)} and rank {ranks[1]} {_span(b)}, "
         f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
-        f"different keys, as add_prefix_for_sharding gives them{copies}",
+        f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
+        f"sharded_model(model, groups=...){copies}",
     )
 
 
