@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,44 @@ def test_diff_names_keys_of_one_side_and_other_shapes(tmp_path: Path, capsys: py
     ]
 
 
+NAN, INF = float("nan"), float("inf")
+NUMBERS = {
+    "NaN and a number": ([1.0, NAN, 3.0], [1.0, 2.0, 3.0], "w: 1 elements differ; 1 NaN only in the first"),
+    "a number and NaN": (
+        [1.0, 2.0, 3.5],
+        [1.0, NAN, 3.0],
+        "w: 2 elements differ, by up to 0.5; 1 NaN only in the second",
+    ),
+    "infinity": ([1.0, INF, 3.0], [1.0, 2.0, 3.0], "w: 1 elements differ, by up to inf"),
+    "equal NaN": ([NAN, INF], [NAN, INF], "equal"),
+    "complex": ([1 + 2j, 3j], [1 + 2j, 0j], "w: 1 elements differ, by up to 3"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+@pytest.mark.parametrize("rtol", ["0", "1e-6"])
+def test_diff_sees_nan_and_infinity(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, rtol: str) -> None:
+    first, second, text = NUMBERS[case]
+    for name, values in (("a", first), ("b", second)):
+        save({"w": torch.tensor(values)}, tmp_path / name)
+    found = run(capsys, "diff", tmp_path / "a", tmp_path / "b", "--rtol", rtol)
+    assert found == (int(text != "equal"), text + "\n")
+
+
+@pytest.mark.parametrize("side", ["first", "second"])
+def test_diff_sees_damage(steps: Path, capsys: pytest.CaptureFixture[str], side: str) -> None:
+    """Both had the same bit flipped in a value that was then reported as equal: checksums were not compared."""
+    file = steps / {"first": "step-1", "second": "step-2"}[side] / "__0_0.distcp"
+    raw = bytearray(file.read_bytes())
+    raw[raw.index(torch.arange(1000.0, 1004.0).numpy().tobytes()) + 2] ^= 1
+    file.write_bytes(raw)
+    code, text = run(capsys, "diff", steps / "step-1", steps / "step-2")
+    assert code == 1
+    assert f"w: damaged in the {side}: " in text
+    file.write_bytes(raw[:-1])
+    assert f"__0_0.distcp: damaged in the {side}: has" in run(capsys, "diff", steps / "step-1", steps / "step-2")[1]
+
+
 def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model, optimizer = trained
     save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
@@ -314,6 +353,41 @@ def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
     assert old.exists()
     run(capsys, "gc", steps, "--yes")
     assert sorted(p.name for p in steps.iterdir()) == [new.name, "step-1", "step-2"]
+
+
+def test_gc_goes_by_the_clock_of_the_file_system(
+    steps: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a client's clock eleven minutes ahead, the live save of another host was deleted."""
+    live = steps / f".opt-checkpoint-tmp-{'b' * 32}"
+    live.mkdir()
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 700)
+    assert f"{live}: kept" in run(capsys, "gc", steps, "--yes")[1]
+    assert sorted(p.name for p in steps.iterdir()) == [live.name, "step-1", "step-2"]
+
+
+def test_gc_with_nothing_to_do_says_so(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "gc", steps) == (0, f"nothing to delete in {steps}\n")
+
+
+def test_ls_of_a_checkpoint_says_what_it_is(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = run(capsys, "ls", steps / "step-1")
+    assert code == 0
+    assert text.startswith(f"{steps / 'step-1'} is a checkpoint: ")
+    (steps / "step-1" / "manifest.bin").write_bytes(b"no manifest")
+    code, text = run(capsys, "ls", steps / "step-1")
+    assert (code, "is a damaged checkpoint" in text) == (1, True)
+
+
+def test_a_failed_extract_does_not_block_the_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save({"w": torch.arange(6.0)}, tmp_path / "x")
+    file = tmp_path / "x" / "__0_0.distcp"
+    raw = file.read_bytes()
+    file.write_bytes(raw.replace(torch.arange(6.0).numpy().tobytes(), torch.ones(6).numpy().tobytes()))
+    assert run(capsys, "extract", tmp_path / "x", "w", tmp_path / "w.pt")[0] == 2
+    file.write_bytes(raw)
+    assert run(capsys, "extract", tmp_path / "x", "w", tmp_path / "w.pt")[0] == 0
 
 
 def test_extract_writes_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

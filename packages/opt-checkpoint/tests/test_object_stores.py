@@ -38,7 +38,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.disk.object_target import COMMIT
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 pytest.importorskip("obstore")
 

@@ -18,12 +18,15 @@ from opt_checkpoint.errors import (
     CheckpointKeyError,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointStorageError,
+    CheckpointValueError,
 )
 from opt_checkpoint.objects.path import ObjectPath
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
-from opt_checkpoint.run.manager import CheckpointManager, committed_steps
+from opt_checkpoint.run.manager import CheckpointManager
 from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.save_load import LoadReport, load, save
+from opt_checkpoint.run.series import committed_steps
 from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_optimizer
 from opt_checkpoint.state.dtensor import sharded_like
@@ -86,6 +89,8 @@ __all__ = [
     "CheckpointManager",
     "CheckpointMismatchError",
     "CheckpointNotFoundError",
+    "CheckpointStorageError",
+    "CheckpointValueError",
     "CheckpointingException",
     "GroupMismatchError",
     "GroupReport",

@@ -7,7 +7,6 @@ import difflib
 import fnmatch
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +19,10 @@ from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex
-from opt_checkpoint.disk.lease import is_leftover, leftovers, remove_leftover, writer_of
-from opt_checkpoint.disk.object_target import Leftover, leftovers_of
+from opt_checkpoint.disk.lease import clock_of, is_leftover, leftovers, remove_leftover, writer_of
+from opt_checkpoint.disk.object_target import Leftover, clock_of_store, leftovers_of
 from opt_checkpoint.disk.verify import size_problems, verify_checkpoint
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
 from opt_checkpoint.objects.path import Location, ObjectPath, location_of, subdirectories
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
@@ -97,6 +96,16 @@ def _ls(options: argparse.Namespace) -> int:
     found = False
     if isinstance(options.path, Path):
         options.path.stat()  # a directory that is missing is an error, not an empty one
+    try:
+        read_index(options.path)
+    except CheckpointNotFoundError:
+        pass
+    except CheckpointCorruptError as error:
+        print(f"{options.path} is a damaged checkpoint: {error}")
+        return FOUND
+    else:
+        print(f"{options.path} is a checkpoint: {_summary(options.path).strip()}; `optckpt show` lists what it holds")
+        return FINE
     for entry in subdirectories(options.path):
         found = True
         print(f"{entry.name:<28} {_summary(entry)}")
@@ -215,6 +224,8 @@ def _gc(options: argparse.Namespace) -> int:
         print(f"{left.place}" if left.writer is None else f"{left.place}: kept, {left.writer} may still write to it")
         if left.writer is None:
             dead.append(left)
+    if not dead:
+        print(f"nothing to delete in {options.path}")
     if not dead or options.dry_run:
         return FINE
     if not options.yes and not _agreed_to(f"delete {len(dead)} directories?"):
@@ -237,11 +248,13 @@ class _LeftDirectory(NamedTuple):
 
 def _leftovers(directory: Location) -> Iterator[_LeftDirectory | Leftover]:
     if not isinstance(directory, ObjectPath):
-        for path in leftovers(directory):
-            yield _LeftDirectory(path, writer_of(path, time.time()))
+        found = leftovers(directory)
+        now = clock_of(LocalFiles(), directory) if found else 0.0
+        yield from (_LeftDirectory(path, writer_of(path, now)) for path in found)
         return
+    now = clock_of_store(directory)
     for place in directory.folders():
-        yield from leftovers_of(place, time.time())
+        yield from leftovers_of(place, now)
 
 
 def _agreed_to(question: str) -> bool:

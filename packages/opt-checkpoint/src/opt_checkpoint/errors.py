@@ -1,37 +1,49 @@
-"""The error classes of this package. All are ValueErrors."""
+"""The error classes of this package. Bad input is a ValueError; a failure of the environment is not."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Self, cast
 
-class CheckpointingException(ValueError):
-    """A checkpoint or a sharded description is wrong. The message says what is wrong, and what to do.
 
-    The name is Megatron-Core's (`megatron.core.dist_checkpointing.core.CheckpointingException`).
+class CheckpointingException(Exception):
+    """Base class of the errors of this package. The message says what is wrong, and what to do.
+
+    Raised as such, it refuses an argument or a state, and is a `CheckpointValueError`. The name is Megatron-Core's
+    (`megatron.core.dist_checkpointing.core.CheckpointingException`).
     """
 
+    def __new__(cls, *args: Any) -> Self:
+        kind = CheckpointValueError if cls is CheckpointingException else cls
+        return cast(Self, super().__new__(kind, *args))
 
-class CheckpointCorruptError(CheckpointingException):
+
+class CheckpointValueError(CheckpointingException, ValueError):
+    """An argument, a state or a checkpoint is wrong."""
+
+
+class CheckpointCorruptError(CheckpointValueError):
     """Bytes on disk differ from those saved. The message names the file and, if known, the tensor."""
 
 
-class CheckpointKeyError(CheckpointingException):
+class CheckpointKeyError(CheckpointValueError):
     """The requested and the stored keys differ, and `strict` does not allow that."""
 
 
-class CheckpointMismatchError(CheckpointingException):
+class CheckpointMismatchError(CheckpointValueError):
     """A stored tensor and the requested tensor differ in shape, dtype, coverage or layout."""
 
 
-class CheckpointExistsError(CheckpointingException):
-    """The target of a save exists. Checkpoints are never overwritten."""
+class CheckpointExistsError(CheckpointValueError):
+    """The target of a save exists, or another trainer saves to the series. Checkpoints are never overwritten."""
 
 
-class CheckpointNotFoundError(CheckpointingException):
+class CheckpointNotFoundError(CheckpointValueError):
     """The given path does not exist, or is not a checkpoint."""
 
 
 class CheckpointFailedError(CheckpointingException):
-    """A save or load failed on some rank. Every rank raises it with the same message.
+    """A save or load failed on some rank, for a reason outside of its arguments. Raised on every rank.
 
     Args:
         message: what failed, rank by rank.
@@ -39,6 +51,21 @@ class CheckpointFailedError(CheckpointingException):
             `errno`, or an exception whose text names the class. The tracebacks are notes of this error.
     """
 
-    def __init__(self, message: str, causes: dict[int, BaseException] | None = None) -> None:
+    def __init__(self, message: str, causes: Mapping[int, BaseException] | None = None) -> None:
         super().__init__(message)
         self.causes = dict(causes or {})
+
+
+class CheckpointStorageError(CheckpointFailedError, OSError):
+    """A save or load failed because a file system or store failed. `errno` is that of the first rank that failed so."""
+
+    def __init__(self, message: str, causes: Mapping[int, BaseException] | None = None) -> None:
+        CheckpointFailedError.__init__(self, message, causes)
+        self.message = message
+        self.errno = next((e.errno for e in self.causes.values() if isinstance(e, OSError) and e.errno), None)
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointStorageError, (self.message, self.causes)

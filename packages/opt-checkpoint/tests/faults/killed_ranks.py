@@ -17,7 +17,7 @@ from stores import faulty
 
 from opt_checkpoint import CheckpointFailedError, CheckpointManager, ObjectPath, TieredCheckpointManager, save
 from opt_checkpoint.run.local_tier import UnsyncedFiles
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 
 def train_and_save(rank: int, size: int, meeting: str, folder: str, background: bool, steps: int) -> None:

@@ -13,7 +13,7 @@ from opt_checkpoint import (
     Resume,
     TieredCheckpointManager,
 )
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

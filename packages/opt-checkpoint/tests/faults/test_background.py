@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
+import os
 import subprocess
 import sys
 import threading
@@ -11,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_ranks import RankPool
 from disks import CountingFiles, failing_at
 from states import LARGE_NUMEL, assert_is_step, state_at
 
 from opt_checkpoint import (
     AsyncSaver,
+    CheckpointExistsError,
     CheckpointFailedError,
     CheckpointingException,
     CheckpointManager,
@@ -210,3 +215,29 @@ def test_a_single_async_save_needs_no_saver(tmp_path: Path) -> None:
     assert handle.wait(60) == tmp_path / "x"
     assert handle.blocked_s >= 0
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 2, 0, 1)
+
+
+def save_twenty_times(rank: int, size: int, folder: str, fails: bool) -> None:
+    def descriptors() -> int:
+        dist.barrier()
+        if fails:
+            gc.collect()  # tracebacks refer to the group
+        return len(os.listdir("/proc/self/fd"))
+
+    def once(number: int) -> None:
+        handle = async_save(state_at(1, rank, size), Path(folder) / ("same" if fails else str(number)))
+        with contextlib.suppress(CheckpointExistsError):
+            handle.wait()
+
+    once(0)
+    before = descriptors()
+    for number in range(1, 21):
+        once(number)
+    after = descriptors()
+    assert after <= before, f"{before} descriptors became {after}"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_async_save_without_a_saver_leaves_no_group(ranks: RankPool, tmp_path: Path, fails: bool) -> None:
+    """Each call kept a gloo group: five descriptors on two ranks, for good."""
+    ranks.run(2, save_twenty_times, str(tmp_path), fails)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -11,20 +13,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
+from disks import CountingFiles, failing_at
 from states import state_at
 
 from opt_checkpoint import (
     AsyncSaver,
     CheckpointFailedError,
+    CheckpointingException,
     ShardedTensor,
     ShardedTensorFactory,
+    async_save,
     load,
     save,
     sharded_like,
 )
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.run import save_load
+from opt_checkpoint.run.staging import Staging
 
 
 class TwoArguments(Exception):
@@ -147,3 +155,94 @@ def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(ranks: Ran
 def test_a_timeout_that_is_not_positive_is_refused() -> None:
     with pytest.raises(ValueError, match=r"timeout_s=0 must be positive"):
         AsyncSaver(timeout_s=0)
+
+
+def interrupt(rank: int, size: int, folder: str, kind: str, where: str) -> None:
+    """Rank 1 is interrupted; it gets the interrupt itself, and rank 0 an error, without waiting for a timeout."""
+    stop: BaseException = {"ctrl-c": KeyboardInterrupt(), "exit": SystemExit(7)}[kind]
+
+    def raise_it(*args: object, **options: object) -> None:
+        raise stop
+
+    save(state_at(1, rank, size), Path(folder) / "good")
+    owner, name, act = {
+        "planning a save": (ShardedSavePlanner, "offer", lambda: save(state_at(1, rank, size), Path(folder) / "x")),
+        "writing": (CheckpointWriter, "write_data", lambda: save(state_at(1, rank, size), Path(folder) / "x")),
+        "reading": (CheckpointReader, "read_data", lambda: _load_good(rank, size, folder)),
+        "assembling": (ShardedLoadPlanner, "assemble", lambda: _load_good(rank, size, folder)),
+        "a snapshot": (Staging, "snapshot", lambda: _save_async(rank, size, folder)),
+        "opening": (save_load, "check_sizes", lambda: _load_good(rank, size, folder)),
+    }[where]
+    on = 0 if where == "opening" else 1
+    original = getattr(owner, name)
+    if rank == on:
+        setattr(owner, name, raise_it)
+    started = time.monotonic()
+    try:
+        with pytest.raises(type(stop) if rank == on else CheckpointFailedError) as caught:
+            act()
+    finally:
+        setattr(owner, name, original)
+    assert time.monotonic() - started < 20
+    if rank == on:
+        assert caught.value is stop
+    else:
+        assert f"rank {on}: {type(stop).__name__}" in str(caught.value)
+    dist.barrier()
+    assert sorted(path.name for path in Path(folder).iterdir()) == ["good"]
+
+
+def _load_good(rank: int, size: int, folder: str) -> None:
+    load(state_at(0, rank, size, filled=False), Path(folder) / "good")
+
+
+def _save_async(rank: int, size: int, folder: str) -> None:
+    async_save(state_at(1, rank, size), Path(folder) / "x").wait()
+
+
+@pytest.mark.parametrize("kind", ["ctrl-c", "exit"])
+@pytest.mark.parametrize("where", ["planning a save", "writing", "reading", "assembling", "a snapshot", "opening"])
+def test_an_interrupt_is_itself_on_its_rank_and_an_error_on_others(
+    ranks: RankPool, tmp_path: Path, kind: str, where: str
+) -> None:
+    ranks.run(2, interrupt, str(tmp_path), kind, where)
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_process_alone_is_itself(tmp_path: Path, stop: type[BaseException]) -> None:
+    def raise_it(number: int, name: str) -> None:
+        raise stop
+
+    with pytest.raises(stop):
+        save(state_at(1, 0, 1), tmp_path / "x", files=CountingFiles(raise_it))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, error: int) -> None:
+    with pytest.raises(CheckpointFailedError) as caught:
+        save(state_at(1, 0, 1), tmp_path / "x", files=failing_at(4, error))
+    assert isinstance(caught.value, OSError)
+    assert not isinstance(caught.value, ValueError)
+    assert caught.value.errno == error
+    assert str(caught.value).startswith(f"saving {tmp_path / 'x'} failed: OSError: [Errno {error}]")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.errno) == (str(caught.value), error)
+
+
+def fill_a_disk(rank: int, size: int, folder: str) -> None:
+    with pytest.raises(OSError, match=r"rank 1: OSError: \[Errno 28\]") as caught:
+        save(state_at(1, rank, size), Path(folder) / "x", files=failing_at(2, errno.ENOSPC) if rank else None)
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, CheckpointFailedError)
+
+
+def test_a_full_disk_of_one_rank_is_an_os_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, fill_a_disk, str(tmp_path))
+
+
+def test_bad_input_is_a_value_error_without_ranks_in_its_message(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^saving \S+ failed: ") as caught:
+        save({"w": (sharded_like("w", torch.ones(2)),)}, tmp_path / "x")
+    assert isinstance(caught.value, CheckpointingException)
+    assert "rank 0" not in str(caught.value)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), ValueError)

@@ -15,7 +15,7 @@ from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
 from opt_checkpoint.disk.lease import LEASE
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

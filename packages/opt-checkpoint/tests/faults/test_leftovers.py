@@ -23,13 +23,17 @@ from opt_checkpoint import (
     CheckpointFailedError,
     CheckpointManager,
     CheckpointNotFoundError,
+    ObjectPath,
     committed_steps,
     save,
     verify_checkpoint,
 )
-from opt_checkpoint.disk.lease import LEASE, Process
-from opt_checkpoint.run import manager as manager_module
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.disk import lease as lease_module
+from opt_checkpoint.disk.files import LocalFiles
+from opt_checkpoint.disk.lease import LEASE, Lease, Process
+from opt_checkpoint.disk.object_target import ObjectTarget
+from opt_checkpoint.run import series as series_module
+from opt_checkpoint.run.series import step_name
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -125,8 +129,8 @@ def test_the_newest_is_found_without_a_look_at_older_ones(tmp_path: Path, monkey
     for step in (1, 2, 3):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
     read: list[str] = []
-    plain = manager_module.read_committed
-    monkeypatch.setattr(manager_module, "read_committed", lambda path: read.append(path.name) or plain(path))
+    plain = series_module.read_committed
+    monkeypatch.setattr(series_module, "read_committed", lambda path: read.append(path.name) or plain(path))
     assert CheckpointManager(tmp_path, in_background=False).latest() == 3
     assert read == [step_name(3)]
 
@@ -180,6 +184,44 @@ def test_a_lease_of_another_machine_counts_by_its_age(tmp_path: Path) -> None:
     age(live, seconds=11 * 60)
     save(state_at(2, 0, 1), tmp_path / "two")
     assert not live.exists()
+
+
+def test_a_live_save_in_another_pid_namespace_counts_by_its_age(tmp_path: Path) -> None:
+    """In another container its process has a number that here belongs to nobody, or to somebody else."""
+    live = tmp_path / f".opt-checkpoint-tmp-{TOKEN}"
+    live.mkdir()
+    this = Process.this()
+    holder = {"target": "x", **this._replace(namespace=this.namespace + 1, pid=2**22 + 1)._asdict()}
+    (live / LEASE).write_text(json.dumps(holder))
+    save(state_at(1, 0, 1), tmp_path / "one")
+    assert live.exists()
+    age(live, seconds=11 * 60)
+    save(state_at(1, 0, 1), tmp_path / "two")
+    assert not live.exists()
+
+
+def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a save that takes more than ten minutes is deleted by another host."""
+    monkeypatch.setattr(lease_module, "RENEW_S", 0.01)
+    for held in (
+        Lease.in_directory(LocalFiles(), tmp_path, "x"),
+        object_lease(ObjectPath.at(f"memory://lease-{tmp_path.name}/run")),
+    ):
+        first, deadline = held.renewed, time.monotonic() + 20
+        while held.renewed == first:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        held.release()
+        last = held.renewed
+        time.sleep(0.1)
+        assert held.renewed == last
+
+
+def object_lease(place: ObjectPath) -> Lease:
+    target = ObjectTarget(place, TOKEN)
+    target.begin()
+    assert target._lease is not None
+    return target._lease
 
 
 def test_a_save_leaves_the_temporary_directory_of_another_save_of_this_process_alone(tmp_path: Path) -> None:
@@ -280,17 +322,17 @@ def test_an_existing_directory_is_an_error_on_every_rank(ranks: RankPool, tmp_pa
 
 def load_with_a_stale_listing(rank: int, size: int, folder: str) -> int:
     """Rank 1 sees an older directory than rank 0, as over NFS."""
-    listed = manager_module.named_steps
+    listed = series_module.named_steps
 
     def stale(directory: Any) -> list[tuple[int, Path]]:
         return listed(directory)[:-1] if rank else listed(directory)
 
-    manager_module.named_steps = stale
+    series_module.named_steps = stale
     try:
         manager = CheckpointManager(folder, in_background=False)
         report = manager.load(state_at(0, rank, size, filled=False))
     finally:
-        manager_module.named_steps = listed
+        series_module.named_steps = listed
     step: int = report.state["step"]
     assert_is_step(report.state, step, rank, size)
     return step
@@ -341,7 +383,8 @@ def test_the_step_just_saved_stays_where_a_run_went_back(tmp_path: Path, backgro
         save(state_at(step, 0, 1), tmp_path / step_name(step))
     with CheckpointManager(tmp_path, keep=1, in_background=background) as manager:
         manager.save(3, state_at(3, 0, 1))
-    assert committed_steps(tmp_path) == [3, 9]
+    assert committed_steps(tmp_path) == [3]
+    assert verify_checkpoint(tmp_path / step_name(9)) == []  # abandoned, and there until the run saves a later step
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep_every": 0}])

@@ -35,7 +35,7 @@ from opt_checkpoint.disk import object_target
 from opt_checkpoint.disk.lease import EXPIRED_S, LEASE, Process
 from opt_checkpoint.disk.object_target import COMMIT, encode_commit, leftovers_of
 from opt_checkpoint.objects import obstore_client
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -12,7 +12,7 @@ from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, verify_checkpoint
 from opt_checkpoint.disk.files import LocalFiles
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 SIZE = 2
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_ranks import RankPool, fork_server, new_meeting
 from states import state_at
 
@@ -20,8 +21,10 @@ from opt_checkpoint import (
     CheckpointNotFoundError,
     Resume,
 )
+from opt_checkpoint.disk.data_file import FILE_MARK
+from opt_checkpoint.run import exchange
 from opt_checkpoint.run.local_tier import UnsyncedFiles
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -54,6 +57,38 @@ def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, 
 def find_nothing_whole(rank: int, size: int, folder: str) -> None:
     with pytest.raises(CheckpointCorruptError, match="every checkpoint"):
         tiers(folder, rank).find()
+
+
+def damage_a_copy_on_its_way(rank: int, size: int, folder: str) -> None:
+    """Rank 1's part is damaged after it was written, or between the nodes: the copy must not count."""
+
+    send, sent = exchange.dist.isend, []
+
+    def flip(chunk: torch.Tensor, *args: object, **options: object) -> object:
+        if bytes(chunk[: len(FILE_MARK)].tolist()) == FILE_MARK:  # not the manifest, which has a checksum of its own
+            sent.append(chunk.numel())
+            chunk[chunk.numel() // 2] ^= 4
+        return send(chunk, *args, **options)
+
+    manager = tiers(folder, rank)
+    manager.save(1, state_at(1, rank, size))
+    manager.wait()
+    if rank == 1:
+        exchange.dist.isend = flip
+    try:
+        manager.save(2, state_at(2, rank, size))
+        with pytest.raises(CheckpointCorruptError, match="on rank 1 is damaged"):
+            manager.wait()
+    finally:
+        exchange.dist.isend = send
+    assert bool(sent) == (rank == 1)
+    manager.close()
+    torch.distributed.barrier()
+
+
+def test_a_copied_part_is_checked_on_receipt(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(2, damage_a_copy_on_its_way, str(tmp_path))
+    assert [part.name for part in parts_of(tmp_path, 0, 2)] == ["rank-00000"]
 
 
 class FullDisk(UnsyncedFiles):

@@ -24,7 +24,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.run import local_tier
 from opt_checkpoint.run.local_tier import LocalTier
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

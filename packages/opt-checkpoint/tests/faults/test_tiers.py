@@ -21,7 +21,7 @@ from opt_checkpoint import (
     sharded_optimizer,
     verify_checkpoint,
 )
-from opt_checkpoint.run.manager import step_name
+from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 

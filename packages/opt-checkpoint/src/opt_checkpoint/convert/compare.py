@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.local_contents import fingerprint
-from opt_checkpoint.disk.detect import read_object
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.detect import Opened, read_object
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
-from opt_checkpoint.run.save_load import load
+from opt_checkpoint.disk.verify import size_problems
+from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.run.ranks import ranks_of
+from opt_checkpoint.run.save_load import carry_out_load, load, reader_of
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import ShardedTensor
 
@@ -34,6 +39,9 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
         second: the checkpoint to compare it with.
         rtol: allowed difference as a fraction of the value in `second`; 0 requires equal bits (NaNs included).
     """
+    for which, index in (("first", first), ("second", second)):
+        for file, problem in size_problems(index).items():
+            yield Difference(file, f"damaged in the {which}: {problem}")
     for key in sorted(first.tensors.keys() | second.tensors.keys()):
         a, b = first.tensors.get(key), second.tensors.get(key)
         if a is None or b is None:
@@ -47,18 +55,35 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
 
 def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str, rtol: float) -> Iterator[Difference]:
     differing, largest = 0, 0.0
+    nans = [0, 0]  # elements that are NaN in one checkpoint only
     for piece in _row_pieces(first.tensors[key]):
-        a, b = _read(first, key, piece), _read(second, key, piece)
-        differing += int((~_same(a, b, rtol)).sum())
-        gap = (a.to(torch.float64) - b.to(torch.float64)).abs()
-        largest = max(largest, float(gap.nan_to_num(0.0).max()))
+        values = []
+        for which, index in (("first", first), ("second", second)):
+            try:
+                values.append(_read(index, key, piece))
+            except CheckpointCorruptError as error:
+                yield Difference(key, f"damaged in the {which}: {error}")
+                return
+        a, b = values
+        differs = ~_same(a, b, rtol).reshape(a.shape)
+        differing += int(differs.sum())
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        a, b = a[differs].to(wide), b[differs].to(wide)
+        nans[0] += int((a.isnan() & ~b.isnan()).sum())
+        nans[1] += int((b.isnan() & ~a.isnan()).sum())
+        gaps = (a - b).abs()
+        gaps = gaps[~gaps.isnan()]  # infinite where an infinity meets another number
+        largest = max([largest, *gaps.max(dim=0, keepdim=True).values.tolist()]) if gaps.numel() else largest
     if differing:
-        yield Difference(key, f"{differing} elements differ, by up to {largest:.3g}")
+        only = [f"; {count} NaN only in the {which}" for which, count in zip(("first", "second"), nans) if count]
+        gap = f", by up to {largest:.3g}" if differing > sum(nans) else ""
+        yield Difference(key, f"{differing} elements differ{gap}{''.join(only)}")
 
 
 def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
     if rtol:
-        return torch.isclose(a.to(torch.float64), b.to(torch.float64), rtol=rtol, atol=0.0, equal_nan=True)
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        return torch.isclose(a.to(wide), b.to(wide), rtol=rtol, atol=0.0, equal_nan=True)
     width = a.dtype.itemsize
     return (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).view(-1, width).all(dim=1)
 
@@ -80,7 +105,10 @@ def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
     stored = index.tensors[key]
     data = torch.empty(piece.sizes, dtype=stored.dtype)
     wanted = ShardedTensor(key, data, stored.dtype, piece.sizes, stored.shape, piece.offsets, None)
-    load({"": wanted}, index.path, verify="none")
+    planner = ShardedLoadPlanner(
+        {"": wanted}, index, {}, strict=StrictHandling.IGNORE_ALL, dtype=DtypeRule.EXACT, aliases={}
+    )
+    carry_out_load(ranks_of(None), planner, reader_of(Opened(index=index, common={}), "sizes"))
     return data
 
 
@@ -88,8 +116,12 @@ def _object_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iter
     for key in sorted(first.objects.keys() | second.objects.keys()):
         if key not in first.objects or key not in second.objects:
             yield Difference(key, f"only in the {'first' if key in first.objects else 'second'}")
-        elif fingerprint(read_object(first, key)) != fingerprint(read_object(second, key)):
-            yield Difference(key, "the stored objects differ")
+        else:
+            try:
+                if fingerprint(read_object(first, key)) != fingerprint(read_object(second, key)):
+                    yield Difference(key, "the stored objects differ")
+            except CheckpointCorruptError as error:
+                yield Difference(key, f"damaged: {error}")
 
 
 def read_whole(index: CheckpointIndex, key: str) -> Tensor:

@@ -47,7 +47,6 @@ def load_safetensors(
     strict: str | StrictHandling = StrictHandling.RAISE_ALL,
     dtype: Literal["exact", "cast"] = "exact",
     threads: int = 4,
-    share_reads: bool = False,
 ) -> LoadReport:
     """Load the tensors of a folder of safetensors files into a state; all ranks call this together.
 
@@ -64,7 +63,6 @@ def load_safetensors(
         strict: what to do about tensors on one side only, as for `opt_checkpoint.load`; all are an error by default.
         dtype: whether a conversion that rounds is an error or allowed, as for `opt_checkpoint.load`.
         threads: number of concurrent reads of a rank.
-        share_reads: as for `opt_checkpoint.load`.
 
     Returns:
         The loaded tensors, and those that were not loaded, by our names.
@@ -78,14 +76,14 @@ def load_safetensors(
     """
     ranks, rules = ranks_of(process_group), fingerprint(names)
     given = Path(str(folder)).absolute()
-    same_everywhere(ranks, "loading", folder=given, names=rules, strict=strict, dtype=dtype, share_reads=share_reads)
+    same_everywhere(ranks, "loading", folder=given, names=rules, strict=strict, dtype=dtype)
     source = local_path(folder, FOLDER)
     index = agreed(ranks, lambda: safetensors_index(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(
         state, index, {}, strict=StrictHandling.parse(strict), dtype=DtypeRule.parse(dtype), aliases={}
     )
     reader = CheckpointReader(index, threads=threads, check="never", describe=False)
-    return carry_out_load(ranks, planner, reader, share_reads=share_reads)
+    return carry_out_load(ranks, planner, reader)
 
 
 def safetensors_index(folder: Path, names: Sequence[NameRule] = SAME_NAMES) -> CheckpointIndex:

@@ -73,6 +73,7 @@ class CheckpointWriter(StorageWriter):
         save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
         details: recorded in the manifest for people: versions, sizes of the worlds.
         files: the file system.
+        replace: whether the commit replaces a checkpoint that is at `path`.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class CheckpointWriter(StorageWriter):
         save_id: str,
         details: MappingProxyType[str, Any] = MappingProxyType({}),
         files: Files | None = None,
+        replace: bool = False,
     ) -> None:
         self.path = path
         self._save_id = save_id
         self._details = details
         self._files: Files = files or LocalFiles()
-        self._target = target_of(path, save_id, self._files)
+        self._target = target_of(path, save_id, self._files, replace=replace)
         self.index: CheckpointIndex | None = None
 
     @property

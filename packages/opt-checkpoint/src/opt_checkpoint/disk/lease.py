@@ -224,6 +224,20 @@ def _last_change(directory: Path) -> float:
     return max(changes)
 
 
+def clock_of(files: Files, directory: Path) -> float:
+    """The time by the clock of a directory's file system, which may be another machine's.
+
+    Raises:
+        OSError: no file can be written there.
+    """
+    probe = _DirectoryLease(files, directory / f".opt-checkpoint-clock-{uuid.uuid4().hex}")
+    probe.create(b"")
+    try:
+        return probe.renewed()
+    finally:
+        files.remove(probe.path)
+
+
 def leftovers(directory: Path) -> list[Path]:
     """All temporary directories in a directory, of any process."""
     return sorted(entry for entry in directory.iterdir() if is_leftover(entry.name) and _is_of_ours(entry))

@@ -30,17 +30,18 @@ _SAVE_ID = re.compile("[0-9a-f]{32}")
 _WAITING = 4  # pieces of at most 16 MB between the save and the upload
 
 
-def target_of(path: Location, save_id: str, files: Files) -> SaveTarget:
+def target_of(path: Location, save_id: str, files: Files, *, replace: bool = False) -> SaveTarget:
     """The target of a save to a path.
 
     Args:
         path: the target of the save.
         save_id: 32 hexadecimal digits that name this save.
         files: the file system, for a path in one.
+        replace: whether the commit replaces a checkpoint that is at `path`.
     """
     if isinstance(path, ObjectPath):
-        return ObjectTarget(path, save_id)
-    return DirectoryTarget(path, save_id, files)
+        return ObjectTarget(path, save_id, replace=replace)
+    return DirectoryTarget(path, save_id, files, replace=replace)
 
 
 class _ObjectLease(NamedTuple):
@@ -64,10 +65,11 @@ class ObjectTarget:
     Args:
         path: the target, where no checkpoint may exist.
         save_id: 32 hexadecimal digits that name this save.
+        replace: whether a checkpoint may exist there, which the commit replaces.
     """
 
-    def __init__(self, path: ObjectPath, save_id: str) -> None:
-        self.path, self._save_id = path, save_id
+    def __init__(self, path: ObjectPath, save_id: str, *, replace: bool = False) -> None:
+        self.path, self._save_id, self._replace = path, save_id, replace
         self._lease: Lease | None = None
         self._committing = False
 
@@ -77,7 +79,7 @@ class ObjectTarget:
         return self.path / self._save_id
 
     def begin(self) -> None:
-        if (self.path / COMMIT).exists() or (self.path / MANIFEST).exists():
+        if not self._replace and ((self.path / COMMIT).exists() or (self.path / MANIFEST).exists()):
             raise self._exists()
         self._lease = Lease(_ObjectLease(self.temporary / LEASE), self._save_id, self.path.name)
         remove_leftovers_of(self.path, self._lease.renewed)
@@ -103,7 +105,8 @@ class ObjectTarget:
         content = encode_commit(self._save_id)
         self._committing = True
         try:
-            self.path.client.create((self.path / COMMIT).key, content)
+            write = self.path.client.put if self._replace else self.path.client.create
+            write((self.path / COMMIT).key, content)
         except FileExistsError:  # created by this save, whose first answer was lost, or by another save
             if (self.path / COMMIT).read_bytes() != content:
                 self._committing = False
@@ -204,6 +207,16 @@ class Leftover(NamedTuple):
     def remove(self) -> None:
         """Delete the files."""
         self.place.delete(self.names)
+
+
+def clock_of_store(directory: ObjectPath) -> float:
+    """The time by the clock of an object store. Raises OSError if no object can be written there."""
+    probe = directory / f".opt-checkpoint-clock-{uuid.uuid4().hex}"
+    probe.client.put(probe.key, b"{}")
+    try:
+        return probe.client.head(probe.key).modified.timestamp()
+    finally:
+        directory.delete([probe.name])
 
 
 def leftovers_of(path: ObjectPath, now: float) -> list[Leftover]:

@@ -87,10 +87,11 @@ class DirectoryTarget:
         path: the target, which must not exist.
         save_id: 32 hexadecimal digits that name this save.
         files: the file system.
+        replace: whether a checkpoint may be at `path`, which the commit replaces.
     """
 
-    def __init__(self, path: Path, save_id: str, files: Files) -> None:
-        self._directory, self._files = NewDirectory(path, save_id, files), files
+    def __init__(self, path: Path, save_id: str, files: Files, *, replace: bool = False) -> None:
+        self._directory, self._files = NewDirectory(path, save_id, files, replace=replace), files
 
     @property
     def path(self) -> Path:

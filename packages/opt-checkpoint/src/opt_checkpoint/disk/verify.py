@@ -6,7 +6,7 @@ import io
 import os
 import stat
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from opt_checkpoint.disk.data_file import DataFiles, open_regular
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
-from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.index import CheckpointIndex, StoredFile
 from opt_checkpoint.disk.manifest import MANIFEST
 from opt_checkpoint.disk.object_data_file import ObjectDataFile
 from opt_checkpoint.disk.object_target import stored_sizes
@@ -69,6 +69,25 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
     if index.save_id is None:
         return list(_check_archives(index))
     return [*_check_sizes(index), *_check_files(index), *_check_unlisted(index)]
+
+
+def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
+    """Read files of a checkpoint whole; the problem of the first one that differs from its checksum, else None.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    for name, file in files.items():
+        try:
+            if _crc_of(path / name, file.size) != file.crc:
+                return f"{name} has changed: its checksum is wrong"
+        except CheckpointCorruptError as error:
+            return f"{name}: {error}"
+    return None
+
+
+def _crc_of(path: Location, size: int) -> int:
+    return _object_crc(path, size) if isinstance(path, ObjectPath) else _file_crc(path)
 
 
 def _damaged_name(path: Location) -> str:
@@ -130,10 +149,9 @@ def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
     """Hash each file as a whole; if it is damaged, hash its items to name the damaged ones."""
     wrong = size_problems(index)
     for name, file in index.files.items():
-        path = index.path / name
         if name in wrong:
             continue
-        if (_object_crc(path, file.size) if isinstance(path, ObjectPath) else _file_crc(path)) != file.crc:
+        if _crc_of(index.path / name, file.size) != file.crc:
             yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
 
 

@@ -14,7 +14,7 @@ from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location
-from opt_checkpoint.run.ranks import Ranks, everyone, leave, ranks_of, same_location
+from opt_checkpoint.run.ranks import OneProcess, Ranks, everyone, leave, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_DETAILS, error_of, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -67,6 +67,7 @@ class AsyncSaver:
         files: the file system; the local one by default.
         timeout_s: how long a rank waits for the others during a save before it raises; a rank that died is not
             detected earlier.
+        once: whether the process group is destroyed at the end of the first save.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class AsyncSaver:
         *,
         files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
+        once: bool = False,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
@@ -85,7 +87,7 @@ class AsyncSaver:
         self._plans = PlanCache()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed, self._once = False, once
 
     def save(
         self,
@@ -150,12 +152,8 @@ class AsyncSaver:
             raise CheckpointingException(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
-        error: Exception | None = None
-        snapshot: ShardedStateDict = {}
-        try:
-            snapshot = self._staging.snapshot(state)
-        except Exception as failure:
-            error = failure
+        snapshots: list[ShardedStateDict] = []
+        error = error_of(lambda: snapshots.append(self._staging.snapshot(state)))
         blocked = time.perf_counter() - started
         everyone(self._ranks, error, f"taking a snapshot for {target}")
         handle = SaveHandle(target, blocked)
@@ -163,9 +161,11 @@ class AsyncSaver:
         def work() -> None:
             failure: BaseException | None = None
             try:
-                write(snapshot)
+                write(snapshots.pop())
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
                 failure = raised
+            if self._once:
+                self._leave()
             handle._end(failure)
 
         self._last = handle
@@ -179,12 +179,11 @@ class AsyncSaver:
         Raises:
             CheckpointingException: it failed.
         """
-        last, self._last = self._last, None
-        if last is None:
-            return
         if self._thread is not None:
             self._thread.join()
-        last.wait()
+        last, self._last = self._last, None  # only now: Ctrl-C may have ended the line before
+        if last is not None:
+            last.wait()
 
     @property
     def busy(self) -> bool:
@@ -200,10 +199,14 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._closed = True
-            if self._group is not None:
-                leave(self._group)
-                self._group = None
+            self._leave()
+
+    def _leave(self) -> None:
+        self._closed = True
+        group, self._group = self._group, None
+        self._ranks = OneProcess()  # the group's sockets are closed with the last reference to it
+        if group is not None:
+            leave(group)
 
 
 def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alone: bool) -> dist.ProcessGroup | None:
@@ -237,7 +240,8 @@ def async_save(
         state: as for `save`.
         path: as for `save`.
         saver: keeps group and memory from one save to the next, and raises the failure of the previous save. Without
-            one, each call creates a new one, and only the handle reports a failure.
+            one, each call creates a new one, which releases its group when the save has ended, and only the handle
+            reports a failure.
         process_group: the ranks that save, if `saver` is None.
         common: as for `save`.
         details: as for `save`.
@@ -248,4 +252,11 @@ def async_save(
     Raises:
         CheckpointingException: as `AsyncSaver.save`.
     """
-    return (saver or AsyncSaver(process_group)).save(state, path, common=common, details=details)
+    if saver is not None:
+        return saver.save(state, path, common=common, details=details)
+    single = AsyncSaver(process_group, once=True)
+    try:
+        return single.save(state, path, common=common, details=details)
+    except BaseException:
+        single.close()
+        raise

@@ -7,7 +7,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
-from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.errors import (
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointStorageError,
+    CheckpointValueError,
+)
 
 T = TypeVar("T")
 _NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
@@ -20,7 +25,7 @@ class Failure(NamedTuple):
         type_name: its class.
         text: its message.
         trace: its traceback, as printed.
-        errno: that of an `OSError`.
+        errno: that of an `OSError`, or of a `CheckpointStorageError`.
     """
 
     type_name: str
@@ -34,7 +39,9 @@ class Failure(NamedTuple):
         if isinstance(error, FailureOnRank):
             return error.failure
         trace = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, _text_of(error), trace, getattr(error, "errno", None))
+        errno = error.errno if isinstance(error, OSError) else None
+        kind = CheckpointingException if type(error) is CheckpointValueError else type(error)  # as it was raised
+        return cls(kind.__name__, _text_of(error), trace, errno)
 
     @property
     def kind(self) -> type[CheckpointingException] | None:
@@ -74,22 +81,33 @@ class FailureOnRank(Exception):
         return f"{self.failure.type_name}: {self.failure.text}"
 
 
-def as_ours(what: str, failures: Mapping[int, Failure]) -> CheckpointingException:
+def as_ours(what: str, failures: Mapping[int, Failure], *, alone: bool) -> CheckpointingException:
     """One error for the failures of several ranks; of their type if all have the same type of this package.
 
     The tracebacks of the ranks are notes of the error, which Python prints below its message.
+
+    Args:
+        what: the operation that failed.
+        failures: by rank.
+        alone: whether this process is the only rank, which the message then leaves out.
     """
-    lines = [f"rank {rank}: {f.type_name}: {f.text}" for rank, f in sorted(failures.items())]
-    text = f"{what} failed on {len(failures)} rank(s)\n" + "\n".join(lines)
+    ranked = sorted(failures.items())
     kinds = {failure.kind for failure in failures.values()}
-    kind = next(iter(kinds))
+    kind = next(iter(kinds)) if len(kinds) == 1 else None
+    if alone:
+        text = f"{what} failed: {'' if kind else failures[0].type_name + ': '}{failures[0].text}"
+    else:
+        lines = "\n".join(f"rank {rank}: {failure.type_name}: {failure.text}" for rank, failure in ranked)
+        text = f"{what} failed on {len(failures)} rank(s)\n{lines}"
     error: CheckpointingException
-    if len(kinds) == 1 and kind is not None and kind is not CheckpointFailedError:
+    if kind is not None and not issubclass(kind, CheckpointFailedError):
         error = kind(text)
     else:
-        error = CheckpointFailedError(text, {rank: f.as_exception() for rank, f in failures.items()})
-    for rank, failure in sorted(failures.items())[:_NOTES]:
-        error.add_note(f"On rank {rank}:\n{failure.trace}")
+        causes = {rank: failure.as_exception() for rank, failure in ranked}
+        by_storage = any(isinstance(cause, OSError) for cause in causes.values())
+        error = (CheckpointStorageError if by_storage else CheckpointFailedError)(text, causes)
+    for rank, failure in ranked[:_NOTES]:
+        error.add_note(failure.trace if alone else f"On rank {rank}:\n{failure.trace}")
     return error
 
 
@@ -98,10 +116,11 @@ class Crossing:
 
     Args:
         target: the planner or storage, to which all calls and attributes are forwarded.
+        interrupts: receives exceptions that are not errors, such as KeyboardInterrupt, to be raised on this rank.
     """
 
-    def __init__(self, target: object) -> None:
-        self._target = target
+    def __init__(self, target: object, interrupts: list[BaseException]) -> None:
+        self._target, self._interrupts = target, interrupts
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._target, name)
@@ -112,13 +131,15 @@ class Crossing:
         def call(*args: Any, **options: Any) -> Any:
             try:
                 return value(*args, **options)
-            except Exception as error:
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self._interrupts.append(error)
                 raise FailureOnRank(Failure.of(error)) from error
 
         setattr(self, name, call)  # found without this function next time
         return call
 
 
-def crossing(target: T) -> T:
-    """`Crossing(target)`, typed as `target`."""
-    return cast(T, Crossing(target))
+def crossing(target: T, interrupts: list[BaseException]) -> T:
+    """`Crossing(target, interrupts)`, typed as `target`."""
+    return cast(T, Crossing(target, interrupts))

@@ -13,10 +13,10 @@ from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.run.exchange import Parcel, exchange
-from opt_checkpoint.run.manager import named_steps, step_name
 from opt_checkpoint.run.rank_part import PartName, read_part_name, save_part
 from opt_checkpoint.run.ranks import Ranks, everyone
 from opt_checkpoint.run.save_load import error_of
+from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.run.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
 from opt_checkpoint.state.sharded import ShardedStateDict
 

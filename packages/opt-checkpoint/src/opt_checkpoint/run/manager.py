@@ -3,99 +3,103 @@
 from __future__ import annotations
 
 import logging
-import re
-from functools import partial
-from typing import Any, Literal
+import operator
+import uuid
+import warnings
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.disk.detect import has_commit, read_committed
+from opt_checkpoint.disk.detect import has_commit
 from opt_checkpoint.disk.files import Files, LocalFiles
+from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.disk.object_target import discard_checkpoint, remove_leftovers_below
-from opt_checkpoint.disk.verify import check_sizes
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of, subdirectories
+from opt_checkpoint.disk.verify import first_damage, verify_checkpoint
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+)
+from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.closing import Closing
-from opt_checkpoint.run.ranks import agreed, ranks_of, same_location
-from opt_checkpoint.run.save_load import LoadReport, load, save
+from opt_checkpoint.run.ranks import Ranks, agreed, from_everyone, ranks_of, same_location
+from opt_checkpoint.run.save_load import LoadReport, SaveAs, load, save_as
+from opt_checkpoint.run.series import (
+    Rollback,
+    Series,
+    committed_steps,
+    named_steps,
+    newest_index,
+    step_name,
+)
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 logger = logging.getLogger(__name__)
-_STEP = re.compile(r"step-(\d+)")
 
 
-def step_name(step: int) -> str:
-    """Name of the directory of a step, such as `step-000000100`; names sort like their numbers."""
-    return f"step-{step:09d}"
-
-
-def committed_steps(directory: AnyPath) -> list[int]:
-    """The steps whose checkpoint is committed and complete, by its manifest and file sizes, in order.
-
-    A damaged checkpoint is skipped with a warning in the log.
+def step_number(step: int) -> int:
+    """A step as an int.
 
     Raises:
-        OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
+        CheckpointingException: it is negative, or not an integer.
     """
-    return [step for step, path in named_steps(location_of(directory)) if _is_whole(path)]
-
-
-def latest_step(directory: AnyPath) -> int | None:
-    """The newest committed and complete step; None if no checkpoint was ever committed. Older ones are not read.
-
-    Raises:
-        CheckpointCorruptError: there are checkpoints, but all are damaged.
-        OSError: as `committed_steps`.
-    """
-    damaged = []
-    for step, path in reversed(named_steps(location_of(directory))):
-        if _is_whole(path):
-            return step
-        if has_commit(path):
-            damaged.append(path.name)
-    if damaged:
-        raise CheckpointCorruptError(
-            f"every checkpoint in {directory} is damaged: {', '.join(damaged)}; verify them, or move them away to "
-            f"start from the beginning"
-        )
-    return None
-
-
-def named_steps(directory: Location) -> list[tuple[int, Location]]:
-    """Step and path of every directory that is named like a step, complete or not, in order."""
-    found: list[tuple[int, Location]] = []
-    for entry in subdirectories(directory):
-        match = _STEP.fullmatch(entry.name)
-        if match and entry.name == step_name(int(match[1])):
-            found.append((int(match[1]), entry))
-    return sorted(found, key=lambda named: named[0])
-
-
-def _is_whole(path: Location) -> bool:
     try:
-        check_sizes(read_committed(path))
-    except FileNotFoundError:
-        return False
-    except CheckpointCorruptError as error:
-        logger.warning("skipping %s: %s", path, error)
-        return False
-    return True
+        number = operator.index(step)
+    except TypeError:
+        raise CheckpointingException(f"step={step!r} must be an integer") from None
+    if number < 0:
+        raise CheckpointingException(f"step={number} must not be negative")
+    return number
 
 
-class CheckpointManager(Closing):
+def close_at_exit(manager: CheckpointManager | Any, error: BaseException | None) -> None:
+    """Close a manager at the end of a `with` block, without replacing the exception of the block."""
+    try:
+        manager.close()
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"In addition, closing {type(manager).__name__} failed: {type(failure).__name__}: {failure}")
+        logger.error("closing a %s failed after another error: %s", type(manager).__name__, failure)
+
+
+class _Newest(NamedTuple):
+    """The newest step, as rank 0 sees it."""
+
+    step: int
+    path: Location
+    save_id: str | None
+    files: dict[str, StoredFile]
+
+
+class _Preparation(NamedTuple):
+    """What rank 0 decides before a save."""
+
+    how: SaveAs
+    rollback: Rollback | None
+
+
+class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     """Saves steps, keeps the newest few, and loads the newest complete one.
 
     All ranks construct it and call its methods together. Only rank 0 lists the directory, so that a rank with a stale
     view of a network file system gets the same answer. Only `save` changes the directory: a manager that is opened to
     load, next to a training run, deletes nothing.
 
-    Steps are compared by number. A run that goes back to an older step keeps the newer ones, and `latest` finds them:
-    remove them, or save to another directory.
+    A run may go back: once it has saved a step, steps with a higher number are abandoned. `latest` and `steps` leave
+    them out; they can be loaded by number until the run saves a later step, which deletes them. A run that loads a step
+    with this manager may save the later ones again. A damaged step may be saved again too.
+
+    A series has one trainer. `save` is refused if a step appeared that this manager has not saved and did not see when
+    it was opened or last loaded. To continue a series whose trainer may still run, open a new manager: after its first
+    save, the other trainer's next save is refused.
 
     Args:
         directory: parent of the steps, created when needed. A directory, the URL of a place in an object store, or an
@@ -124,8 +128,8 @@ class CheckpointManager(Closing):
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self._group, self._ranks = process_group, ranks_of(process_group)
-        own = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
-        self.directory = same_location(self._ranks, "opening", directory, **own)
+        arguments = {"keep": keep, "keep_every": keep_every, "in_background": in_background}
+        self.directory = same_location(self._ranks, "opening", directory, **arguments)
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
         self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
@@ -134,6 +138,24 @@ class CheckpointManager(Closing):
         self._plans = PlanCache()
         self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
+        self.series = Series(self.directory, self._files)
+        self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
+        self._left: set[int] = set()  # on rank 0: steps after the one that was loaded last
+        self._damaged: dict[int, str] = {}  # by their checksums, on every rank
+        self._verified: set[str | None] = set()  # saves whose checksums are right
+        if self._ranks.rank == 0:
+            try:
+                self._known = self._on_disk()
+            except OSError:  # raised by the first use
+                self._known = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        close_at_exit(self, error)
+
+    def _on_disk(self) -> set[int]:
+        return {step for step, _ in named_steps(self.directory)}
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
@@ -150,31 +172,71 @@ class CheckpointManager(Closing):
             The path of the checkpoint.
 
         Raises:
-            CheckpointExistsError: this step already exists.
+            CheckpointExistsError: this step already exists, or another trainer saves to this directory.
             CheckpointingException: this save, or the one before, failed.
         """
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
+        step = step_number(step)
         path = self.directory / step_name(step)
-        details = {"step": step}
         if self._closed:
             raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
-        if not self._in_background:
-            save(
-                state,
+        left = frozenset(self._left)  # at this time: a load may follow while the save is running
+
+        def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:
+            ready = agreed(ranks, lambda: self._prepare(step, left), f"saving {path}")
+            save_as(
+                snapshot,
                 path,
-                process_group=self._group,
+                ready.how,
+                process_group=ranks.group,
                 common=common,
-                details=details,
+                details={"step": step},
                 files=self._files,
-                plans=self._plans,
+                plans=plans,
             )
-            agreed(self._ranks, lambda: self._retire(step), f"removing old checkpoints ({path} is committed)")
+            done = lambda: self._retire(step, ready.rollback)
+            agreed(ranks, done, f"removing old checkpoints ({path} is committed)")
+
+        if not self._in_background:
+            same_location(self._ranks, "saving", path, common=common)
+            write(self._ranks, state, self._plans)
             return path
         if self._saver is None:
             self._saver = AsyncSaver(self._group, files=self._files, timeout_s=self._timeout_s)
-        after = partial(self._retire, step) if self._ranks.rank == 0 else None
-        return self._saver.save(state, path, common=common, details=details, after=after).path
+        saver = self._saver
+        saver.wait()
+        target = same_location(saver.ranks, "saving", path, common=common)
+        return saver.start(state, target, lambda snapshot: write(saver.ranks, snapshot, saver._plans)).path
+
+    def _prepare(self, step: int, left: frozenset[int]) -> _Preparation:
+        """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.
+
+        Args:
+            step: the step to save.
+            left: steps that the run went back from by a load, which it may save again.
+        """
+        path, steps = self.directory / step_name(step), self._on_disk()
+        known = self._known if self._known is not None else steps
+        strangers = [s for s in sorted(steps - known) if has_commit(self.directory / step_name(s))]
+        if strangers:
+            raise CheckpointExistsError(
+                f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
+                f"a series has one trainer. Stop one of them, and open a new manager to continue the series"
+            )
+        replace = step in steps and has_commit(path) and self._is_replaceable(step, left)
+        how = SaveAs(uuid.uuid4().hex, replace=replace)
+        rollback = self.series.begin(step, how.save_id)
+        self._known = known | {step}
+        return _Preparation(how, rollback)
+
+    def _is_replaceable(self, step: int, left: frozenset[int]) -> bool:
+        """Whether an existing step was abandoned or is damaged."""
+        path = self.directory / step_name(step)
+        if step in left or step in self._damaged or step in self.series.abandoned():
+            return True
+        findings = verify_checkpoint(path)  # all of it, before the save is refused
+        if findings:
+            logger.warning("%s is damaged (%s) and is saved again", path, findings[0])
+        return bool(findings)
 
     def wait(self) -> None:
         """Wait for the running save.
@@ -197,18 +259,25 @@ class CheckpointManager(Closing):
     def latest(self) -> int | None:
         """The newest step whose checkpoint is committed and complete, as seen by rank 0; None if there never was one.
 
+        Sizes of files are compared, not checksums. Steps that the run has abandoned are left out.
+
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
             CheckpointFailedError: the directory or a file in it cannot be read.
         """
-        return agreed(self._ranks, lambda: latest_step(self.directory), f"listing {self.directory}")
+        newest = self._newest()
+        return None if newest is None else newest.step
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order."""
-        return agreed(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
+        found = agreed(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
+        return [step for step in found if step not in self._damaged]
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
-        """Load a step, by default the newest complete one.
+        """Load a step, by default the newest good one.
+
+        Without a number, the ranks first compare all files of the step with their checksums, each a share of them. A
+        damaged step is skipped with a warning. Later loads and `latest` skip it too, and it may be saved again.
 
         Args:
             state: as for `opt_checkpoint.load`.
@@ -219,12 +288,15 @@ class CheckpointManager(Closing):
             CheckpointNotFoundError: there is none.
             CheckpointingException: as `opt_checkpoint.load`.
         """
-        return load(state, self._path_of(step), process_group=self._group, **options)
+        chosen = self._chosen(step, options.get("verify"))
+        report = load(state, self.directory / step_name(chosen), process_group=self._group, **options)
+        self._go_to(chosen)
+        return report
 
     def load_optimizer(
         self, model: nn.Module, optimizer: Optimizer, *, step: int | None = None, **options: Any
     ) -> OptimizerLoadReport:
-        """Load an optimizer from a step, by default the newest complete one.
+        """Load an optimizer from a step, by default the newest good one, as `load`.
 
         Args:
             model: as for `opt_checkpoint.load_optimizer`.
@@ -236,23 +308,65 @@ class CheckpointManager(Closing):
             CheckpointNotFoundError: there is none.
             CheckpointingException: as `opt_checkpoint.load_optimizer`.
         """
-        return load_optimizer(model, optimizer, self._path_of(step), process_group=self._group, **options)
+        chosen = self._chosen(step, options.get("verify"))
+        path = self.directory / step_name(chosen)
+        report = load_optimizer(model, optimizer, path, process_group=self._group, **options)
+        self._go_to(chosen)
+        return report
 
-    def _path_of(self, step: int | None) -> Location:
-        chosen = self.latest() if step is None else step
-        if chosen is None:
-            raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
-        return self.directory / step_name(chosen)
+    def _newest(self) -> _Newest | None:
+        def look() -> _Newest | None:
+            found = newest_index(self.series, self._damaged)
+            return None if found is None else _Newest(found[0], found[1].path, found[1].save_id, dict(found[1].files))
 
-    def _retire(self, saved: int) -> None:
+        return agreed(self._ranks, look, f"listing {self.directory}")
+
+    def _chosen(self, step: int | None, verify: str | None) -> int:
+        """The step to load: the given one, or the newest whose checksums are right."""
+        if step is not None:
+            return step_number(step)
+        while (newest := self._newest()) is not None:
+            if newest.save_id in self._verified or verify == "none":
+                return newest.step
+            problem = self._damage_of(newest)
+            if problem is None:
+                self._verified.add(newest.save_id)
+                return newest.step
+            self._damaged[newest.step] = problem
+            if self._ranks.rank == 0:
+                warnings.warn(
+                    f"{self.directory / step_name(newest.step)} is damaged and is skipped: {problem}", stacklevel=4
+                )
+        raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
+
+    def _damage_of(self, newest: _Newest) -> str | None:
+        """Compare the files of a step with their checksums, each rank a share of them; the first problem, on all."""
+        path = newest.path
+        if isinstance(self.directory, ObjectPath) and isinstance(path, ObjectPath):
+            path = self.directory.bound(path)
+        share = dict(sorted(newest.files.items())[self._ranks.rank :: self._ranks.size])
+        problems = from_everyone(self._ranks, lambda: first_damage(path, share), f"verifying {newest.path}")
+        return next(filter(None, problems), None)
+
+    def _go_to(self, step: int) -> None:
+        """The run continues from a step: it may save the later ones again."""
+        if self._ranks.rank == 0:
+            self._known = self._on_disk()
+            self._left = {later for later in self._known if later > step}
+
+    def _retire(self, saved: int, rollback: Rollback | None = None) -> None:
         """Delete all but the newest `keep` complete checkpoints; damaged ones stay for inspection.
 
         In an object store this also removes leftovers of dead saves of other steps. On disks every save does that.
 
         Args:
-            saved: the step just saved, which stays; a run that went back also has newer steps.
+            saved: the step just saved, which stays.
+            rollback: the later steps that are abandoned by this save.
         """
+        self._damaged.pop(saved, None)
+        self._left.discard(saved)
         try:
+            self.series.finish(saved, rollback)
             if isinstance(self.directory, ObjectPath):
                 remove_leftovers_below(self.directory, self.directory / step_name(saved))
             for step in committed_steps(self.directory)[: -self._keep]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
@@ -45,12 +44,6 @@ class Ranks(Protocol):
     def gather_everywhere(self, value: T) -> list[T]:
         """Gather a value from every rank; returns the values by rank, on every rank."""
 
-    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
-        """Send bytes to one rank and receive bytes from another at the same time; None to send or receive nothing.
-
-        Every send needs a matching receive on the other rank. Writes to `received`.
-        """
-
 
 class OneProcess(NamedTuple):
     """A world of one rank, without torch.distributed."""
@@ -62,9 +55,6 @@ class OneProcess(NamedTuple):
 
     def gather_everywhere(self, value: T) -> list[T]:
         return [value]
-
-    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
-        raise RuntimeError("one process has no rank to swap with")
 
 
 class GroupRanks(NamedTuple):
@@ -82,31 +72,6 @@ class GroupRanks(NamedTuple):
         except RuntimeError as error:  # gloo's and nccl's timeouts and lost connections
             raise CheckpointFailedError(f"a rank did not answer: {error}") from error
         return values
-
-    def swap(self, sent: Tensor | None, to: int, received: Tensor | None, source: int) -> None:
-        device = self._message_device()
-        incoming = None if received is None else received.to(device)
-        operations = []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent.to(device), self._global(to), self.group))
-        if incoming is not None:
-            operations.append(dist.P2POp(dist.irecv, incoming, self._global(source), self.group))
-        try:
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
-        except RuntimeError as error:
-            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
-        if received is not None and incoming is not None:
-            received.copy_(incoming)
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
-
-    def _message_device(self) -> torch.device:
-        """The CPU, or the accelerator if the group can send only accelerator tensors."""
-        if "cpu:" in dist.get_backend_config(self.group):
-            return torch.device("cpu")
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
@@ -159,16 +124,28 @@ def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
     """
     outcome, own = _Outcome(None, None), None
     if ranks.rank == 0:
-        try:
-            outcome = _Outcome(compute(), None)
-        except Exception as error:
-            outcome, own = _Outcome(None, Failure.of(error)), error
+        outcome, own = _outcome(compute)
     if not ranks.alone:
         outcome = _from_first(ranks, outcome)
-    if outcome.failure is None:
-        value: T = outcome.value
-        return value
-    raise as_ours(what, {0: outcome.failure}) from own
+    _raise_failures(ranks, {} if outcome.failure is None else {0: outcome.failure}, own, what)
+    value: T = outcome.value
+    return value
+
+
+def _outcome(compute: Callable[[], object]) -> tuple[_Outcome, BaseException | None]:
+    """The value of a call, or its exception and a copy of it for other ranks."""
+    try:
+        return _Outcome(compute(), None), None
+    except BaseException as error:  # also Ctrl-C: the other ranks wait for an answer
+        return _Outcome(None, Failure.of(error)), error
+
+
+def _raise_failures(ranks: Ranks, failures: dict[int, Failure], own: BaseException | None, what: str) -> None:
+    """Raise the failures of all ranks as one error; a KeyboardInterrupt or SystemExit of this rank as itself."""
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    if failures:
+        raise as_ours(what, failures, alone=ranks.alone) from own
 
 
 def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
@@ -187,8 +164,7 @@ def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
     """
     own = None if error is None else Failure.of(error)
     failures = {rank: failure for rank, failure in enumerate(ranks.gather_everywhere(own)) if failure is not None}
-    if failures:
-        raise as_ours(what, failures) from error
+    _raise_failures(ranks, failures, error, what)
 
 
 def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
@@ -202,15 +178,9 @@ def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
     Raises:
         CheckpointingException: some rank raised an error.
     """
-    outcome, own = _Outcome(None, None), None
-    try:
-        outcome = _Outcome(compute(), None)
-    except Exception as error:
-        outcome, own = _Outcome(None, Failure.of(error)), error
+    outcome, own = _outcome(compute)
     outcomes = ranks.gather_everywhere(outcome)
-    failures = {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}
-    if failures:
-        raise as_ours(what, failures) from own
+    _raise_failures(ranks, {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}, own, what)
     return [o.value for o in outcomes]
 
 

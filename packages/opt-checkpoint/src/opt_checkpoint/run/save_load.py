@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,7 +35,6 @@ from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.failures import Failure, as_ours, crossing
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location
-from opt_checkpoint.run.shared_reads import HeldBack, read_shared
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
@@ -116,16 +115,46 @@ def save(
         CheckpointExistsError: something is at `path`.
         CheckpointingException: the states do not fit together (a hole, an overlap, other shapes), or cannot be stored;
             or ranks were given different paths or `common`.
-        CheckpointFailedError: a rank failed for another reason; `.causes` has an exception for each such rank.
+        CheckpointFailedError: a rank failed for another reason; `.causes` has an exception for each such rank. It is an
+            OSError too, with its errno, if a file system or store failed (`CheckpointStorageError`).
     """
+    how = SaveAs(uuid.uuid4().hex)
+    save_as(state, path, how, process_group=process_group, common=common, details=details, files=files, plans=plans)
+
+
+class SaveAs(NamedTuple):
+    """How rank 0 commits a save.
+
+    Args:
+        save_id: 32 hexadecimal digits that name the save.
+        replace: whether an existing checkpoint is replaced by the commit.
+    """
+
+    save_id: str
+    replace: bool = False
+
+
+def save_as(
+    state: ShardedStateDict,
+    path: AnyPath,
+    how: SaveAs,
+    *,
+    process_group: dist.ProcessGroup | None,
+    common: Literal["equal", "first_rank"],
+    details: Mapping[str, Any],
+    files: Files | None,
+    plans: PlanCache | None,
+) -> None:
+    """`save`, whose commit may replace a checkpoint. Arguments and errors as for `save`."""
     ranks = ranks_of(process_group)
     target = same_location(ranks, "saving", path, common=common)
     system = files or LocalFiles()
     writer = CheckpointWriter(
         target,
-        save_id=uuid.uuid4().hex,
+        save_id=how.save_id,
         details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
         files=system,
+        replace=how.replace,
     )
     what = f"saving {target}"
     planner = ShardedSavePlanner(state, common=Common(common), cache=plans)
@@ -182,9 +211,9 @@ def carry_out_save(
         CheckpointingException: as `save`.
     """
     try:
-        with _failures_as_ours(what), _quiet_alone(ranks):
-            storage = cast(StorageWriter, crossing(writer))
-            dcp_save({}, storage_writer=storage, planner=crossing(planner), process_group=ranks.group)
+        with _failures_as_ours(ranks, what) as interrupts, _quiet_alone(ranks):
+            storage = cast(StorageWriter, crossing(writer, interrupts))
+            dcp_save({}, storage_writer=storage, planner=crossing(planner, interrupts), process_group=ranks.group)
         then()
     except BaseException:
         if ranks.rank == 0:
@@ -211,7 +240,6 @@ def load(
     aliases: Mapping[str, str] = NO_ALIASES,
     safe_globals: SafeGlobals = (),
     threads: int = 4,
-    share_reads: bool = False,
 ) -> LoadReport:
     """Load a checkpoint into the memory of a state, however it was sharded when saved; all ranks call this together.
 
@@ -236,8 +264,6 @@ def load(
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
             loaded, and requesting one is an error.
         threads: number of concurrent reads of a rank.
-        share_reads: whether values that several ranks request, such as those of replicas, are read by one of them and
-            sent to the others over `process_group`. Faster if the network is faster than the file system.
 
     Returns:
         A report of what was loaded and what was not.
@@ -251,8 +277,7 @@ def load(
         CheckpointFailedError: a rank failed for another reason.
     """
     ranks = ranks_of(process_group)
-    source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify, share_reads=share_reads)
-    check_reads(verify, share_reads=share_reads)
+    source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
     what = f"loading {source}"
     opened = with_client(agreed(ranks, lambda: open_checked(source, verify, safe_globals), what), source)
     planner = ShardedLoadPlanner(
@@ -264,7 +289,7 @@ def load(
         aliases=aliases,
         safe_globals=safe_globals,
     )
-    return carry_out_load(ranks, planner, reader_of(opened, verify, threads=threads), share_reads=share_reads)
+    return carry_out_load(ranks, planner, reader_of(opened, verify, threads=threads))
 
 
 def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
@@ -272,31 +297,18 @@ def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> Checkpoint
     return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
 
 
-def carry_out_load(
-    ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader, *, share_reads: bool = False
-) -> LoadReport:
+def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
     """Plan a load, check it, and read. All ranks call this together, with the same index.
 
     Raises:
         CheckpointingException: as `load`.
     """
     what = f"loading {reader.index.path}"
-    held_back = HeldBack(reader)
-    storage = cast(StorageReader, crossing(held_back if share_reads else reader))
-    with _failures_as_ours(what), _quiet_alone(ranks):
-        dcp_load({}, storage_reader=storage, planner=crossing(planner), process_group=ranks.group)
-    if share_reads:
-        read_shared(ranks, reader, planner, held_back.items, what)
+    with _failures_as_ours(ranks, what) as interrupts, _quiet_alone(ranks):
+        storage = cast(StorageReader, crossing(reader, interrupts))
+        dcp_load({}, storage_reader=storage, planner=crossing(planner, interrupts), process_group=ranks.group)
     everyone(ranks, error_of(planner.assemble), what)
     return LoadReport.of(planner, reader)
-
-
-def check_reads(verify: Verify, *, share_reads: bool) -> None:
-    """Raise ValueError if `verify` and `share_reads` contradict each other."""
-    if share_reads and verify == "chunks":
-        raise ValueError(
-            "verify='chunks' reads every value on every rank, which share_reads avoids; use only one of them"
-        )
 
 
 def with_client(opened: Opened, source: Location) -> Opened:
@@ -311,34 +323,42 @@ def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ())
     """Open a checkpoint, and check its files as `verify` of `load` requires."""
     opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in _CHECKS:
-        raise ValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
+        raise CheckpointingException(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
     if verify != "none":
         check_sizes(opened.index)
     return opened
 
 
-def error_of(compute: Callable[[], object]) -> Exception | None:
-    """Return the exception that a call raises, or None."""
+def error_of(compute: Callable[[], object]) -> BaseException | None:
+    """Return the exception that a call raises, or None. `everyone` raises KeyboardInterrupt as itself."""
     try:
         compute()
-    except Exception as error:
+    except BaseException as error:
         return error
     return None
 
 
 @contextmanager
-def _failures_as_ours(what: str) -> Iterator[None]:
-    """Raise the errors that DCP collects from all ranks as one error of this package, with the type of the cause."""
+def _failures_as_ours(ranks: Ranks, what: str) -> Iterator[list[BaseException]]:
+    """Raise the errors that DCP collects from all ranks as one error of this package, with the type of the cause.
+
+    Yields a list for exceptions of this rank that are not errors; the first is raised as itself once all ranks know.
+    """
+    interrupts: list[BaseException] = []
     try:
-        yield
+        yield interrupts
     except CheckpointException as failure:
+        if interrupts:
+            raise interrupts[0] from None
         failures = {rank: Failure.of(error) for rank, (error, _) in failure.failures.items()}
         if failure.args[0] == "read":  # DCP's name of the step after planning
             what = f"{what} (while reading: tensors may be partly overwritten, load again before use)"
-        raise as_ours(what, failures) from failure
+        raise as_ours(what, failures, alone=ranks.alone) from failure
     except CheckpointingException:
         raise
     except (RuntimeError, OSError) as error:
+        if interrupts:
+            raise interrupts[0] from None
         raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -97,6 +99,14 @@ def _holders(part: PartName, inventories: Sequence[Inventory]) -> Iterator[int]:
     if part in inventories[part.rank]:
         yield part.rank
     yield from (rank for rank, seen in enumerate(inventories) if part in seen and rank != part.rank)
+
+
+def this_node(environ: Mapping[str, str] = os.environ) -> str:
+    """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
+    host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
+    if local is None or "RANK" not in environ:
+        return host
+    return f"{host}/{int(environ['RANK']) // int(local)}"
 
 
 def keepers(nodes: Sequence[str]) -> list[int] | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -30,14 +30,13 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.closing import Closing
 from opt_checkpoint.run.local_tier import LocalTier
-from opt_checkpoint.run.manager import CheckpointManager
+from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
 from opt_checkpoint.run.rank_part import load_part, open_part, plan_part
-from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
 from opt_checkpoint.run.run_name import RUN, run_name
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport, error_of
-from opt_checkpoint.run.tier_choice import NOTHING, keepers
+from opt_checkpoint.run.tier_choice import NOTHING, Verdict, keepers, this_node
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 
@@ -61,15 +60,7 @@ class Resume(NamedTuple):
     passed_over: tuple[str, ...]
 
 
-def this_node(environ: Mapping[str, str] = os.environ) -> str:
-    """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
-    host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
-    if local is None or "RANK" not in environ:
-        return host
-    return f"{host}/{int(environ['RANK']) // int(local)}"
-
-
-class TieredCheckpointManager(Closing):
+class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"]):
     """A series of checkpoints in a local and a durable tier. Resumes from the newest step that is complete in either.
 
     Every `save` goes to the local tier: each rank writes what it holds to a directory on its node, in the background,
@@ -142,6 +133,11 @@ class TieredCheckpointManager(Closing):
         self._has_loaded = False  # from the local step of `_resume`
         self._closed = False
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        close_at_exit(self, error)
+
     @property
     def keepers(self) -> tuple[int, ...]:
         """For each rank the rank that keeps its copy; empty where all ranks are on one node."""
@@ -150,8 +146,8 @@ class TieredCheckpointManager(Closing):
     def save(self, step: int, state: ShardedStateDict) -> bool:
         """Save a step to the local tier, and to the durable one if it is due; in the background.
 
-        Waits for the previous local save, and raises its failure. Later local steps are removed, because the run has
-        gone back to an earlier step.
+        Waits for the previous local save, and raises its failure. If later steps exist, the run has gone back: those of
+        the local tier are removed, and those of the durable tier are abandoned as by `CheckpointManager`.
 
         Args:
             step: number of the step, not negative.
@@ -163,8 +159,7 @@ class TieredCheckpointManager(Closing):
         Raises:
             CheckpointingException: this save, or the one before, failed; the same on every rank.
         """
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
+        step = step_number(step)
         if self._closed:
             raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
         same_everywhere(self._ranks, "saving", step=step)
@@ -173,24 +168,24 @@ class TieredCheckpointManager(Closing):
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
             raise RuntimeError("naming a run gives it a name")
-        save = agreed(self._ranks, lambda: uuid.uuid4().hex, "naming a save")
-        saver.start(state, tier.place(step, self._ranks.rank), lambda s: tier.write(saver.ranks, s, step, save))
+        saver.start(state, tier.place(step, self._ranks.rank), lambda s: self._write_local(saver.ranks, tier, s, step))
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
-            self._last_durable = self._durable_before(step)
+            self._last_durable = max((s for s in self._durable.steps() if s <= step), default=0)
         if step - self._last_durable < self._durable_every:
             return False
         self._durable.save(step, state)
         self._last_durable = step
         return True
 
-    def _durable_before(self, step: int) -> int:
-        """The newest durable step; 0 if none exists, all are damaged, or the run has gone back to an earlier step."""
-        try:
-            latest = self._durable.latest() or 0
-        except CheckpointCorruptError:  # the same on every rank; the next durable save repairs it
-            return 0
-        return latest if latest <= step else 0
+    def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
+        """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
+        series, save = self._durable.series, agreed(ranks, lambda: uuid.uuid4().hex, "naming a save")
+        rollback = agreed(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
+        tier.write(ranks, state, step, save)
+        if rollback is not None:
+            done = lambda: series.finish(step, rollback)
+            agreed(ranks, done, f"recording step {step} in {series.directory} (it is in the local tier)")
 
     def wait(self) -> None:
         """Wait for the running saves.
@@ -261,6 +256,8 @@ class TieredCheckpointManager(Closing):
         else:
             verdict = tier.settle(self._ranks, not_before=durable or 0)
             reasons += verdict.passed_over
+            if verdict.local is None:
+                verdict = self._unrecorded(tier, durable or 0) or verdict
         self._passed_over = tuple(reasons)
         if verdict.local is not None:
             return Resume(verdict.local.step, "local", verdict.local.holders, self._passed_over)
@@ -270,6 +267,16 @@ class TieredCheckpointManager(Closing):
             return Resume(durable, "durable", (), self._passed_over)
         if verdict.unusable:
             raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
+        return None
+
+    def _unrecorded(self, tier: LocalTier, durable: int) -> Verdict | None:
+        """The local step of a run that went back and died before the durable tier recorded that it is complete."""
+        series = self._durable.series
+        for rollback in agreed(self._ranks, series.pending, f"reading {series.directory}"):
+            if rollback.step < durable:
+                verdict = tier.settle(self._ranks, not_before=rollback.step)
+                if verdict.local is not None and verdict.local.parts[0].save == rollback.save_id:
+                    return verdict
         return None
 
     def _no_durable(self) -> str:
@@ -311,12 +318,7 @@ class TieredCheckpointManager(Closing):
     ) -> LoadReport:
         """Load the step that `find` returned; calls `find(state)` if it was not called before.
 
-        Args:
-            state: as for `opt_checkpoint.load`.
-            strict: as for `opt_checkpoint.load`.
-            dtype: as for `opt_checkpoint.load`.
-            aliases: as for `opt_checkpoint.load`.
-            safe_globals: as for `opt_checkpoint.load`.
+        Arguments are as for `opt_checkpoint.load`.
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint.
@@ -333,10 +335,7 @@ class TieredCheckpointManager(Closing):
     def load_optimizer(self, model: nn.Module, optimizer: Optimizer, **options: Any) -> OptimizerLoadReport:
         """Load an optimizer from the step that `find` returned.
 
-        Args:
-            model: as for `opt_checkpoint.load_optimizer`.
-            optimizer: as for `opt_checkpoint.load_optimizer`.
-            options: `at`, `on_conflict` and `override` of `opt_checkpoint.load_optimizer`.
+        Arguments are as for `opt_checkpoint.load_optimizer`; options are `at`, `on_conflict` and `override`.
 
         Raises:
             CheckpointingException: as `load`, and as `opt_checkpoint.load_optimizer`.

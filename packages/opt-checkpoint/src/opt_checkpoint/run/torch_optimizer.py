@@ -31,7 +31,6 @@ from opt_checkpoint.run.save_load import (
     NO_ALIASES,
     Verify,
     carry_out_load,
-    check_reads,
     error_of,
     open_checked,
     reader_of,
@@ -167,7 +166,6 @@ def load_optimizer(
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
     verify: Verify = "sizes",
-    share_reads: bool = False,
 ) -> OptimizerLoadReport:
     """Load an optimizer's state and groups, however it was sharded when saved; all ranks call this together.
 
@@ -184,7 +182,6 @@ def load_optimizer(
         on_conflict: as for `apply_saved_groups`.
         override: as for `apply_saved_groups`, for example `{"lr": 1e-4}`.
         verify: as for `load`.
-        share_reads: as for `load`.
 
     Raises:
         CheckpointKeyError: no optimizer is there, or one of its states is incomplete.
@@ -192,8 +189,7 @@ def load_optimizer(
         CheckpointingException: as `load`, and as `apply_saved_groups`.
     """
     ranks = ranks_of(process_group)
-    source = same_location(ranks, "loading an optimizer", path, verify=verify, share_reads=share_reads)
-    check_reads(verify, share_reads=share_reads)
+    source = same_location(ranks, "loading an optimizer", path, verify=verify)
     opened = with_client(agreed(ranks, lambda: open_checked(source, verify), f"opening {path}"), source)
 
     def read(wanted: ShardedStateDict) -> object:
@@ -205,7 +201,7 @@ def load_optimizer(
             dtype=DtypeRule.EXACT,
             aliases=NO_ALIASES,
         )
-        return carry_out_load(ranks, planner, reader_of(opened, verify), share_reads=share_reads)
+        return carry_out_load(ranks, planner, reader_of(opened, verify))
 
     return fill_optimizer(
         model, optimizer, opened, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override
@@ -240,7 +236,7 @@ def fill_optimizer(
     """
     path = opened.index.path
     saved: SavedOptimizer | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     named: list[_Named] = []
     fresh: dict[str, dict[str, Tensor]] = {}
     try:
@@ -248,7 +244,7 @@ def fill_optimizer(
         named = list(_named(model, optimizer))
         fresh = {own.name: _fresh_state(own, opened.index, saved) for own in named}
         _set_groups(_copied(optimizer.param_groups), model, optimizer, saved, on_conflict, override)
-    except Exception as raised:
+    except BaseException as raised:
         error = raised
     everyone(ranks, error, f"preparing to load the optimizer from {path}")
     assert saved is not None

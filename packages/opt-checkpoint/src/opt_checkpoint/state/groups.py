@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 Group: TypeAlias = dict[str, Any]
 Conflict: TypeAlias = Literal["error", "saved", "current"]
@@ -24,7 +24,7 @@ NO_OVERRIDE: Mapping[str, Any] = MappingProxyType({})
 NOT_STORED = frozenset({"params", "param_names"})
 
 
-class GroupMismatchError(CheckpointingException):
+class GroupMismatchError(CheckpointValueError):
     """Saved and current groups do not match. The message names the field and two parameters, or possible matches."""
 
 

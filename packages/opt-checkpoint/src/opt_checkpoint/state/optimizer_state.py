@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.dtensor import local_tensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
@@ -51,7 +51,7 @@ ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
 
 
-class OptimizerShapeError(CheckpointingException, AssertionError):
+class OptimizerShapeError(CheckpointValueError, AssertionError):
     """A state does not have the shape of its parameter. Also an AssertionError, as in Megatron-Core."""
 
 

@@ -1,0 +1,344 @@
+"""A series of steps: runs that go back, damaged steps that are saved again, and one trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import threading
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ranks import RankPool
+from disks import CountingFiles
+from states import assert_is_step, state_at
+from stores import faulty
+
+from opt_checkpoint import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointManager,
+    ObjectPath,
+    TieredCheckpointManager,
+    committed_steps,
+    load,
+    save,
+    verify_checkpoint,
+)
+from opt_checkpoint.run.series import SUPERSEDED, step_name
+
+BACKGROUND = pytest.mark.parametrize("background", [False, True])
+
+
+def empty() -> Any:
+    return state_at(0, 0, 1, filled=False)
+
+
+def saved(place: Any, *steps: int, **options: Any) -> Any:
+    with CheckpointManager(place, keep=9, **options) as manager:
+        for step in steps:
+            manager.save(step, state_at(step, 0, 1))
+    return place
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+@pytest.fixture(params=["directory", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return tmp_path / "run" if request.param == "directory" else f"memory://{uuid.uuid4().hex}/run"
+
+
+@BACKGROUND
+def test_a_rollback_stays_rolled_back(place: Any, background: bool) -> None:
+    saved(place, 80, 100, 120)
+    with CheckpointManager(place, keep=9, in_background=background) as manager:
+        assert manager.load(empty(), step=100).state["step"] == 100
+        manager.save(110, state_at(110, 0, 1))
+        manager.wait()
+        assert (manager.latest(), manager.steps()) == (110, [80, 100, 110])
+    again = CheckpointManager(place, keep=9)
+    assert again.latest() == 110
+    assert_is_step(again.load(empty(), step=120).state, 120, 0, 1)  # a reader may still hold it
+    assert_is_step(again.load(empty()).state, 110, 0, 1)
+    with again:
+        again.save(120, state_at(121, 0, 1))  # training reaches it again
+    assert CheckpointManager(place).steps() == [80, 100, 110, 120]
+    assert_is_step(CheckpointManager(place).load(empty()).state, 121, 0, 1)
+
+
+def test_the_step_after_a_rollback_may_be_one_that_exists(place: Any) -> None:
+    saved(place, 100, 110, 120)
+    with CheckpointManager(place, keep=9) as manager:
+        manager.load(empty(), step=100)
+        manager.save(110, state_at(111, 0, 1))
+    assert CheckpointManager(place).steps() == [100, 110]
+    assert_is_step(CheckpointManager(place).load(empty()).state, 111, 0, 1)
+
+
+def test_abandoned_steps_are_deleted_once_the_run_has_passed_them(place: Any) -> None:
+    saved(place, 100, 120, 130)
+    with CheckpointManager(place, keep=1) as manager:
+        manager.load(empty(), step=100)
+        for step in (110, 125):
+            manager.save(step, state_at(step, 0, 1))  # 110 itself is old after this, and 130 stays abandoned
+        manager.wait()
+        assert manager.steps() == [125]
+        with pytest.raises(CheckpointingException):
+            manager.load(empty(), step=120)
+        manager.save(140, state_at(140, 0, 1))
+    assert CheckpointManager(place).steps() == [140]
+    if isinstance(place, Path):
+        assert [path.name for path in place.iterdir()] == [step_name(140)]
+
+
+class Died(BaseException):
+    """Stands for the end of the process."""
+
+
+def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step(tmp_path: Path) -> None:
+    counting = CountingFiles()
+    seen = set()
+    for call in range(10_000):
+        place = saved(tmp_path / str(call), 100, 120)
+
+        def die(number: int, name: str, at: int = call) -> None:
+            if at and number >= at:
+                raise Died
+
+        files = CountingFiles(die)
+        manager = CheckpointManager(place, keep=9, in_background=False, files=files)
+        manager.load(empty(), step=100)
+        with contextlib.suppress(Died):
+            manager.save(110, state_at(110, 0, 1))
+        newest = CheckpointManager(place).latest()
+        committed = (place / step_name(110)).exists()
+        assert newest == (110 if committed else 120), call
+        seen.add(newest)
+        assert verify_checkpoint(place / step_name(newest)) == []
+        saved(place, 130)
+        assert CheckpointManager(place).latest() == 130
+        if call == 0:
+            counting.calls = files.calls
+        if call > len(counting.calls):
+            break
+    assert seen == {110, 120}
+
+
+def test_a_failed_save_after_a_rollback_abandons_nothing(tmp_path: Path) -> None:
+    class Full(CountingFiles):
+        def fsync(self, fd: int) -> None:
+            if ".distcp" in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    saved(tmp_path, 100, 120)
+    manager = CheckpointManager(tmp_path, files=Full(), in_background=False)
+    manager.load(empty(), step=100)
+    with pytest.raises(OSError, match="No space left") as caught:
+        manager.save(110, state_at(110, 0, 1))
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, CheckpointFailedError)
+    assert not isinstance(caught.value, ValueError)
+    assert CheckpointManager(tmp_path).latest() == 120
+
+
+def test_a_damaged_record_of_abandoned_steps_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    for content in (
+        b"",
+        b"[]",
+        b'{"steps": {}, "pending": 3}',
+        json.dumps({"steps": {"x": 1}, "pending": []}).encode(),
+    ):
+        (tmp_path / SUPERSEDED).write_bytes(content)
+        with pytest.raises(CheckpointCorruptError, match=r"superseded\.json is damaged.*remove it"):
+            CheckpointManager(tmp_path).latest()
+
+
+def two_tiers(folder: Path) -> TieredCheckpointManager:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return TieredCheckpointManager(folder / "local", folder / "durable", durable_every=20, keep=9)
+
+
+def test_a_rollback_of_the_local_tier_is_one_of_the_durable_tier(tmp_path: Path) -> None:
+    saved(tmp_path / "durable", 80, 100, 120)
+    CheckpointManager(tmp_path / "durable").load(empty(), step=80)
+    with two_tiers(tmp_path) as manager:
+        assert not manager.save(90, state_at(90, 0, 1))
+    found = two_tiers(tmp_path).find()
+    assert found is not None
+    assert (found.step, found.tier) == (90, "local")
+    shutil.rmtree(tmp_path / "local")  # the node is lost
+    assert two_tiers(tmp_path).latest() == 80
+    with two_tiers(tmp_path) as manager:
+        manager.load(empty())
+        assert manager.save(100, state_at(101, 0, 1))
+    assert_is_step(CheckpointManager(tmp_path / "durable").load(empty()).state, 101, 0, 1)
+
+
+def test_a_crash_before_the_durable_tier_records_a_local_rollback(tmp_path: Path, monkeypatch: Any) -> None:
+    saved(tmp_path / "durable", 80, 120)
+    manager = two_tiers(tmp_path)
+    monkeypatch.setattr(manager._durable.series, "finish", lambda *a: (_ for _ in ()).throw(OSError(5, "gone")))
+    manager.save(90, state_at(90, 0, 1))
+    with pytest.raises(CheckpointFailedError, match="it is in the local tier"):
+        manager.close()
+    assert two_tiers(tmp_path).latest() == 90
+    shutil.rmtree(tmp_path / "local")
+    assert two_tiers(tmp_path).latest() == 120
+
+
+@BACKGROUND
+@pytest.mark.parametrize("damage", ["truncated", "flipped bit", "flipped manifest"])
+def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, background: bool, damage: str) -> None:
+    saved(tmp_path, 80, 100, 120)
+    data = tmp_path / step_name(120) / "__0_0.distcp"
+    if damage == "truncated":
+        data.write_bytes(data.read_bytes()[:-8])
+    else:
+        flip(data if damage == "flipped bit" else data.with_name("manifest.bin"))
+    with CheckpointManager(tmp_path, keep=9, in_background=background) as manager:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert_is_step(manager.load(empty()).state, 100, 0, 1)
+        named = [str(w.message) for w in caught if "step-000000120 is damaged and is skipped" in str(w.message)]
+        assert len(named) == (damage == "flipped bit")  # the others are in the log
+        assert (manager.latest(), manager.steps()) == (100, [80, 100])
+        for step in (110, 120):
+            manager.save(step, state_at(step, 0, 1))
+        manager.wait()
+        assert manager.steps() == [80, 100, 110, 120]
+    assert verify_checkpoint(tmp_path / step_name(120)) == []
+    assert CheckpointManager(tmp_path).latest() == 120
+
+
+def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 120)
+    flip(tmp_path / step_name(120) / "__0_0.distcp")
+    saved(tmp_path, 120)
+    assert verify_checkpoint(tmp_path / step_name(120)) == []
+    with pytest.raises(CheckpointExistsError, match="never overwritten"):
+        saved(tmp_path, 120)
+
+
+def load_damaged(rank: int, size: int, folder: str) -> int:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manager = CheckpointManager(folder)
+        report = manager.load(state_at(0, rank, size, filled=False))
+        assert [str(w.message) for w in caught if "is damaged and is skipped" in str(w.message)] or rank
+    with manager:
+        manager.save(120, state_at(120, rank, size))
+    step: int = report.state["step"]
+    return step
+
+
+def test_ranks_agree_on_the_newest_good_step(tmp_path: Path, ranks: RankPool) -> None:
+    saved(tmp_path, 100, 120)
+    flip(tmp_path / step_name(120) / "__0_0.distcp")
+    assert ranks.run(2, load_damaged, str(tmp_path)) == [100, 100]
+    assert verify_checkpoint(tmp_path / step_name(120)) == []
+
+
+def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
+    saved(place, 10)
+    first, second = CheckpointManager(place, in_background=False), CheckpointManager(place, in_background=False)
+    for manager in (first, second):
+        manager.load(empty())
+    first.save(20, state_at(20, 0, 1))
+    for step in (20, 30):
+        with pytest.raises(CheckpointExistsError, match=r"step 20 .* another trainer"):
+            second.save(step, state_at(step, 0, 1))
+    first.save(30, state_at(30, 0, 1))
+    taken_over = CheckpointManager(place, in_background=False)
+    taken_over.load(empty())
+    taken_over.save(40, state_at(40, 0, 1))
+    with pytest.raises(CheckpointExistsError, match=r"step 40 .* another trainer"):
+        first.save(40, state_at(40, 0, 1))
+    assert taken_over.latest() == 40
+
+
+def test_a_race_for_one_step_is_named(tmp_path: Path) -> None:
+    class Raced(CountingFiles):
+        def rename(self, source: Path, target: Path) -> None:
+            if target.name == "x":
+                save(state_at(5, 0, 1), target)
+            super().rename(source, target)
+
+    with pytest.raises(CheckpointExistsError, match="never overwritten"):
+        save(state_at(1, 0, 1), tmp_path / "x", files=Raced())
+    assert_is_step(load(empty(), tmp_path / "x").state, 5, 0, 1)
+
+
+def test_a_failing_close_does_not_replace_the_exception_of_the_training(tmp_path: Path) -> None:
+    files = CountingFiles(lambda number, name: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(ZeroDivisionError) as caught, CheckpointManager(tmp_path, files=files) as manager:
+        manager.save(1, state_at(1, 0, 1 // 0 if manager.save(1, state_at(1, 0, 1)) else 1))
+    assert "closing CheckpointManager failed: CheckpointStorageError" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match="broken"), CheckpointManager(tmp_path, files=files) as manager:
+        manager.save(1, state_at(1, 0, 1))
+
+
+@pytest.mark.parametrize("step", [np.int64(5), torch.tensor(5), 5])
+def test_a_step_is_any_integer(tmp_path: Path, step: Any) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(step, state_at(5, 0, 1))
+    assert committed_steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "7", None])
+def test_other_steps_are_refused(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(ValueError, match=r"step=.* must"):
+        CheckpointManager(tmp_path).save(step, {})
+
+
+@BACKGROUND
+def test_a_snapshot_does_not_alias_the_weights(tmp_path: Path, background: bool) -> None:
+    """A snapshot that held the tensors of `model.state_dict()` would store what training writes during the save."""
+    gate, started = threading.Event(), threading.Event()
+
+    def wait(number: int, name: str) -> None:
+        started.set()
+        assert not background or gate.wait(60)
+
+    model = torch.nn.Linear(3, 2)
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    nested = {"model": model.state_dict(), "lists": [torch.ones(2)], "plain": {"lr": [0.1]}}
+    with CheckpointManager(tmp_path, files=CountingFiles(wait), in_background=background) as manager:
+        manager.save(1, nested)
+        with torch.no_grad():
+            for value in (*model.parameters(), nested["lists"][0]):
+                value.fill_(99.0)
+        nested["plain"]["lr"][0] = 99.0
+        gate.set()
+    wanted = {"model": {name: torch.zeros_like(value) for name, value in before.items()}, "lists": None, "plain": None}
+    state = CheckpointManager(tmp_path).load(wanted).state
+    assert all(torch.equal(wanted["model"][name], value) for name, value in before.items())
+    assert (state["lists"][0].tolist(), state["plain"]) == ([1.0, 1.0], {"lr": [0.1]})
+
+
+def test_deletion_in_a_store_removes_the_commit_first(tmp_path: Path) -> None:
+    """Otherwise a crash in between would leave a step that claims to be complete and is not."""
+    place, client = faulty(ObjectPath.at(f"memory://{tmp_path.name}-deletion/run"))
+    saved(place, 1, 2)
+    client.requests.clear()
+    with CheckpointManager(place, keep=1, in_background=False) as manager:
+        manager.save(3, state_at(3, 0, 1))
+    deleted = [key for name, keys in client.requests if name == "delete" for key in keys.split(",")]
+    of_first = [key for key in deleted if f"/{step_name(1)}/" in key]
+    assert of_first[0].endswith("commit.json")
+    assert of_first[1].endswith("manifest.bin")
+    assert len(of_first) > 3
