@@ -1,6 +1,7 @@
 """SOAP: against its formulas in float64, with bases from eigh and QR."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +51,8 @@ class ByFormula:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.p), torch.zeros_like(self.p)
         self.l, self.r = torch.zeros(self.m, self.m).double(), torch.zeros(self.n, self.n).double()
         self.q_l, self.q_r = torch.eye(self.m).double(), torch.eye(self.n).double()
-        self.e_l, self.e_r = torch.ones(self.m).double(), torch.ones(self.n).double()
+        first = 0.0 if rule.order is Order.MEGATRON else 1.0
+        self.e_l, self.e_r = torch.full((self.m,), first).double(), torch.full((self.n,), first).double()
 
     def warm_up(self) -> None:
         """Factors with eigenvalues that are apart, and their bases: as after a first step."""
@@ -182,6 +184,60 @@ def test_the_order_of_megatron_has_its_numbers_from_the_first_step(rule: SOAPRul
         formula.step(grad, step)
         assert step > 1 or not torch.equal(main, before)
         torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("recorded", range(2), ids=["plain", "kl"])
+def test_the_order_of_megatron_follows_its_recorded_runs(recorded: int) -> None:
+    # Eigenvalues that began at one instead of zero made KL diverge where Megatron-Core's runs do not.
+    run = torch.load(Path(__file__).parent / "data" / "soap_megatron_order.pt", weights_only=True)[recorded]
+    hyper = Hyper(lr=run["lr"], weight_decay=run["weight_decay"], betas=tuple(run["betas"]), eps=run["eps"])
+    rule, main = replace(MEGATRON, use_kl_shampoo=run["kl"]), run["start"].clone()
+    state = rule.init_state(main)
+    for step, (grad, expected) in enumerate(zip(run["grads"], run["params"]), start=1):
+        rule.update_([Batch(replace(hyper, step=step), [Work(grad=grad, main=main, state=state)])])
+        torch.testing.assert_close(main, expected, rtol=0, atol=1e-5)
+
+
+def moved_by_scaled(rule: SOAPRule, shape: tuple[int, int], scale: float, eps: float) -> Tensor:
+    """The weights after 20 steps from zero, with gradients times `scale`."""
+    main = torch.zeros(shape)
+    state = rule.init_state(main)
+    for step, grad in enumerate(grads_of(20, *shape), start=1):
+        work = Work(grad=grad * scale, main=main, state=state)
+        rule.update_([Batch(replace(HYPER, step=step, eps=eps), [work])])
+    return main
+
+
+@pytest.mark.parametrize("rule", [PLAIN, replace(MEGATRON, use_kl_shampoo=False)], ids=["paper", "megatron"])
+@pytest.mark.parametrize("exponent", [-30, -20, 20, 40])
+@pytest.mark.parametrize("shape", [(12, 7), (8, 8), (3, 20)], ids=str)
+def test_a_power_of_two_factors_out_of_plain_factors(shape: tuple[int, int], exponent: int, rule: SOAPRule) -> None:
+    # Gradients of 1e8 made the weights NaN: the squared norms of factors overflowed.
+    scale = 2.0**exponent
+    scaled = moved_by_scaled(rule, shape, scale, eps=1e-8 * scale)
+    assert torch.equal(scaled, moved_by_scaled(rule, shape, 1.0, eps=1e-8))
+
+
+@pytest.mark.parametrize("rule", [KL, MEGATRON], ids=["paper", "megatron"])
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6, 1e8, 1e12])
+@pytest.mark.parametrize("shape", [(12, 7), (8, 8), (3, 20)], ids=str)
+def test_kl_takes_steps_of_adams_size_whatever_the_scale(shape: tuple[int, int], scale: float, rule: SOAPRule) -> None:
+    # Gradients of 1e6 made the weights NaN. The clamped eigenvalues do not scale, so results differ in more than bits.
+    moved = float(moved_by_scaled(rule, shape, scale, eps=1e-8 * min(scale, 1.0)).norm())
+    expected = float(moved_by_scaled(rule, shape, 1.0, eps=1e-8).norm())
+    assert expected / 3 < moved < 3 * expected
+
+
+@pytest.mark.parametrize("scale", [1e19, float("inf"), float("nan")])
+def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale: float) -> None:
+    # LAPACK's "failed to converge" came out of the step, with moments half updated.
+    main, (grad, *_) = tensor(8, 12), grads_of(1, 8, 12)
+    state = KL.init_state(main)
+    stepped(KL, main, state, grads_of(2, 8, 12))
+    before = [t.clone() for t in (main, *state.values())]
+    with pytest.raises(MatrixError, match="a factor of SOAP overflowed, or a gradient is not finite"):
+        stepped(KL, main, state, [grad * scale], first=3)
+    assert all(torch.equal(a, b) for a, b in zip((main, *state.values()), before))
 
 
 def test_the_first_step_of_megatron_is_worked_by_hand() -> None:

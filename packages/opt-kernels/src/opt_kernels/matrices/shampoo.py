@@ -1,6 +1,6 @@
 """Shampoo's preconditioner of a matrix: a factor for each side and its eigenbasis, updated by power iteration."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +12,17 @@ from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.orthogonal_basis import reference
 from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
 from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of
+from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 
 LEFT, RIGHT = "L", "R"
+
+
+class Order(NamedChoice):
+    """The order of a step of SOAP, and with it how bases are updated."""
+
+    PAPER = "paper"  # update in the previous bases, then factors, then bases; the first step only finds the bases
+    MEGATRON = "megatron"  # factors, then bases, then the update in them; from the first step
 
 
 class Orthonormalization(NamedChoice):
@@ -22,6 +30,7 @@ class Orthonormalization(NamedChoice):
 
     CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
     HOUSEHOLDER = "householder"  # LAPACK's QR
+    BY_ORDER = "by_order"  # "householder" with order "megatron", whose rounding errors it reproduces, else "cholesky"
 
 
 class Turned(NamedTuple):
@@ -40,7 +49,13 @@ class Shampoo:
         plain   L <- L + (1 - b_t)(GGᵀ - L)                               R likewise with GᵀG
         KL      L <- L + (1 - b_t)(G Q_R max(λ_R, eps)⁻¹ Q_Rᵀ Gᵀ / n - L)   R likewise with Q_L, λ_L, m
 
-    Both updates use the previous bases and eigenvalues. A side without a factor counts as the identity.
+    Both updates use the previous bases and eigenvalues. A side without a factor counts as the identity. Before the
+    first step eigenvalues are 1 with order "paper", so that both sides begin as the identity, and 0 with order
+    "megatron", as in Megatron-Core: there the first factors are GGᵀ / (n eps) and GᵀG / (m eps).
+
+    Bases and eigenvalues are computed from factors scaled by powers of two, so that their norms neither overflow nor
+    vanish.
+
     Plain: Gupta et al., arXiv 1802.09568, as a moving average; KL: Lin et al., arXiv 2509.03378.
     """
 
@@ -48,7 +63,7 @@ class Shampoo:
     use_kl: bool
     power_iterations: int
     orthonormalization: Orthonormalization
-    sorts_first: bool  # True: sort a basis before rotating it; False: after
+    order: Order  # "paper": sort a basis before it is rotated; "megatron": after
     max_dim: int | None  # a longer side has no factor
     one_sided: bool  # only the shorter side has a factor; the left where both are equally long
     backend: str | None
@@ -83,7 +98,7 @@ class Shampoo:
         return shapes
 
     def init_state(self, main: Tensor, spec: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """Zero factors, and the basis and eigenvalues of the identity, of each matrix of a stack, and of each part."""
+        """Zero factors, identity bases and the first eigenvalues, of each matrix of a stack and each part."""
         batch = main.shape[:-2]
         of_parts = [self._fresh(part, batch, main.device) for part in parts_of(spec, main.shape)]
         if spec.split_rows:
@@ -94,40 +109,51 @@ class Shampoo:
         """(*batch, num_matrices, *shape) of one part."""
         state = {}
         for name, shape in self.shapes(part.shape).items():
-            value = 1.0 if name.startswith("eigvals") else 0.0
-            state[name] = torch.full((*batch, part.num_matrices, *shape), value, dtype=torch.float32, device=device)
+            state[name] = torch.zeros((*batch, part.num_matrices, *shape), dtype=torch.float32, device=device)
             if name.startswith("Q_"):
                 state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            elif name.startswith("eigvals") and self.order is Order.PAPER:
+                state[name].fill_(1.0)
         return state
 
-    def update_factors_(self, states: PartStates, grads: Tensor, *, step: int, eps: float) -> None:
-        """Write L and R for gradients (batch, m, n)."""
+    def factors(self, states: PartStates, grads: Tensor, *, step: int, eps: float) -> dict[str, Tensor]:
+        """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
         weight = (1.0 - self.beta) / (1.0 - self.beta**step)
-        sides = self.sides(grads.shape)
-        halves = {side: self._half(states, side, grads, eps) for side in sides}
-        for side in sides:
-            half = halves[side]
-            scale = 1.0 / half.shape[-1] if self.use_kl else 1.0
-            states.store_(side, states.load(side).lerp(scale * (half @ half.mT), weight))
+        updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
+        factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
+        if not all(bool(factor.isfinite().all()) for factor in factors.values()):
+            raise MatrixError(
+                f"a factor of SOAP overflowed, or a gradient is not finite: the largest element of these gradients is "
+                f"{float(grads.abs().max()):.3g}; factors have squares of gradients in {grads.dtype}, divided by eps="
+                f"{eps:g} for KL, so gradients must be finite and below about 1e18 (1e13 for KL); nothing was written"
+            )
+        return factors
 
-    def _half(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
-        """A square root of the update of one factor: G or its transpose, for KL times the other factor's inverse
-        root."""
+    def _of_grads(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
+        """What the gradients contribute to the factor of one side: GGᵀ, for KL with the other factor's inverse."""
         seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
+        scale = 1.0 / seen.shape[-1] if self.use_kl else 1.0
         if not self.use_kl or other not in self.sides(grads.shape):
-            return seen
-        inverse_root = states.load(f"eigvals_{other}").clamp_min(eps).rsqrt()
-        return (seen @ states.load(f"Q_{other}")) * inverse_root.unsqueeze(-2)
+            return scale * (seen @ seen.mT)
+        basis, values = states.load(f"Q_{other}"), states.load(f"eigvals_{other}").clamp_min(eps)
+        if self.order is Order.MEGATRON:
+            # The order of its products: the first factors of a matrix that is not square have a null space, whose
+            # basis follows from rounding errors.
+            return seen @ ((basis * (scale * values.reciprocal()).unsqueeze(-2)) @ basis.mT) @ seen.mT
+        half = (seen @ basis) * values.rsqrt().unsqueeze(-2)
+        return scale * (half @ half.mT)
 
-    def turn_(self, states: PartStates, shape: Sequence[int], *, first: bool) -> dict[str, Turned]:
+    def turn_(self, states: PartStates, factors: Mapping[str, Tensor], *, first: bool) -> dict[str, Turned]:
         """Update the bases to the eigenvectors of the factors: first by eigh, later by power iteration."""
         moved = {}
-        for side in self.sides(shape):
-            factor, old = states.load(side), states.load(f"Q_{side}")
+        for side, factor in factors.items():
+            old = states.load(f"Q_{side}")
+            exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
+            factor = torch.ldexp(factor, -exponent)
             basis, order = self._found(factor) if first else self._followed(factor, old)
             states.store_(f"Q_{side}", basis.vectors)
             if self.use_kl:
-                states.store_(f"eigvals_{side}", basis.values)
+                states.store_(f"eigvals_{side}", torch.ldexp(basis.values, exponent.squeeze(-1)))
             moved[side] = Turned(basis.vectors.mT @ old, order)
         return moved
 
@@ -139,22 +165,24 @@ class Shampoo:
     def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
         """Move the basis `old` (batch, n, n) towards the eigenbasis of `factor`, with eigenvalues in descending
         order."""
-        # Adding a multiple of the identity changes no eigenvector. Without it, rounding errors of the others would
-        # replace the eigenvectors of vanishing eigenvalues.
-        floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)
+        # Adding a multiple of the identity changes no eigenvector. Without it, as in Megatron-Core, rounding errors of
+        # the others replace the eigenvectors of vanishing eigenvalues.
+        sorts_first = self.order is Order.PAPER
+        floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True) if sorts_first else 0.0
         product = factor @ old + floor * old
         order = (old * product).sum(-2).argsort(-1, descending=True)
-        vectors = self._orthonormalised(_columns(product, order) if self.sorts_first else product)
+        vectors = self._orthonormalised(_columns(product, order) if sorts_first else product)
         for _ in range(self.power_iterations - 1):
             vectors = self._orthonormalised(factor @ vectors + floor * vectors)
-        values = (vectors * (factor @ vectors)).sum(-2)
-        if not self.sorts_first:
+        values = ((vectors.mT @ factor) * vectors.mT).sum(-1)
+        if not sorts_first:
             order = values.argsort(-1, descending=True)
             values, vectors = values.gather(-1, order), _columns(vectors, order)
         return Eigenbasis(values, vectors), order
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:
-        if self.orthonormalization is Orthonormalization.HOUSEHOLDER:
+        by_order = self.orthonormalization is Orthonormalization.BY_ORDER and self.order is Order.MEGATRON
+        if by_order or self.orthonormalization is Orthonormalization.HOUSEHOLDER:
             return reference.orthonormalised(columns)
         orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
         result: Tensor = orthonormalised(columns)

@@ -8,10 +8,18 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
-from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon.reference import decay_of
 from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
-from opt_kernels.matrices.shampoo import LEFT, RIGHT, Orthonormalization, Shampoo, Turned, into_basis, out_of_basis
+from opt_kernels.matrices.shampoo import (
+    LEFT,
+    RIGHT,
+    Order,
+    Orthonormalization,
+    Shampoo,
+    Turned,
+    into_basis,
+    out_of_basis,
+)
 from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, read_main, split, write_main_
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.whole_matrices import WholeMatrices
@@ -20,13 +28,6 @@ from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Wor
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
-
-
-class Order(NamedChoice):
-    """The order of a step."""
-
-    PAPER = "paper"  # update in the previous bases, then factors, then bases; the first step only finds the bases
-    MEGATRON = "megatron"  # factors, then bases, then the update in them; from the first step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,17 @@ class SOAPRule(WholeMatrices):
 
     With order "megatron", that of Megatron-Core (Emerging-Optimizers), factors and bases are updated before p, and p
     changes from the first step on; Adam counts t steps. Bases are sorted after they are rotated, and exp_avg_sq is not
-    reordered. A gradient is diagonal, except for rounding errors, in bases computed from the gradient itself. In the
-    first steps Adam divides these rounding errors by second moments near zero, so they become updates as large as lr.
-    This is why "paper" is the default: on the leaderboard (kernels/results/leaderboard.md) a small GPT ends at 3.16
-    bits per character with "paper" and at 3.53 with "megatron". A two-layer network (8 to 24 to 4) reaches a loss of
-    0.01 at lr 0.02 with "paper", plain or KL. With "megatron" it reaches 0.018 with plain factors, and with KL it
-    diverges at every learning rate from 1e-3 on.
+    reordered. Eigenvalues begin at 0 and are clamped to eps where they divide. Weights follow recorded runs of
+    Megatron-Core; where a matrix is more than twice as tall as wide, or reverse, the first bases include a null space
+    chosen by rounding errors, and runs agree as far as these errors do.
+
+    A gradient is diagonal, except for rounding errors, in bases computed from the gradient itself. In the first steps
+    of order "megatron" Adam divides these rounding errors by second moments near zero, so with a small eps they become
+    updates as large as lr. This is why "paper" is the default.
+
+    Gradients of 1e-12 to 1e12 are followed: bases do not depend on their scale, except for that of eps and, for KL,
+    of the first eigenvalues. MatrixError is raised before anything is written if a factor overflows or a gradient is
+    not finite: from about 1e18 on, for KL with eps 1e-8 from about 1e14 on.
 
     With `max_precond_dim`, a longer side has no factor and no basis, as in the authors' code: an output layer of
     128,000 rows would need 2 x 64 GB. With `one_sided` only the shorter side has them, as in the paper's variant.
@@ -70,7 +76,7 @@ class SOAPRule(WholeMatrices):
     shampoo_beta: float = 0.95
     precondition_frequency: int = 1
     power_iterations: int = 1
-    orthonormalization: Orthonormalization = Orthonormalization.CHOLESKY
+    orthonormalization: Orthonormalization = Orthonormalization.BY_ORDER
     order: Order = Order.PAPER
     max_precond_dim: int | None = 10_000  # None: every side has a factor
     one_sided: bool = False
@@ -100,7 +106,7 @@ class SOAPRule(WholeMatrices):
             use_kl=self.use_kl_shampoo,
             power_iterations=self.power_iterations,
             orthonormalization=self.orthonormalization,
-            sorts_first=self.order is Order.PAPER,
+            order=self.order,
             max_dim=self.max_precond_dim,
             one_sided=self.one_sided,
             backend=self.backend,
@@ -145,11 +151,12 @@ class SOAPRule(WholeMatrices):
     def _step_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """The updates of matrices (batch, m, n)."""
         step = int(hyper.step)
+        factors = self.shampoo.factors(states, grads, step=step, eps=float(hyper.eps))  # raises before any write
         if self.order is Order.MEGATRON:
-            self._precondition_(states, grads, hyper)
+            self._precondition_(states, factors, step)
             return self._update_(states, grads, hyper, count=step)
         updates = self._update_(states, grads, hyper, count=step - 1) if step > 1 else torch.zeros_like(grads)
-        self._precondition_(states, grads, hyper)
+        self._precondition_(states, factors, step)
         return updates
 
     def _update_(self, states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
@@ -157,12 +164,12 @@ class SOAPRule(WholeMatrices):
         update = _adam_(states, into_basis(states, grads, sides), hyper, count=count)
         return out_of_basis(states, update, sides)
 
-    def _precondition_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> None:
-        """Update the factors and, every `precondition_frequency` steps, the bases and the moments in them."""
-        step = int(hyper.step)
-        self.shampoo.update_factors_(states, grads, step=step, eps=float(hyper.eps))
+    def _precondition_(self, states: PartStates, factors: Mapping[str, Tensor], step: int) -> None:
+        """Store the factors and, every `precondition_frequency` steps, update the bases and the moments in them."""
+        for side, factor in factors.items():
+            states.store_(side, factor)
         if (step - 1) % self.precondition_frequency == 0:
-            turned = self.shampoo.turn_(states, grads.shape, first=step == 1)
+            turned = self.shampoo.turn_(states, factors, first=step == 1)
             _turn_moments_(states, turned, sorts=self.order is Order.PAPER)
 
     def only_finds_bases(self, hyper: Hyper) -> bool:
