@@ -85,16 +85,20 @@ def signum(x: Tensor, gs: list[Tensor], *, delta: float, lam: float) -> Tensor:
     return x
 
 
-def mars(x: Tensor, gs: list[Tensor], *, eta: float, lam: float, gamma: float) -> Tensor:
-    """arXiv 2411.10438, algorithm 2 without its clipping, with the last step's own gradient."""
+def mars(
+    x: Tensor, gs: list[Tensor], *, eta: float, lam: float, gamma: float, at_old_weights: list[Tensor] | None = None
+) -> Tensor:
+    """The authors' code of arXiv 2411.10438 without its norm cap; it starts from an earlier gradient of zero.
+
+    Exact variant: `at_old_weights[t]` is the gradient of step t's data at the weights before the last step.
+    """
     b1, b2, eps = 0.95, 0.99, 1e-8
     m = v = torch.zeros_like(x)
-    before = gs[0]
-    for t, g in enumerate(gs, start=1):
-        c = g + gamma * b1 / (1 - b1) * (g - before)
+    before = [torch.zeros_like(x), *(at_old_weights[1:] if at_old_weights else gs)]
+    for t, (g, old) in enumerate(zip(gs, before), start=1):
+        c = g + gamma * b1 / (1 - b1) * (g - old)
         m, v = b1 * m + (1 - b1) * c, b2 * v + (1 - b2) * c * c
         x = x - eta * (m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + eps) + lam * x)
-        before = g
     return x
 
 
@@ -169,6 +173,40 @@ def test_a_rule_takes_its_papers_steps(name: str) -> None:
     rule, options, paper = PAPERS[name]
     # Both in float64: a few roundings a step.
     torch.testing.assert_close(run(rule, **options), paper(start(), grads()), rtol=1e-12, atol=1e-13)
+
+
+def test_mars_follows_a_recorded_run_of_its_package() -> None:
+    # pytorch_optimizer 4.1.0, `MARS(lr=0.01, betas=(0.95, 0.99), weight_decay=0.1, optimize_1d=True)` in float64, where
+    # the norm of every c is below 1. It was 0.44 away: the first step took its own gradient for the earlier one.
+    recorded = [
+        -1.01952813,
+        -0.717018408,
+        -0.431395868,
+        -0.130146941,
+        0.165873587,
+        0.53560845,
+        0.658600079,
+        0.972876404,
+    ]
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 8).view(2, 4))
+    optimizer = optim.MARSAdamW([param], lr=0.01, betas=(0.95, 0.99), weight_decay=0.1)
+    for step in range(1, 13):
+        param.grad = (0.1 * torch.sin(torch.arange(1.0, 9.0, dtype=torch.float64) * step)).float().view(2, 4)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.tensor(recorded).view(2, 4), rtol=0, atol=1e-6)
+
+
+def test_the_exact_variant_of_mars_takes_gradients_at_the_previous_weights() -> None:
+    old = [grad + 0.1 for grad in reversed(grads())]
+    param = torch.nn.Parameter(start())
+    optimizer = optim.MARSAdamW([param], lr=0.01, gamma=0.3, weight_decay=0.1)
+    for step, (grad, at_old_weights) in enumerate(zip(grads(), old)):
+        if step:
+            optimizer.state[param]["previous_grad"].copy_(at_old_weights)
+        param.grad = grad
+        optimizer.step()
+    expected = mars(start(), grads(), eta=0.01, lam=0.1, gamma=0.3, at_old_weights=old)
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-11, atol=1e-12)
 
 
 def test_the_averaged_weights_are_the_papers() -> None:

@@ -1,25 +1,33 @@
 """MARS-AdamW (Yuan et al. 2024, arXiv 2411.10438, algorithm 2 with the previous step's gradient): reduced variance.
 
-With g the scaled gradient, g' that of the last step (g at the first), and t the step (from 1):
+With g the scaled gradient, g' that of the last step (zero at the first), and t the step (from 1):
 
     c = g + gamma * b1 / (1 - b1) * (g - g')
     m <- b1 * m + (1 - b1) * c        v <- b2 * v + (1 - b2) * c^2
     p <- p - lr * ((m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + wd * p)
 
-The paper also scales c of each parameter to a norm of at most 1. That is not elementwise and not done here: clip the
-total norm of the gradients. exp_avg and exp_avg_sq are m and v.
+exp_avg and exp_avg_sq are m and v. These are the equations of the authors' code ("mars-adamw"), with these differences:
+
+- The authors scale c of each parameter to a norm of at most 1. That is not elementwise and not done here, so results
+  are equal while the norm of every c stays below 1. To bound it, clip the norm of the gradients.
+- All parameters use these equations, as with the authors' `optimize_1d=True`. Their default updates vectors by AdamW
+  with other betas and decay: give vectors to `AdamW`.
+- There is no `amsgrad`, and no "mars-lion" or "mars-shampoo".
+
+The paper starts from g' = g, so that the first c is g; the authors' code starts from g' = 0, as here. Their exact
+variant (`is_approx=False`) takes g' at the previous weights with the data of this step: before each step after the
+first, write that gradient to the state `previous_grad`.
 """
 
 from typing import Any
 
-from opt_kernels.formulas import Formula, Number, State, fma, power, sqrt, where
+from opt_kernels.formulas import Formula, Number, State, fma, power, sqrt
 
 
 def scalars(
     *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, gamma: float, step: float
 ) -> dict[str, float]:
     return {
-        "is_first": where(step == 1, 1.0, 0.0),
         "correction": gamma * beta1 / (1 - beta1),
         "decay": 1 - lr * weight_decay,
         "weight1": 1 - beta1,
@@ -33,10 +41,10 @@ def scalars(
 
 def update(
     p: Any, g: Any, exp_avg: Any, exp_avg_sq: Any, previous_grad: Any, *,
-    is_first: Any, correction: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any,
+    correction: Any, decay: Any, weight1: Any, beta2: Any, weight2: Any, step_size: Any, root2: Any,
     eps: Any,
 ) -> Any:  # fmt: skip
-    c = fma(correction, g - where(is_first != 0, g, previous_grad), g)
+    c = fma(correction, g - previous_grad, g)
     exp_avg = fma(weight1, c - exp_avg, exp_avg)
     exp_avg_sq = fma(weight2 * c, c, exp_avg_sq * beta2)
     return p * decay - step_size * exp_avg / (sqrt(exp_avg_sq) / root2 + eps), exp_avg, exp_avg_sq, g
