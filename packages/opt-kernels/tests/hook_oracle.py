@@ -64,10 +64,8 @@ class Oracle:
             u = u * mask * (mask.numel() / (mask.sum() + 1))
         for name, options in hooks.items():
             if name == "RowFloor":
-                least = options["fraction"] * u.square().mean().sqrt()
-                roots = u.square().flatten(1).mean(1).sqrt()
-                rows = [row * max(1.0, float(least / root)) if root else row for row, root in zip(u, roots)]
-                u = torch.stack(rows)
+                floor = lambda row: max(float(row.norm()), 1e-8)
+                u = torch.stack([r * max(1.0, options["ratio"] * floor(w) / floor(r)) for r, w in zip(u, p)])
             if name == "ClipUpdateRms":
                 u = u / max(1.0, float(u.square().mean().sqrt()) / options["threshold"])
             if name == "RelativeUpdate":

@@ -62,8 +62,8 @@ HOOKS: Mapping[str, dict[str, dict[str, Any]]] = {  # as the oracle takes them
     "hyperball": {"Hyperball": {}},
     "hyperball-radius": {"Hyperball": {"radius": 3.0}},
     "centralized": {"CentralizeGradient": {}},
-    "floor": {"RowFloor": {"fraction": 0.9}},
-    "floor-mask-cautious": {"CautiousDecay": {}, "RowFloor": {"fraction": 1.0}, "CautiousUpdate": {}},
+    "floor": {"RowFloor": {"ratio": 0.9}},
+    "floor-mask-cautious": {"CautiousDecay": {}, "RowFloor": {"ratio": 2.0}, "CautiousUpdate": {}},
     "centralized-l2-mask-clip": {
         "ClipUpdateRms": {"threshold": 0.3},
         "CoupledDecay": {},

@@ -66,12 +66,17 @@ def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
     return torch.ones_like(before)
 
 
-def raise_rows_(update: Tensor, least: Tensor) -> None:
-    """Scale up the rows of `update` (rows, ...) whose root mean square is below `least` (0-d), except rows of zeros."""
+LEAST_NORM = 1e-8  # of rows
+
+
+def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
+    """Scale up the rows of `update` (rows, ...) whose norm is below `ratio` times that of the row of `main`."""
     if update.dim() > 1 and update.numel():
         dims = tuple(range(1, update.dim()))
-        roots = torch.linalg.vector_norm(update, dim=dims, keepdim=True).double() / (update[0].numel() ** 0.5)
-        update.mul_(torch.where(roots > 0, least / roots, 1.0).clamp_min_(1.0))
+        of_update, of_main = (
+            torch.linalg.vector_norm(x, dim=dims, keepdim=True).double().clamp_min_(LEAST_NORM) for x in (update, main)
+        )
+        update.mul_((ratio * of_main / of_update).clamp_min_(1.0))
 
 
 def _on_the_ball(ball: Hyperball, sums: Tensor, hyper: Hyper) -> Moves:

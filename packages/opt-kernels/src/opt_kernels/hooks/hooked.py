@@ -73,7 +73,12 @@ def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
             "it is for matrices only; use separate groups, or pass it to the matrix rule by name as in "
             "hooks={'muon': ...}"
         )
-    if needs is Needs.MATRICES and len(shape) > 2 and not hook.is_elementwise and (hook.sums or not hook.needs_rows):
+    if (
+        needs is Needs.MATRICES
+        and len(shape) > 2
+        and not hook.is_elementwise
+        and (hook.needs_matrices or not hook.needs_rows)
+    ):
         return "it does not support stacks of matrices, which need one norm each; leave the hook out for stacks"
     return ""
 

@@ -25,7 +25,8 @@ from opt_kernels.hooks.factors import moves_of, raise_rows_, share_that_decays
 from opt_kernels.hooks.gradients import gradients
 from opt_kernels.hooks.rows import RowMeans
 from opt_kernels.hooks.sums import columns, sums_of
-from opt_kernels.hooks.values import CautiousDecay, CentralizeGradient, CoupledDecay, Hooks, RowFloor
+from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
+from opt_kernels.matrices.stacks import read_main
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work, Works
 
@@ -190,7 +191,7 @@ class HookedUpdate:
         start = 0
         for (given, works), updates in zip(begun.batches, begun.updates):
             hyper = given if self.decays else replace(given, weight_decay=_as(given.weight_decay, 0.0))
-            self._raise_rows_(updates, sums[start : start + len(works)])
+            self._raise_rows_(works, updates, sums[start : start + len(works)])
             moves += self._moves(hyper, works, updates, sums[start : start + len(works)])
             start += len(works)
         cautious = any(isinstance(hook, CautiousDecay) for hook in self.hooks)
@@ -198,13 +199,13 @@ class HookedUpdate:
         formula = MOVE_CAUTIOUSLY if cautious else MOVE
         sweep(moves, formula, {}, stochastic_rounding=self.stochastic_rounding, grad_scale=1.0, skip=skip)
 
-    def _raise_rows_(self, updates: Sequence[Tensor], sums: Tensor) -> None:
-        """Apply RowFloor, with these sums over whole parameters."""
+    def _raise_rows_(self, works: Sequence[Work], updates: Sequence[Tensor], sums: Tensor) -> None:
+        """Apply RowFloor. CautiousUpdate multiplies updates later, by a factor that follows from the sums."""
         for floor in (hook for hook in self.hooks if isinstance(hook, RowFloor)):
-            found = columns(sums)
-            floors = floor.fraction * (found.u_squares / found.numel.clamp_min(1)).sqrt()
-            for update, least in zip(updates, floors):
-                raise_rows_(update, least)
+            mask = tuple(hook for hook in self.hooks if isinstance(hook, CautiousUpdate))
+            later = moves_of(mask, sums, Hyper(lr=1.0), couples=False).rate.unbind() if mask else [1.0] * len(works)
+            for work, update, factor in zip(works, updates, later, strict=True):
+                raise_rows_(update, read_main(work), floor.ratio / factor)
 
     def _adds_decay(self, couples: bool) -> bool:
         return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)

@@ -105,27 +105,25 @@ class RelativeUpdate(Hook):
 
 @dataclass(frozen=True, slots=True)
 class RowFloor(Hook):
-    """A lower bound of the rows of the update: rows that are small compared with the matrix are scaled up.
+    """A lower bound of each row of the update, relative to the same row of the weights ("RowUpdateFloor").
 
-    With u_i row i of u, RMS the root mean square of its elements and f `fraction`,
+    With u_i and p_i row i of the direction and of the weights before the step, and tau `ratio`,
 
-        u_i <- u_i max(1, f RMS(u) / RMS(u_i)),    rows of zeros stay as they are
+        u_i <- u_i max(1, tau |p_i| / |u_i|),    both norms at least 1e-8
 
-    A row is one index of the first dim. The idea is from the optimizer records of modded-nanogpt (track 3);
-    without a publication, this equation is our interpretation. RMS(u) is that of the direction before the floor, so
-    that one reduction suffices. ClipUpdateRms, RelativeUpdate and Hyperball, which need the norm after it, are refused.
-    Raises HookError unless `fraction` is a number above 0 and at most 1.
+    as in the optimizer records of modded-nanogpt (track 3, where tau is 0.3825 and u comes from SOAP-Muon). A row is
+    one index of the first dim; a row of zeros in u stays zero. u is the direction with the rule's scale and without
+    lr. ClipUpdateRms, RelativeUpdate and Hyperball, which need the norm after it, are refused. Raises HookError unless
+    `ratio` is a number above 0.
     """
 
-    fraction: float
+    ratio: float = 0.3825
     is_elementwise: ClassVar[bool] = False
     needs_rows: ClassVar[bool] = True
     needs_matrices: ClassVar[bool] = True
-    sums: ClassVar[tuple[str, ...]] = ("u_squares",)
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.fraction, int | float) and 0 < self.fraction <= 1):
-            raise HookError(f"RowFloor: fraction={self.fraction!r} is not allowed; pass a number above 0, at most 1")
+        _check_positive(self, "ratio", self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
