@@ -174,3 +174,14 @@ def test_an_error_within_leaves_the_users_setting() -> None:
     with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):
         raise ZeroDivisionError
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_a_nested_block_of_another_precision_is_refused() -> None:
+    # It waited for its own thread to leave, forever.
+    before = settings()
+    with fp32_products(MatmulPrecision.HIGHEST), fp32_products(MatmulPrecision.HIGHEST):
+        with pytest.raises(ValueError, match=r"fp32_products\('high'\) inside a block of fp32_products\('highest'\)"):
+            fp32_products(MatmulPrecision.HIGH).__enter__()
+    with fp32_products(MatmulPrecision.HIGH):
+        assert tf32_products()
+    assert settings() == before

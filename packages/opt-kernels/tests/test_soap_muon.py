@@ -1,6 +1,7 @@
-"""SOAP-Muon: the polar factor of SOAP's direction, scaled."""
+"""SOAP-Muon: against its equations in float64, with bases from eigh and QR and an iteration by SVD."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,11 +10,10 @@ from torch import Tensor
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, scale_factor
 from opt_kernels.optim import SOAPMuon as DropIn
-from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, Work
 
-HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
+HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.8, eps=1e-8)
 STEPS, (A, B, C) = 4, (2.0, -1.5, 0.5)
 RULE = SOAPMuonRule(
     num_ns_steps=STEPS,
@@ -29,10 +29,10 @@ def grads_of(num_steps: int, *shape: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for _ in range(num_steps)]
 
 
-def steps_of(rule: SOAPRule | SOAPMuonRule, grads: list[Tensor], **hyper: float) -> list[Tensor]:
+def steps_of(rule: SOAPMuonRule, grads: list[Tensor], **hyper: float) -> list[Tensor]:
     """By how much each step moves weights that begin at one."""
     main = torch.ones_like(grads[0])
-    state, moves = rule.init_state(main), []
+    state, moves = {name: value.to(main.dtype) for name, value in rule.init_state(main).items()}, []
     for step, grad in enumerate(grads, start=1):
         before = main.clone()
         rule.update_([Batch(replace(HYPER, step=step, **hyper), [Work(grad=grad, main=main, state=state)])])
@@ -40,32 +40,81 @@ def steps_of(rule: SOAPRule | SOAPMuonRule, grads: list[Tensor], **hyper: float)
     return moves
 
 
-@pytest.mark.parametrize("order", Order)
+def newton_schulz(x: Tensor) -> Tensor:
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(STEPS):
+        values = A * values + B * values**3 + C * values**5
+    return left @ values.diag() @ right
+
+
+def followed(factor: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The next basis of `factor` and V, whose rows are in its order."""
+    order = (q.mT @ factor @ q).diagonal().argsort(descending=True)
+    return torch.linalg.qr(factor @ q[:, order]).Q, v[order]
+
+
+def by_equations(grads: list[Tensor], first: dict[str, Tensor], *, mode: ScaleMode, b: float = 0.9) -> list[Tensor]:
+    """Minus lr s e O of each step, in the letters of N. Vyas's note. `first`: the rule's bases after the first step, of
+    whose null space rounding chooses the vectors."""
+    rows, cols = grads[0].shape
+    scale, mu, eps = 0.5 * scale_factor(mode, rows=rows, cols=cols), 0.8, 1e-8
+    m, v = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
+    left, right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
+    q_l = q_r = None
+    moves = []
+    for g in grads:
+        m = mu * m + (1 - mu) * g
+        u = (1 - mu) * g + mu * m
+        if q_l is not None and q_r is not None:
+            p = q_l.mT @ u @ q_r
+            v = b * v + (1 - b) * p * p
+            found = q_l @ (p / v.clamp_min(eps**2).sqrt()) @ q_r.mT
+            four = [torch.linalg.matrix_norm(x @ x.mT).sqrt() for x in (u, found)]  # Schatten-4 norms
+            u = found * four[0] / four[1]
+        moves.append(-0.1 * scale * newton_schulz(u))
+        left, right = b * left + (1 - b) * g @ g.mT, b * right + (1 - b) * g.mT @ g
+        if q_l is None or q_r is None:
+            q_l, q_r = first["Q_L"], first["Q_R"]
+            for q, factor in ((q_l, left), (q_r, right)):  # they are eigenvectors, in descending order
+                values = torch.linalg.eigvalsh(factor).flip(0)
+                torch.testing.assert_close(q.mT @ factor @ q, values.diag(), rtol=0, atol=1e-6)
+            continue
+        q_l, v = followed(left, q_l, v)
+        q_r, v_t = followed(right, q_r, v.mT)
+        v = v_t.mT
+    return moves
+
+
 @pytest.mark.parametrize("mode", ScaleMode)
-@pytest.mark.parametrize("shape", [(6, 6), (4, 9), (9, 4)], ids=str)
-def test_steps_have_soaps_singular_vectors_and_newton_schulz_values(
-    shape: tuple[int, int], mode: ScaleMode, order: Order
-) -> None:
-    grads = grads_of(4, *shape)
-    rule = replace(RULE, soap=SOAPRule(order=order), scale_mode=mode)
-    directions = steps_of(rule.soap, grads, lr=1.0, weight_decay=0.0)
-    moves = steps_of(rule, grads, lr=1.0, weight_decay=0.0)
-    for direction, move in zip(directions[1:], moves[1:]):
-        left, values, right = torch.linalg.svd(direction, full_matrices=False)
-        values = values / values.norm()
-        for _ in range(STEPS):
-            values = A * values + B * values**3 + C * values**5
-        scale = 0.5 * scale_factor(mode, rows=shape[0], cols=shape[1])
-        torch.testing.assert_close(move, scale * left @ values.diag() @ right, rtol=1e-4, atol=1e-4 * scale)
+@pytest.mark.parametrize("shape", [(6, 6), (7, 5), (5, 7)], ids=str)
+def test_steps_follow_the_equations(shape: tuple[int, int], mode: ScaleMode) -> None:
+    # It orthogonalised Adam's update of the gradient in the basis, which is another rule than the one of this name.
+    grads = [grad.double() for grad in grads_of(8, *shape)]
+    rule = replace(RULE, scale_mode=mode)
+    moves = steps_of(rule, grads, weight_decay=0.0)
+    first = {name: value.double() for name, value in rule.init_state(grads[0]).items()}
+    work = Work(grad=grads[0], main=torch.ones_like(grads[0]), state=first)
+    rule.update_([Batch(HYPER, [work])])
+    for move, expected in zip(moves, by_equations(grads, first, mode=mode), strict=True):
+        torch.testing.assert_close(move, expected, rtol=0, atol=1e-6)
 
 
-def test_the_first_step_is_soaps_and_decay_is_decoupled() -> None:
+def test_the_first_step_is_muons_and_decay_is_decoupled() -> None:
     grads = grads_of(3, 5, 7)
-    moves = steps_of(RULE, grads)
-    without = steps_of(RULE, grads, weight_decay=0.0)
-    assert not moves[0].any()
-    torch.testing.assert_close(moves[1], without[1] - 0.1 * 0.3 * torch.ones(5, 7))
-    assert steps_of(replace(RULE, soap=SOAPRule(order=Order.MEGATRON)), grads)[0].any()
+    moves, without = steps_of(RULE, grads), steps_of(RULE, grads, weight_decay=0.0)
+    expected = -0.1 * 0.5 * newton_schulz(grads[0])
+    torch.testing.assert_close(without[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(moves[0], expected - 0.1 * 0.3 * torch.ones(5, 7), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_a_power_of_two_factors_out(exponent: int) -> None:
+    grads, scale = grads_of(5, 6, 9), 2.0**exponent
+    scaled = steps_of(RULE, [grad * scale for grad in grads], eps=1e-8 * scale)
+    # The first step is Muon's, whose norm has a lower bound of 1e-7.
+    for move, expected in list(zip(scaled, steps_of(RULE, grads)))[1 if exponent < 0 else 0 :]:
+        torch.testing.assert_close(move, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_stack_of_matrices_is_so_many_matrices() -> None:
@@ -87,18 +136,24 @@ def test_a_skipped_step_leaves_every_byte() -> None:
     assert all(torch.equal(state[name], before[name]) for name in state)
 
 
-def test_the_drop_in_moves_about_as_far_as_adamw() -> None:
+def test_the_drop_in_moves_about_as_far_as_adamw_with_its_scale() -> None:
     weight = torch.nn.Parameter(torch.zeros(16, 24))
-    optimizer = DropIn([weight], lr=0.1, weight_decay=0.0)
-    for grad in grads_of(2, 16, 24):
-        weight.grad = grad
-        optimizer.step()
+    optimizer = DropIn([weight], lr=0.1, weight_decay=0.0, scale_mode="match_rms_adamw")
+    (weight.grad,) = grads_of(1, 16, 24)
+    optimizer.step()
     # 0.2 sqrt(24) times an orthogonal (16, 24) has root mean square 0.2; the iteration is not exact.
     assert 0.1 < weight.detach().square().mean().sqrt() / 0.1 < 0.3
 
 
-def test_options_are_checked_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match="steps"):
-        DropIn([torch.nn.Parameter(torch.zeros(2, 2))], num_ns_steps=0)
-    with pytest.raises(ValueError, match="large"):
-        DropIn([torch.nn.Parameter(torch.zeros(2, 2))], scale_mode="large")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"num_ns_steps": 0}, "steps"),
+    ({"scale_mode": "large"}, "large"),
+    ({"shampoo_beta": 1.0}, "shampoo_beta is 1.0"),
+    ({"power_iterations": 0}, "power_iterations is 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_options_are_checked_when_it_is_built(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DropIn([torch.nn.Parameter(torch.zeros(2, 2))], **options)

@@ -6,7 +6,7 @@ torch has one setting per process, with two APIs: `set_float32_matmul_precision`
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Condition
+from threading import Condition, local
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +30,26 @@ class _Setting(NamedTuple):
 
 
 class _Guard:
-    """Admits threads with the same precision together; others wait until these have left."""
+    """Admits threads with the same precision together; others wait until these have left.
+
+    A thread inside a block may enter again with the same precision only: with another it would wait for itself.
+    """
 
     def __init__(self) -> None:
         self._changed = Condition()
         self._wanted = MatmulPrecision.HIGHEST
         self._users = 0
         self._before = _Setting(None, None)
+        self._thread = local()  # .depth: blocks that this thread is in
 
     def enter(self, wanted: MatmulPrecision) -> None:
+        depth = getattr(self._thread, "depth", 0)
+        if depth and self._wanted is not wanted:
+            raise ValueError(
+                f"fp32_products({wanted.value!r}) inside a block of fp32_products({self._wanted.value!r}) in the same "
+                "thread; nested blocks must have the same precision: end the outer block first"
+            )
+        self._thread.depth = depth + 1
         with self._changed:
             self._changed.wait_for(lambda: not self._users or self._wanted is wanted)
             if not self._users:
@@ -48,6 +59,7 @@ class _Guard:
             self._users += 1
 
     def leave(self) -> None:
+        self._thread.depth -= 1
         with self._changed:
             self._users -= 1
             if not self._users:
@@ -62,7 +74,8 @@ _GUARD = _Guard()  # a single guard, because the setting is process-wide
 def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
     """Run the block with float32 matrix products in `precision`, "high" or "highest", whatever the user's setting.
 
-    Other threads that enter with another precision wait for this block to end.
+    Other threads that enter with another precision wait for this block to end. Raises ValueError inside a block of
+    another precision in the same thread.
     """
     _GUARD.enter(precision)
     try:

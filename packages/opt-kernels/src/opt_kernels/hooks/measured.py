@@ -203,9 +203,11 @@ class HookedUpdate:
         """Apply RowFloor. CautiousUpdate multiplies updates later, by a factor that follows from the sums."""
         for floor in (hook for hook in self.hooks if isinstance(hook, RowFloor)):
             mask = tuple(hook for hook in self.hooks if isinstance(hook, CautiousUpdate))
-            later = moves_of(mask, sums, Hyper(lr=1.0), couples=False).rate.unbind() if mask else [1.0] * len(works)
-            for work, update, factor in zip(works, updates, later, strict=True):
-                raise_rows_(update, read_main(work), floor.ratio / factor)
+            ratios: list[float | Tensor] = [floor.ratio] * len(works)
+            if mask:
+                ratios = list((floor.ratio / moves_of(mask, sums, Hyper(lr=1.0), couples=False).rate).unbind())
+            for work, update, ratio in zip(works, updates, ratios, strict=True):
+                raise_rows_(update, read_main(work), ratio)
 
     def _adds_decay(self, couples: bool) -> bool:
         return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)

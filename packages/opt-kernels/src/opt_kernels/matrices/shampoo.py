@@ -30,7 +30,9 @@ class Orthonormalization(NamedChoice):
 
     CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
     HOUSEHOLDER = "householder"  # LAPACK's QR
-    BY_ORDER = "by_order"  # "householder" with order "megatron", whose rounding errors it reproduces, else "cholesky"
+    BY_RULE = (
+        "by_rule"  # "householder" for order "megatron" and SOAP-Muon, whose rounding errors count; "cholesky" else
+    )
 
 
 class Turned(NamedTuple):
@@ -64,6 +66,8 @@ class Shampoo:
     power_iterations: int
     orthonormalization: Orthonormalization
     order: Order  # "paper": sort a basis before it is rotated; "megatron": after
+    corrects_bias: bool = True  # False: b_t = b
+    keeps_null_spaces: bool  # False: rounding errors replace eigenvectors of vanishing eigenvalues, as in Megatron-Core
     max_dim: int | None  # a longer side has no factor
     one_sided: bool  # only the shorter side has a factor; the left where both are equally long
     backend: str | None
@@ -118,7 +122,7 @@ class Shampoo:
 
     def factors(self, states: PartStates, grads: Tensor, *, step: int, eps: float) -> dict[str, Tensor]:
         """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
-        weight = (1.0 - self.beta) / (1.0 - self.beta**step)
+        weight = (1.0 - self.beta) / (1.0 - self.beta**step if self.corrects_bias else 1.0)
         updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
         factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
         if not all(bool(factor.isfinite().all()) for factor in factors.values()):
@@ -165,10 +169,12 @@ class Shampoo:
     def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
         """Move the basis `old` (batch, n, n) towards the eigenbasis of `factor`, with eigenvalues in descending
         order."""
-        # Adding a multiple of the identity changes no eigenvector. Without it, as in Megatron-Core, rounding errors of
-        # the others replace the eigenvectors of vanishing eigenvalues.
+        # Adding a multiple of the identity changes no eigenvector. Without it, rounding errors of the others replace
+        # the eigenvectors of vanishing eigenvalues.
+        floor: float | Tensor = 0.0
+        if self.keeps_null_spaces:
+            floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)
         sorts_first = self.order is Order.PAPER
-        floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True) if sorts_first else 0.0
         product = factor @ old + floor * old
         order = (old * product).sum(-2).argsort(-1, descending=True)
         vectors = self._orthonormalised(_columns(product, order) if sorts_first else product)
@@ -181,12 +187,31 @@ class Shampoo:
         return Eigenbasis(values, vectors), order
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:
-        by_order = self.orthonormalization is Orthonormalization.BY_ORDER and self.order is Order.MEGATRON
-        if by_order or self.orthonormalization is Orthonormalization.HOUSEHOLDER:
+        by_rule = self.orthonormalization is Orthonormalization.BY_RULE and not self.keeps_null_spaces
+        if by_rule or self.orthonormalization is Orthonormalization.HOUSEHOLDER:
             return reference.orthonormalised(columns)
         orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
         result: Tensor = orthonormalised(columns)
         return result
+
+
+def check_shampoo(shampoo: Shampoo) -> None:
+    """Raise ValueError for options out of range."""
+    if not 0.0 <= shampoo.beta < 1.0:
+        raise ValueError(f"shampoo_beta is {shampoo.beta}, but must be in [0, 1); 0.95 is usual")
+    if shampoo.power_iterations < 1:
+        raise ValueError(f"power_iterations is {shampoo.power_iterations}, but must be at least 1")
+    if shampoo.max_dim is not None and shampoo.max_dim < 1:
+        raise ValueError(f"max_precond_dim is {shampoo.max_dim}, but must be at least 1")
+
+
+def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:
+    """`x` (batch, m, n) with rows and columns in the order of the vectors of the new bases."""
+    for side in (LEFT, RIGHT):
+        if side in turned:
+            x = x.gather(-2, turned[side].order.unsqueeze(-1).expand_as(x))
+        x = x.mT  # the right side is the left one of the transpose
+    return x
 
 
 def into_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:

@@ -10,19 +10,6 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 
-_ORTHOGONALIZATION: Mapping[str, Any] = MappingProxyType(
-    options_of(
-        SOAPMuonRule,
-        "scale_mode",
-        "extra_scale_factor",
-        "coefficient_type",
-        "custom_coefficients",
-        "num_ns_steps",
-        "fp32_matmul_prec",
-        "use_syrk",
-    )
-)
-
 
 class SOAP(MatrixOptimizer):
     """SOAP (Vyas et al., arXiv 2409.11321) for matrices; `scalar_optimizer` selects Adam or Lion for other parameters.
@@ -46,22 +33,24 @@ class SOAP(MatrixOptimizer):
         return made(SOAPRule, {name: given[name] for name in (*cls.options, "backend")})
 
 
-class SOAPMuon(SOAP):
-    """SOAP for matrices with a direction orthogonalised by Newton-Schulz. No paper defines SOAPMuon;
-    `opt_kernels.rules.soap_muon.SOAPMuonRule` states the equation used here.
+class SOAPMuon(MatrixOptimizer):
+    """SOAP-Muon for matrices: momentum divided by its second moment in Shampoo's eigenbasis, then orthogonalised.
+    `opt_kernels.rules.soap_muon.SOAPMuonRule` has its equations.
 
-    `scale_mode` sets the scale of updates; with the default, "match_rms_adamw", AdamW's lr and weight decay are
-    suitable. The other options are those of the rule and of `SOAP`, by name. Raises ValueError for an option that is
-    not allowed.
+    `scale_mode` sets the scale of updates; AdamW's lr and weight decay are suitable for "match_rms_adamw". `betas` are
+    those of Adam for other parameters; `eps` is for both. The other options are those of the rule, by name. Raises
+    ValueError for an option that is not allowed.
     """
 
+    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95}
+    )
     options: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {**SOAP.options, **_ORTHOGONALIZATION, "scale_mode": "match_rms_adamw"}
+        {name: value for name, value in options_of(SOAPMuonRule).items() if name != "backend"}
     )
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        soap = made(SOAPRule, {name: given[name] for name in (*SOAP.options, "backend")})
         steps = tuple(Coefficients(*step) for step in given["custom_coefficients"])
-        chosen = {name: given[name] for name in _ORTHOGONALIZATION} | {"custom_coefficients": steps}
-        return made(SOAPMuonRule, {"soap": soap, **chosen})
+        chosen = {name: given[name] for name in (*cls.options, "backend")} | {"custom_coefficients": steps}
+        return made(SOAPMuonRule, chosen)

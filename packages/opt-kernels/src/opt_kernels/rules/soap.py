@@ -1,15 +1,13 @@
 """SOAP: Adam in the slowly changing eigenbasis of Shampoo's preconditioner."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend
-from opt_kernels.backends.elements import skipped
-from opt_kernels.matrices.muon.reference import decay_of
-from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
+from opt_kernels.matrices.parts import PartStates
 from opt_kernels.matrices.shampoo import (
     LEFT,
     RIGHT,
@@ -17,17 +15,15 @@ from opt_kernels.matrices.shampoo import (
     Orthonormalization,
     Shampoo,
     Turned,
+    check_shampoo,
     into_basis,
     out_of_basis,
+    reordered,
 )
-from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, read_main, split, write_main_
-from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.whole_matrices import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Work
+from opt_kernels.works import Hyper, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # in the bases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +72,7 @@ class SOAPRule(WholeMatrices):
     shampoo_beta: float = 0.95
     precondition_frequency: int = 1
     power_iterations: int = 1
-    orthonormalization: Orthonormalization = Orthonormalization.BY_ORDER
+    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
     order: Order = Order.PAPER
     max_precond_dim: int | None = 10_000  # None: every side has a factor
     one_sided: bool = False
@@ -84,15 +80,9 @@ class SOAPRule(WholeMatrices):
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "orthogonal_basis")
-        if not 0.0 <= self.shampoo_beta < 1.0:
-            raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
-        for name, value in (
-            ("precondition_frequency", self.precondition_frequency),
-            ("power_iterations", self.power_iterations),
-            ("max_precond_dim", 1 if self.max_precond_dim is None else self.max_precond_dim),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
+        check_shampoo(self.shampoo)
+        if self.precondition_frequency < 1:
+            raise ValueError(f"precondition_frequency is {self.precondition_frequency}, but must be at least 1")
 
     @property
     def name(self) -> str:
@@ -107,49 +97,19 @@ class SOAPRule(WholeMatrices):
             power_iterations=self.power_iterations,
             orthonormalization=self.orthonormalization,
             order=self.order,
+            keeps_null_spaces=self.order is Order.PAPER,
             max_dim=self.max_precond_dim,
             one_sided=self.one_sided,
             backend=self.backend,
         )
 
     @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return tuple(StateSpec(name=name, whole=True) for name in _MOMENTS) + self.shampoo.state_specs
+    def moments(self) -> tuple[str, ...]:
+        """Adam's, in the bases."""
+        return ("exp_avg", "exp_avg_sq")
 
-    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """Zero moments and factors; the bases and eigenvalues of the identity, for each part of a split parameter.
-
-        Raises MatrixError for a parameter that is not a matrix.
-        """
-        check_shape(main.shape)
-        moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in _MOMENTS}
-        return moments | self.shampoo.init_state(main, matrix)
-
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """Q_L U Q_Rᵀ of gradients; zeros in a first step that only computes the bases. Updates moments and bases."""
-        return self.transform_parts_(tasks, inputs, skip, lambda updates: updates)
-
-    def transform_parts_(
-        self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None, then: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        """`transform_`, with `then` applied to the updates (matrices, rows, cols) of each part, except the zeros of a
-        first step."""
-        hyper, work = tasks[0]
-        _check_whole(work)
-        if skipped(skip):
-            return torch.zeros_like(inputs)
-        shapes = [self.shampoo.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)]
-        states = states_by_part(tasks, elements=_MOMENTS, shapes=shapes, dtype=inputs.dtype)
-        # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
-        with fp32_products(MatmulPrecision.HIGHEST):
-            grads = split(inputs, work.matrix)
-            updates = [self._step_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
-        if not self.only_finds_bases(hyper):
-            updates = list(map(then, updates))
-        return join(updates, work.matrix, inputs.shape)
-
-    def _step_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
-        """The updates of matrices (batch, m, n)."""
+    def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
+        """Q_L U Q_Rᵀ; zeros in a first step that only computes the bases."""
         step = int(hyper.step)
         factors = self.shampoo.factors(states, grads, step=step, eps=float(hyper.eps))  # raises before any write
         if self.order is Order.MEGATRON:
@@ -172,39 +132,21 @@ class SOAPRule(WholeMatrices):
             turned = self.shampoo.turn_(states, factors, first=step == 1)
             _turn_moments_(states, turned, sorts=self.order is Order.PAPER)
 
-    def only_finds_bases(self, hyper: Hyper) -> bool:
-        """Whether this is the first step in the paper's order."""
-        return self.order is Order.PAPER and int(hyper.step) == 1
-
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """p <- p - lr wd p - lr update, except in a first step that only computes the bases."""
-        hyper, work = task
-        if skipped(skip) or self.only_finds_bases(hyper):
-            return
-        main = read_main(work)
-        write_main_(work, main - hyper.lr * (decay_of(main, hyper.weight_decay) + update), None)
-
-
-def _check_whole(work: Work) -> None:
-    group = work.matrix.tensor_parallel
-    if matrix_dim(work) is not None and group is not None and group.size > 1:
-        raise MatrixError(
-            f"SOAP needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over {group.size} "
-            "tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
-        )
+        if self.order is not Order.PAPER or int(task.hyper.step) > 1:
+            super(SOAPRule, self).apply_(task, update, skip)
 
 
 def _turn_moments_(states: PartStates, turned: Mapping[str, Turned], *, sorts: bool) -> None:
     """Rotate exp_avg into the new bases and, with `sorts`, reorder exp_avg_sq like their vectors."""
-    exp_avg, exp_avg_sq = states.load("exp_avg"), states.load("exp_avg_sq")
+    exp_avg = states.load("exp_avg")
     for side in (LEFT, RIGHT):
-        if side in turned:
-            exp_avg = turned[side].rotation @ exp_avg
-            if sorts:
-                exp_avg_sq = exp_avg_sq.gather(-2, turned[side].order.unsqueeze(-1).expand_as(exp_avg_sq))
-        exp_avg, exp_avg_sq = exp_avg.mT, exp_avg_sq.mT  # the right side is the left one of the transpose
+        exp_avg = turned[side].rotation @ exp_avg if side in turned else exp_avg
+        exp_avg = exp_avg.mT  # the right side is the left one of the transpose
     states.store_("exp_avg", exp_avg)
-    states.store_("exp_avg_sq", exp_avg_sq)
+    if sorts:
+        states.store_("exp_avg_sq", reordered(states.load("exp_avg_sq"), turned))
 
 
 def _adam_(states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:

@@ -1,45 +1,69 @@
-"""SOAP-Muon: SOAP's direction, orthogonalised as Muon does."""
+"""SOAP-Muon: momentum, divided by its second moment in Shampoo's eigenbasis, then orthogonalised as Muon does."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import check_backend
+from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.matrices.parts import PartStates
+from opt_kernels.matrices.shampoo import (
+    Order,
+    Orthonormalization,
+    Shampoo,
+    check_shampoo,
+    into_basis,
+    out_of_basis,
+    reordered,
+)
 from opt_kernels.rules.whole_matrices import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateSpec, Task
+from opt_kernels.works import Hyper
+
+_SECOND_MOMENT = "exp_avg_sq"  # in the bases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SOAPMuonRule(WholeMatrices):
-    """SOAP (arXiv 2409.11321) whose direction is orthogonalised by Muon's Newton-Schulz iteration.
+    """SOAP-Muon (N. Vyas, nikhilvyas.github.io/SOAP_Muon.pdf), as in the records of modded-nanogpt's track 3.
 
-    The name comes without a paper, so this equation is our interpretation. Let Q_L A Q_Rᵀ be the direction of `SOAP`,
-    where A is Adam's bias-corrected update of the gradient in Shampoo's eigenbasis. For each matrix (m, n):
+    Of `Hyper`: lr, weight_decay, step, momentum mu, eps. For a gradient G (m, n) of each matrix, with b `shampoo_beta`:
 
-        O <- Newton-Schulz(Q_L A Q_Rᵀ)
-        p <- p - lr wd p - lr s e O
+        m <- mu m + (1 - mu) G;   U = (1 - mu) G + mu m                              momentum_buffer
+        P = Q_Lᵀ U Q_R;   V <- b V + (1 - b) P²;   P <- P / sqrt(max(V, eps²))        exp_avg_sq
+        O = Newton-Schulz(Q_L P Q_Rᵀ);   p <- p - lr wd p - lr s e O
+        L <- b L + (1 - b) G Gᵀ, R likewise with Gᵀ G; then Q_L and Q_R, see `opt_kernels.matrices.shampoo.Shampoo`
 
-    where s is the factor of `scale_mode` for (m, n), and e `extra_scale_factor`. States, factors, bases, the order of a
-    step and the numbers read from `Hyper` are those of SOAP.
+    where s is the factor of `scale_mode` for (m, n), and e `extra_scale_factor`. Without bases, in the first step,
+    O = Newton-Schulz(U), as in Muon. Then bases are found by eigh, in later steps by sorting them and one QR.
 
-    Split rows are separate matrices, as for SOAP, with their own scales. The host reads the step and the skip flag.
-    Raises ValueError for options out of range; `update_` raises MatrixError for parts of a matrix.
+    The records scale Q_L P Q_Rᵀ to the Schatten-4 norm of U before Newton-Schulz, which divides by the norm: that
+    factor cancels and is left out. Their gate for attn.proj, which blends with U, is not part of the rule.
+
+    The largest gradients are those of SOAP with plain factors. Split rows are separate matrices, as for SOAP, with
+    their own scales. The host reads the step and the skip flag. Raises ValueError for options out of range; `update_`
+    raises MatrixError for parts of a matrix.
     """
 
-    soap: SOAPRule = field(default_factory=SOAPRule)
-    scale_mode: ScaleMode = ScaleMode.SPECTRAL
+    shampoo_beta: float = 0.9  # of V and of the factors
+    power_iterations: int = 1
+    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
+    max_precond_dim: int | None = 10_000  # a longer side has no factor; None: every side has
+    one_sided: bool = False  # only the shorter side has a factor
+    scale_mode: ScaleMode = ScaleMode.SHAPE_SCALING
     extra_scale_factor: float = 1.0
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
     custom_coefficients: tuple[Coefficients, ...] = ()  # with CoefficientType.CUSTOM, repeated in a cycle
     num_ns_steps: int = 5
-    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM  # of Newton-Schulz; SOAP's products are float32
+    fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM  # of Newton-Schulz; other products are float32
     use_syrk: bool = True
+    backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
+        check_backend(self.backend, "orthogonal_basis")
+        check_shampoo(self.shampoo)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
     @property
@@ -47,13 +71,25 @@ class SOAPMuonRule(WholeMatrices):
         return "soap_muon"
 
     @property
-    def backend(self) -> str | None:
-        """As in `SOAPRule`."""
-        return self.soap.backend
+    def moments(self) -> tuple[str, ...]:
+        """The momentum, in the shape of the parameter, and its second moment, in the bases."""
+        return (MOMENTUM, _SECOND_MOMENT)
 
     @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return self.soap.state_specs
+    def shampoo(self) -> Shampoo:
+        """The preconditioner of the rule."""
+        return Shampoo(
+            beta=self.shampoo_beta,
+            use_kl=False,
+            power_iterations=self.power_iterations,
+            orthonormalization=self.orthonormalization,
+            order=Order.PAPER,
+            corrects_bias=False,
+            keeps_null_spaces=False,
+            max_dim=self.max_precond_dim,
+            one_sided=self.one_sided,
+            backend=self.backend,
+        )
 
     @property
     def orthogonalization(self) -> Orthogonalization:
@@ -66,20 +102,27 @@ class SOAPMuonRule(WholeMatrices):
             backend=self.backend,
         )
 
-    def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """As in `SOAPRule`."""
-        return self.soap.init_state(main, matrix)
+    def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
+        """Q_L P Q_Rᵀ; U in the first step."""
+        step, mu, eps = int(hyper.step), float(hyper.momentum), float(hyper.eps)
+        factors = self.shampoo.factors(states, grads, step=step, eps=eps)  # raises before any write
+        momentum = states.load(MOMENTUM).lerp_(grads, 1.0 - mu)
+        states.store_(MOMENTUM, momentum)
+        direction = grads.lerp(momentum, mu)
+        if step > 1:
+            sides = tuple(factors)
+            projected = into_basis(states, direction, sides)
+            second = states.load(_SECOND_MOMENT).lerp_(projected.square(), 1.0 - self.shampoo_beta)
+            states.store_(_SECOND_MOMENT, second)
+            direction = out_of_basis(states, projected / second.clamp_min(eps**2).sqrt(), sides)
+        for side, factor in factors.items():
+            states.store_(side, factor)
+        turned = self.shampoo.turn_(states, factors, first=step == 1)
+        states.store_(_SECOND_MOMENT, reordered(states.load(_SECOND_MOMENT), turned))
+        return direction
 
-    def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """s e O of gradients; zeros in a first step that only computes the bases. Updates moments and bases."""
-        return self.soap.transform_parts_(tasks, inputs, skip, self._orthogonal)
-
-    def _orthogonal(self, directions: Tensor) -> Tensor:
+    def finished(self, directions: Tensor) -> Tensor:
         """s e O of directions (matrices, rows, cols)."""
         rows, cols = directions.shape[-2:]
         scale = scale_factor(self.scale_mode, rows=rows, cols=cols) * self.extra_scale_factor
         return self.orthogonalization(directions).to(directions.dtype) * scale
-
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """As in `SOAPRule`."""
-        self.soap.apply_(task, update, skip)

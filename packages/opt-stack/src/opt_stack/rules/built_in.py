@@ -126,8 +126,8 @@ def _dtype(value: object) -> object:
     return found if isinstance(found, torch.dtype) else value
 
 
-def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAPRule:
-    _check_decoupled(config, name)
+def _soap(config: OptimizerConfig) -> SOAPRule:
+    _check_decoupled(config, "soap")
     return SOAPRule(
         use_kl_shampoo=config.soap_use_kl_shampoo,
         shampoo_beta=config.soap_shampoo_beta,
@@ -139,8 +139,17 @@ def _soap(config: OptimizerConfig, *, name: str = "soap") -> SOAPRule:
 
 
 def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
+    _check_decoupled(config, "soap_muon")
+    for name, only in (("soap_order", "paper"), ("soap_precondition_frequency", 1)):
+        if getattr(config, name) != only:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r}: optimizer='soap_muon' updates its bases after every step; leave it "
+                f"at {only!r}"
+            )
     return SOAPMuonRule(
-        soap=_soap(config, name="soap_muon"),
+        shampoo_beta=config.soap_shampoo_beta,
+        max_precond_dim=config.soap_max_precond_dim,
+        one_sided=config.soap_one_sided,
         scale_mode=ScaleMode(config.muon_scale_mode),
         extra_scale_factor=config.muon_extra_scale_factor,
         coefficient_type=CoefficientType(config.muon_coefficient_type),
@@ -229,9 +238,9 @@ SOAP_ = RuleEntry(
 )
 SOAP_MUON = RuleEntry(
     name="soap_muon",
-    summary="SOAP whose direction is orthogonalised by Newton-Schulz; non-matrix parameters use adam",
+    summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
     make=_soap_muon,
-    hyper=ADAM.hyper,
+    hyper=lambda config: {**ADAM.hyper(config), "momentum": config.muon_momentum},
 )
 
 BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_, SOAP_MUON)
