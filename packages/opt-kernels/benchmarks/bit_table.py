@@ -37,7 +37,8 @@ HEAD = """# Equal bits
 Which backends give equal bits, by rule and number format. `python packages/opt-kernels/benchmarks/bit_table.py` writes
 this page: each cell is three steps of 130 elements on a CPU, with Triton in its interpreter, and compares weights and
 states. `=` joins backends whose bits are equal; a comma separates those that differ. The torch backend runs torch's own
-fused kernels for AdamW and SGD; SGD's differs in the last bit.
+fused kernels for AdamW and SGD; SGD's differs in the last bit. On a GPU, Triton's bits are those of this page only
+where a step moves at least 18 bytes an element; below, divisions and roots are approximate and products are contracted.
 
 """
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
+from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import MuonRule
@@ -43,10 +44,12 @@ def by_formula(
     v: Tensor | float = 0.0
     for grad in grads:
         m = m + 0.1 * (grad.double() - m)
-        o = orthogonalised(m)
-        if method is SecondMoment.ADAMUON:
+        o = orthogonalised(m.sign() if method is SecondMoment.ADAMUON_PAPER else m)
+        if method is not SecondMoment.NORMUON:
             v = v + 0.05 * (o**2 - v)
             u = o / (v.sqrt() + 1e-8)
+            if method is SecondMoment.ADAMUON_PAPER:
+                u = u * min(main.shape) ** 0.5 / u.norm()
         else:
             of_rows = lines is Lines.ROWS or (lines is Lines.LONGER and main.shape[0] >= main.shape[1])
             v = v + 0.05 * ((o**2).mean(1 if of_rows else 0, keepdim=True) - v)
@@ -80,6 +83,16 @@ def test_normuon_may_keep_rows_columns_or_the_longer_side(lines: Lines, shape: t
     assert specs[name].optional is (lines is Lines.LONGER)
     numel = {Lines.ROWS: shape[0], Lines.COLS: shape[1], Lines.LONGER: max(shape)}[lines]
     assert rule.init_state(main)[name].shape == (numel,)
+
+
+def test_the_papers_adamuon_aligns_its_root_mean_square_with_adamws() -> None:
+    # Megatron-Core's variant moves about 100 times as far as Muon at the same lr.
+    muon = replace(EXACT, scale_mode=ScaleMode.MATCH_RMS_ADAMW)
+    rule = AdaptiveMuonRule(muon=muon, second_moment=SecondMoment.ADAMUON_PAPER)
+    grads = [tensor(24, 40, seed=seed) for seed in (1, 2)]
+    after = [moved(rule, torch.zeros(24, 40), *grads[:n], hyper=replace(HYPER, weight_decay=0.0)) for n in (1, 2)]
+    for step in (after[0], after[1] - after[0]):
+        assert float(step.square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=1e-5)
 
 
 def test_lines_belong_to_normuon() -> None:
@@ -145,7 +158,9 @@ def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: Stat
 
 
 def test_an_unknown_second_moment_is_refused() -> None:
-    with pytest.raises(ValueError, match="'namo' is not a SecondMoment; pass one of 'adamuon', 'normuon'"):
+    with pytest.raises(
+        ValueError, match="'namo' is not a SecondMoment; pass one of 'adamuon', 'adamuon_paper', 'normuon'"
+    ):
         SecondMoment("namo")
 
 

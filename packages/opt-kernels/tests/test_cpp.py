@@ -223,6 +223,32 @@ def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable()
 
 
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_relaxed_arithmetic_of_cxx_is_undone() -> None:
+    plain = compiler._compiler()
+    assert plain is not None
+    for options in ("-ffast-math", "-Ofast"):
+        script = "from opt_kernels.backends.cpp import compiler; print(compiler.usable())"
+        assert in_another_process(script, CXX=f"{plain[0]} {options}").stdout.strip() == "True"
+
+
+RELAXED = ("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-freciprocal-math")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_with_wrong_numbers_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The probe was an empty function, so that `CXX="c++ -ffast-math"` was trusted.
+    monkeypatch.setattr(compiler, "FLAGS", ("-O3", *RELAXED, "-std=c++17"))
+    with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.cpp.compiler"):
+        assert not usable()
+    assert "(a + b) - b" in caplog.text
+    assert "otherwise than IEEE 754" in caplog.text
+
+
 @pytest.mark.usefixtures("fresh")
 def test_a_missing_cxx_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler -O0")

@@ -334,6 +334,32 @@ def test_a_momentum_that_is_set_and_unset_later_is_torchs() -> None:
     torch.testing.assert_close(*results)
 
 
+def test_groups_of_sgd_have_their_own_dampening() -> None:
+    results = []
+    for build in (optim.SGD, torch.optim.SGD):
+        a, b = matrix(), matrix()
+        groups = [{"params": [a]}, {"params": [b], "momentum": 0.8, "dampening": 0.5}]
+        optimizer = build(groups, lr=0.1, momentum=0.9, dampening=0.25)
+        for number in range(4):
+            if number == 2:
+                optimizer.param_groups[0]["dampening"] = 0.75
+            for param in (a, b):
+                param.grad = torch.ones_like(param) * (number + 1)
+            optimizer.step()
+        results.append((a.detach(), b.detach()))
+    torch.testing.assert_close(*results)
+
+
+def test_a_first_step_without_lr_and_gradients_is_counted() -> None:
+    # It was taken for the step by which torch.distributed.checkpoint creates states. torch counts that, too.
+    for build in (optim.AdamW, torch.optim.AdamW):
+        param = matrix()
+        optimizer = build([param], lr=0.0)
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+        assert float(optimizer.state[param]["step"]) == 1
+
+
 def test_a_dampened_momentum_that_is_set_after_the_first_step_is_refused() -> None:
     param = matrix()
     optimizer = optim.SGD([param], lr=0.1, dampening=0.5)

@@ -107,7 +107,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: NAMORule(muon=MuonRule(weight_decay_method=Decay.L2)), "NAMO with L2 weight decay"),
     (
         lambda: adaptive_rule(MuonRule(), "adam"),
-        "moment2_method='adam' is unknown; pass 'adamuon', 'normuon' or 'namo'",
+        "moment2_method='adam' is unknown; pass 'adamuon', 'adamuon_paper', 'normuon' or 'namo'",
     ),
     (lambda: adaptive_rule(MuonRule(), "namo", lines=Lines.COLS), "lines='cols' with 'namo'"),
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
+from opt_kernels.optim.on_device import scaling_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -197,6 +198,32 @@ def test_clipping_within_the_update_is_clip_grad_norm(build: Build) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_tiny_gradients_are_clipped_as_torch_clips_them() -> None:
+    # torch divides by the norm + 1e-6, which norms of this size show.
+    param, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    param.grad, plain.grad = torch.full((4,), 1e-6), torch.full((4,), 1e-6)
+    scale, _, _ = scaling_of([param.grad], found_inf=None, loss_scale=None, max_norm=1e-6)
+    nn.utils.clip_grad_norm_([plain], 1e-6)
+    optim.SGD([param], lr=1.0, max_norm=1e-6).step()
+    assert plain.grad is not None
+    torch.testing.assert_close(param.detach(), -plain.grad, rtol=1e-5, atol=0)
+    assert float(scale) == pytest.approx(1 / 3, rel=1e-4)  # with capturable=True
+
+
+def test_an_overflow_that_the_scaler_found_skips_a_clipped_step() -> None:
+    # The local gradient is finite: `found_inf` may come from another optimizer or rank.
+    param = nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([param], max_norm=1.0)
+    param.grad = torch.ones(4)
+    for found in (1.0, 0.0):
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(found), torch.ones(())  # type: ignore[attr-defined]
+        _, skip, _ = scaling_of([param.grad], found_inf=torch.tensor([found]), loss_scale=None, max_norm=1.0)
+        assert skip is not None
+        assert bool(skip) is bool(found)  # with capturable=True
+        optimizer.step()
+        assert torch.equal(param.detach(), torch.ones(4)) is bool(found)
+
+
 def test_with_max_norm_a_step_that_is_not_finite_changes_nothing() -> None:
     net = network()
     optimizer = optim.AdamW(net.parameters(), max_norm=1.0)
@@ -340,11 +367,6 @@ OTHERS: Mapping[str, tuple[Build, Build, str]] = {
         lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True),
         lambda p: optim.SGD(p, momentum=0.9),
         "build it with nesterov=True",
-    ),
-    "dampening": (
-        lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.5),
-        lambda p: optim.SGD(p, momentum=0.9),
-        "build it with dampening=0.5",
     ),
     "decay": (lambda p: optim.AdamW(p), lambda p: optim.Adam(p), "build it with decoupled_weight_decay=True"),
 }

@@ -179,9 +179,10 @@ def test_an_error_within_leaves_the_users_setting() -> None:
 def test_a_nested_block_of_another_precision_is_refused() -> None:
     # It waited for its own thread to leave, forever.
     before = settings()
-    with fp32_products(MatmulPrecision.HIGHEST), fp32_products(MatmulPrecision.HIGHEST):
-        with pytest.raises(ValueError, match=r"fp32_products\('high'\) inside a block of fp32_products\('highest'\)"):
-            fp32_products(MatmulPrecision.HIGH).__enter__()
+    words = r"fp32_products\('high'\) inside a block of fp32_products\('highest'\)"
+    highest = MatmulPrecision.HIGHEST
+    with fp32_products(highest), fp32_products(highest), pytest.raises(ValueError, match=words):
+        fp32_products(MatmulPrecision.HIGH).__enter__()
     with fp32_products(MatmulPrecision.HIGH):
         assert tf32_products()
     assert settings() == before

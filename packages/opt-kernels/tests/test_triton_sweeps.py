@@ -23,7 +23,7 @@ from sweep_works import (
 )
 
 from opt_kernels.backends.triton.formats import LaunchFormats
-from opt_kernels.backends.triton.sweep import sweeps
+from opt_kernels.backends.triton.sweep import _constants, sweeps
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.codecs.remainder import join
 from opt_kernels.works import Batch, Work, Works
@@ -163,6 +163,19 @@ def test_divisions_are_exact_where_memory_hides_them() -> None:
     narrow = LaunchFormats(torch.bfloat16, torch.int16, torch.bfloat16, (torch.int8, torch.uint8), True, remainder=True)
     assert (wide.bytes_moved, wide.ieee) == (28, True)
     assert (narrow.bytes_moved, narrow.ieee) == (14, False)
+
+
+@pytest.mark.parametrize("states", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.int8, torch.uint8)], ids=str)
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_is_contracted_or_approximated_where_bits_are_promised(
+    grad: torch.dtype, main: torch.dtype, states: tuple[torch.dtype, ...]
+) -> None:
+    """The bits of CPUs are promised from 18 bytes an element on. Triton's own default of fusion varies by version."""
+    formats = LaunchFormats(grad, main, None, states, True)
+    moved = grad.itemsize + 2 * main.itemsize + 2 * sum(state.itemsize for state in states)
+    options = _constants(formats)
+    assert (options["IEEE"], options["enable_fp_fusion"]) == ((True, False) if moved >= 18 else (False, True))
 
 
 @each(SWEEPS)

@@ -73,7 +73,7 @@ CHOICES = MappingProxyType(
         "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
         "muon_scalar_optimizer": ("adam", "lion"),
         "soap_order": ("paper", "megatron"),
-        "adaptive_muon_moment2_method": ("adamuon", "normuon", "namo"),
+        "adaptive_muon_moment2_method": ("adamuon", "adamuon_paper", "normuon", "namo"),
         "adaptive_muon_lines": ("rows", "cols", "longer"),
         "muon_weight_decay_method": ("decoupled", "independent"),
     }

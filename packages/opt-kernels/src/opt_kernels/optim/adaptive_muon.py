@@ -15,7 +15,9 @@ _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quint
 
 
 class AdaptiveMuon(MatrixOptimizer):
-    """Muon with a second moment: per element of the orthogonalised update ("adamuon"), per row or column of it
+    """Muon with a second moment: per element of the orthogonalised update ("adamuon", Megatron-Core's variant, whose
+    step is about 100 times as long as Muon's at the same lr; "adamuon_paper", arXiv 2507.11005, for which
+    `scale_mode="match_rms_adamw"` is the paper's scale), per row or column of it
     ("normuon"), or of the gradient's norm ("namo").
 
     `betas[1]` and `eps` belong to the second moment; groups that `scalar_optimizer` updates have their own. The `lines`

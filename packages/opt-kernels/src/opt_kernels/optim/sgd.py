@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -21,9 +21,8 @@ MOMENTUM = "momentum_buffer"
 
 
 class MomentumOptimizer(FormulaOptimizer):
-    """SGD. Parameters of groups with momentum 0 have no buffer. `dampening` is equal in all groups."""
+    """SGD. Parameters of groups with momentum 0 have no buffer."""
 
-    fixed: ClassVar[tuple[str, ...]] = (*FormulaOptimizer.fixed, "dampening")
     rule: ElementwiseRule
     _have_momentum: tuple[bool, ...] = ()  # whether each group had momentum in the last step
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import Plain, StateCodec
+from opt_kernels.matrices.muon import Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import (
     MatrixError,
@@ -34,6 +35,7 @@ class SecondMoment(NamedChoice):
     """Over which elements the second moment is averaged."""
 
     ADAMUON = "adamuon"  # of every element
+    ADAMUON_PAPER = "adamuon_paper"  # of every element, of the orthogonalised sign, with aligned root mean square
     NORMUON = "normuon"  # of every row or column: one number per neuron
 
 
@@ -49,14 +51,20 @@ class Lines(NamedChoice):
 class AdaptiveMuonRule:
     """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
 
-        adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                            (arXiv 2507.11005)
+        adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                              (Megatron-Core's)
+        adamuon_paper   the same with O = Newton-Schulz(sign(u));  U times sqrt(min(rows, cols)) / ‖U‖
+                                                                                                 (arXiv 2507.11005)
         normuon   v <- v + (1 - b2)(mean of O² over a line - v);  U = O / sqrt(max(v, eps)), times ‖O‖ / ‖U‖
                                                                                                  (arXiv 2510.05491)
         p <- p - lr wd p - lr s e U
 
-    without bias correction, as in Megatron-Core. The scale s e is applied once, after the division: the division would
-    remove the scale of a scaled O, or square it. The `lines` of NorMuon are rows by default, as in the paper. Lines
-    and norms are those of the whole matrix, summed over tensor-parallel ranks in every mode.
+    without bias correction, as in Megatron-Core. With "adamuon" elements of U are about 1, where those of O are about
+    1 / sqrt(max(rows, cols)), so a step is longer than Muon's at the same lr: about 100 times with the defaults. With
+    "adamuon_paper" U has the norm of an orthogonal matrix, so that "match_rms_adamw" is the paper's scale.
+
+    The scale s e is applied once, after the division: the division would remove the scale of a scaled O, or square it.
+    The `lines` of NorMuon are rows by default, as in the paper. Lines and norms are those of the whole matrix, summed
+    over tensor-parallel ranks in every mode.
 
     Raises ValueError for lines other than rows without NorMuon. `update_` raises MatrixError for a part of a matrix
     whose state was created for the other lines, which happens with `lines="longer"`.
@@ -91,8 +99,8 @@ class AdaptiveMuonRule:
 
     @property
     def _second_specs(self) -> tuple[StateSpec, ...]:
-        if self.second_moment is SecondMoment.ADAMUON:
-            return (StateSpec(name=SECOND_MOMENT),)
+        if self.second_moment is not SecondMoment.NORMUON:
+            return (StateSpec(name=SECOND_MOMENT, whole=self.second_moment is SecondMoment.ADAMUON_PAPER),)
         optional = self.lines is Lines.LONGER
         rows, cols = (
             StateSpec(name=name, kind=StateKind.REDUCED, dims=(dim,), whole=True, optional=optional)
@@ -104,7 +112,7 @@ class AdaptiveMuonRule:
         check_shape(main.shape)
         *batch, rows, cols = main.shape
         name = self._line_state(rows, cols)
-        shape = main.shape if self.second_moment is SecondMoment.ADAMUON else (*batch, *_lines(name, rows, cols))
+        shape = main.shape if self.second_moment is not SecondMoment.NORMUON else (*batch, *_lines(name, rows, cols))
         return self.muon.init_state(main) | {name: torch.zeros(shape, dtype=torch.float32, device=main.device)}
 
     def _line_state(self, rows: int, cols: int) -> str:
@@ -122,7 +130,8 @@ class AdaptiveMuonRule:
     ) -> None:
         adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
         transform = partial(self._directions, skip=skip)
-        self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip)
+        inputs = unnormalised if self.second_moment is SecondMoment.ADAMUON_PAPER else None
+        self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip, inputs=inputs)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Update the momentum, as Muon does."""
@@ -139,6 +148,8 @@ class AdaptiveMuonRule:
         self.muon.apply_(task, update, skip)
 
     def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
+        if self.second_moment is SecondMoment.ADAMUON_PAPER:
+            return self._aligned(tasks, self.muon.directions(tasks, inputs.sign(), False), skip=skip)
         updates = self.muon.directions(tasks, inputs, normalised).to(compute_dtype(tasks[0].work))
         if self.second_moment is SecondMoment.NORMUON:
             name = self._line_state(*whole_size(tasks[0].work))
@@ -149,10 +160,24 @@ class AdaptiveMuonRule:
                 _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
         return updates
 
+    def _aligned(self, tasks: Sequence[Task], updates: Tensor, *, skip: Tensor | None) -> Tensor:
+        """U of O, with the norm of an orthogonal matrix."""
+        updates = updates.to(compute_dtype(tasks[0].work))
+        for update, task in zip(updates, tasks):
+            self._divide_(task, update, skip=skip)
+            norm = sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
+            update.mul_((min(whole_size(task.work)) ** 0.5 / norm)[..., None, None])
+        return updates
+
     def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
         """Divide each element by its second moment."""
         second = accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
+
+
+def unnormalised(work: Work) -> Inputs:
+    """Inputs of the orthogonalisation that keep their norm and dtype."""
+    return Inputs(compute_dtype(work), False)
 
 
 def accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:

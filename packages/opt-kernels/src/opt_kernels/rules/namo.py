@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.matrices.muon import Decay, Inputs
+from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import (
     MatrixError,
@@ -18,7 +18,14 @@ from opt_kernels.matrices.stacks import (
     squares_in_float64,
     sum_of_squares,
 )
-from opt_kernels.rules.adaptive_muon import SECOND_MOMENT, AdaptiveMuonRule, Lines, SecondMoment, accumulated
+from opt_kernels.rules.adaptive_muon import (
+    SECOND_MOMENT,
+    AdaptiveMuonRule,
+    Lines,
+    SecondMoment,
+    accumulated,
+    unnormalised,
+)
 from opt_kernels.rules.base import GRAD_SQUARES, Needs
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
@@ -32,7 +39,8 @@ class NAMORule:
         p <- p - lr wd p - lr s e (‖u‖ / (sqrt(v) + eps)) O
 
     g, u, O, s and e are those of Muon. Reads from `Hyper` the numbers of Muon, betas[1] = b2, and eps. There is no bias
-    correction. Norms are Frobenius norms of whole matrices, summed over tensor-parallel ranks in every mode.
+    correction. Norms are Frobenius norms of whole matrices, summed over tensor-parallel ranks in every mode. ‖g‖² must
+    fit float32: from norms of about 1e19 on the weights become NaN.
 
     ‖g‖ cannot be computed from the input of the orthogonalisation. If parts of matrices are gathered, as for FSDP2,
     their squares are summed besides (`sums_gradients`); in float64, so that v does not depend on the parts. Raises
@@ -91,7 +99,7 @@ class NAMORule:
             return self._directions(tasks, inputs, normalised, squares, skip)
 
         self.muon.step_(
-            batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=_unnormalised
+            batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=unnormalised
         )
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
@@ -135,20 +143,15 @@ def _factor(task: Task, u: Tensor, squares: Tensor, skip: Tensor | None) -> Tens
     return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)
 
 
-def _unnormalised(work: Work) -> Inputs:
-    """Inputs that keep their norm, because it is part of the update."""
-    return Inputs(compute_dtype(work), False)
-
-
 def adaptive_rule(muon: MuonRule, method: str, *, lines: Lines = Lines.ROWS) -> AdaptiveMuonRule | NAMORule:
-    """The rule for a value of Megatron-Core's `adaptive_muon_moment2_method`: adamuon, normuon or namo.
+    """The rule for a value of Megatron-Core's `adaptive_muon_moment2_method`, or "adamuon_paper".
 
     Raises ValueError for any other name, and for `lines` without normuon.
     """
     if method == "namo" and lines is not Lines.ROWS:
         raise ValueError(f"lines={lines.value!r} with 'namo': only 'normuon' has lines")
     if method not in (*SecondMoment, "namo"):
-        raise ValueError(f"moment2_method={method!r} is unknown; pass 'adamuon', 'normuon' or 'namo'")
+        raise ValueError(f"moment2_method={method!r} is unknown; pass 'adamuon', 'adamuon_paper', 'normuon' or 'namo'")
     return (
         NAMORule(muon=muon)
         if method == "namo"

@@ -26,9 +26,18 @@ from opt_kernels.backends.cpp import cache as on_disk
 
 ELEMENTS = Path(__file__).with_name("elements.h")
 PROBE = Path(__file__).with_name("probe.cpp")
-# Without contraction, so that the bits of an element do not depend on where the compiler uses fused products. The next
-# two flags allow loops with roots and comparisons to be vectorised, and change no result.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-std=c++17")
+# `-fno-fast-math` undoes options of CXX. Without contraction, so that the bits of an element do not depend on where the
+# compiler uses fused products. The next two flags allow loops with roots and comparisons to be vectorised, and change
+# no result.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-std=c++17",
+)
 # By default compilers use only half the width of AVX-512; sweeps of 8-bit states then take 10 % longer.
 X86_FLAGS = ("-mprefer-vector-width=512",)
 TIMEOUT = 120  # seconds; a sweep takes a fraction of one
@@ -43,7 +52,23 @@ class CompilerError(RuntimeError):
 @cache
 def usable() -> bool:
     """Whether a working compiler is available. Logs a warning once if not."""
-    return not _is_disabled() and attempt(PROBE) is not None
+    if _is_disabled():
+        return False
+    probe = attempt(PROBE)
+    wrong = [] if probe is None else _wrong_numbers(probe)
+    if wrong:
+        _warn_once(f"{shlex.join(_command())} computes {', '.join(wrong)} otherwise than IEEE 754; remove its options")
+    return probe is not None and not wrong
+
+
+def _wrong_numbers(probe: ctypes.CDLL) -> list[str]:
+    """The operations that code of this compiler rounds, reorders or omits wrongly."""
+    names = ("(a + b) - b", "a * b + c", "a / b", "a != a")
+    results = (ctypes.c_float * len(names))()
+    inputs = (ctypes.c_float * 6)(1.0, 2.0**24, 1.0 + 2.0**-12, -1.0 - 2.0**-11, 5.0, 49.0)
+    probe.numbers(inputs, results)
+    expected = (0.0, 0.0, ctypes.c_float(5.0 / 49.0).value, 1.0)
+    return [name for name, got, right in zip(names, results, expected) if got != right]
 
 
 def _is_disabled() -> bool:

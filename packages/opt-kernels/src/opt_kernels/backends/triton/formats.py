@@ -45,6 +45,7 @@ class LaunchFormats(NamedTuple):
 
     @property
     def ieee(self) -> bool:
+        """Whether divisions and roots are rounded correctly and nothing is contracted, which gives the bits of CPUs."""
         return self.bytes_moved >= IEEE_BYTES
 
 
