@@ -135,7 +135,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "a second moment that is not ours": (
         {"adaptive_muon_moment2_method": "nemo"},
-        "OptimizerConfig: adaptive_muon_moment2_method='nemo': must be one of adamuon, normuon, namo. "
+        "OptimizerConfig: adaptive_muon_moment2_method='nemo': must be one of adamuon, adamuon_paper, normuon, namo. "
         "Did you mean namo?",
     ),
     "a floor above the peak": (

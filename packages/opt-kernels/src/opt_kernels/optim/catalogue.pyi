@@ -10,7 +10,6 @@ from opt_kernels.optim.nadam import NAdamOptimizer
 from opt_kernels.optim.sgd import MomentumOptimizer
 
 __all__ = [
-    "SGD",
     "AdEMAMix",
     "Adam",
     "AdamW",
@@ -21,6 +20,7 @@ __all__ = [
     "MARSAdamW",
     "NAdam",
     "RAdam",
+    "SGD",
     "Signum",
 ]
 

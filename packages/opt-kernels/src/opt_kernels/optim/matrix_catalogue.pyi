@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.adaptive_muon import NAMO as _NAMO
 from opt_kernels.optim.adaptive_muon import AdaptiveMuon as _AdaptiveMuon
+from opt_kernels.optim.adaptive_muon import NAMO as _NAMO
 from opt_kernels.optim.adaptive_muon import NorMuon as _NorMuon
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.muon import Muon as _Muon
@@ -15,7 +15,7 @@ from opt_kernels.optim.muon import MuonH as _MuonH
 from opt_kernels.optim.soap import SOAP as _SOAP
 from opt_kernels.optim.soap import SOAPMuon as _SOAPMuon
 
-__all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
+__all__ = ["AdaptiveMuon", "Muon", "MuonH", "NAMO", "NorMuon", "SOAP", "SOAPMuon"]
 
 class NAMO(_NAMO):
     def __init__(
@@ -202,19 +202,17 @@ class SOAPMuon(_SOAPMuon):
         self,
         params: Params | nn.Module,
         lr: float | Tensor = 0.003,
-        betas: tuple[float, float] = (0.95, 0.95),
+        betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-08,
         weight_decay: float = 0.01,
+        momentum: float = 0.95,
         *,
-        use_kl_shampoo: bool = True,
-        shampoo_beta: float = 0.95,
-        precondition_frequency: int = 1,
+        shampoo_beta: float = 0.9,
         power_iterations: int = 1,
         orthonormalization: str = "by_rule",
-        order: str = "paper",
         max_precond_dim: int | None = 10000,
         one_sided: bool = False,
-        scale_mode: str | None = "match_rms_adamw",
+        scale_mode: str | None = "shape_scaling",
         extra_scale_factor: float = 1.0,
         coefficient_type: str | None = "quintic",
         custom_coefficients: Sequence[tuple[float, float, float]] = (),
