@@ -350,16 +350,6 @@ def test_groups_of_sgd_have_their_own_dampening() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_a_first_step_without_lr_and_gradients_is_counted() -> None:
-    # It was taken for the step by which torch.distributed.checkpoint creates states. torch counts that, too.
-    for build in (optim.AdamW, torch.optim.AdamW):
-        param = matrix()
-        optimizer = build([param], lr=0.0)
-        param.grad = torch.zeros_like(param)
-        optimizer.step()
-        assert float(optimizer.state[param]["step"]) == 1
-
-
 def test_a_dampened_momentum_that_is_set_after_the_first_step_is_refused() -> None:
     param = matrix()
     optimizer = optim.SGD([param], lr=0.1, dampening=0.5)

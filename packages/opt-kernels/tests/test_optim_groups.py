@@ -86,6 +86,22 @@ def test_states_that_were_put_elsewhere_are_the_ones_that_move() -> None:
     assert float(state["exp_avg"][0]) > float(left[0])
 
 
+def test_a_first_step_of_zero_gradients_and_rates_makes_state_and_counts_nothing() -> None:
+    """As torch.distributed.checkpoint makes state, before a first step, to save or to load into."""
+    params = [torch.nn.Parameter(torch.rand(3, 2)) for _ in range(2)]
+    params[1].data.copy_(params[0].data)
+    probed, plain = (optim.AdamW([param], weight_decay=0.1) for param in params)
+    params[0].grad = torch.zeros(3, 2)
+    probed.param_groups[0]["lr"] = 0.0
+    probed.step()
+    probed.param_groups[0]["lr"] = 1e-3
+    assert float(probed.state[params[0]]["step"]) == 0.0
+    for optimizer, param in zip((probed, plain), params, strict=True):
+        param.grad = torch.ones(3, 2)
+        optimizer.step()
+    assert torch.equal(params[0], params[1])
+
+
 @pytest.mark.parametrize("mains", ["float32", "remainder"])
 def test_a_float32_parameter_goes_on_from_the_main_of_a_bfloat16_one(mains: str) -> None:
     narrow = torch.nn.Parameter(torch.rand(5, 7).bfloat16())

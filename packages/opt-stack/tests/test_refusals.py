@@ -159,12 +159,6 @@ CASES = {
         "use_distributed_optimizer=False; wrap it with use_distributed_optimizer=True, or leave "
         "use_distributed_optimizer at False",
     ),
-    "a wrapper that shards without the optimizer": (
-        {"model": wrapped(use_distributed_optimizer=True)},
-        "OptimizerConfig has use_distributed_optimizer=False, but model chunk 0 was wrapped with "
-        "use_distributed_optimizer=True; set use_distributed_optimizer=True in OptimizerConfig, or wrap the chunk with "
-        "use_distributed_optimizer=False",
-    ),
     "blocks that a wrapper cuts": (
         {
             "model": wrapped(use_distributed_optimizer=True),

@@ -13,7 +13,7 @@ from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.checked import CheckedOptimizer
-from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped
+from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
 from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loaded_groups, params_with_groups
 from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
 from opt_kernels.optim.in_graphs import handle_of, step_in_graph
@@ -235,6 +235,9 @@ class RuleOptimizer(CheckedOptimizer):
 
     def _update_(self) -> None:
         self._adopt_changes()
+        if not self.__dict__["state"] and only_makes_state(self.param_groups):
+            self._param_rows = self._new_rows()
+            return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self.capturable:

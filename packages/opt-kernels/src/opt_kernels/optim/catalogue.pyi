@@ -10,6 +10,7 @@ from opt_kernels.optim.nadam import NAdamOptimizer
 from opt_kernels.optim.sgd import MomentumOptimizer
 
 __all__ = [
+    "SGD",
     "AdEMAMix",
     "Adam",
     "AdamW",
@@ -20,7 +21,6 @@ __all__ = [
     "MARSAdamW",
     "NAdam",
     "RAdam",
-    "SGD",
     "Signum",
 ]
 

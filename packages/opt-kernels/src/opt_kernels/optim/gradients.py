@@ -1,13 +1,15 @@
 """The gradients of an optimizer: their total norm, and whether a step only creates state."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.grad_stats import grad_stats
-from opt_kernels.dtensor import is_dtensor
+from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.optim.param_rows import params_of
 
 
 def norm_of_gradients(params: Sequence[Tensor], max_norm: float) -> float:
@@ -35,3 +37,10 @@ def check_norm_spans_no_ranks(params: Sequence[Tensor], max_norm: float) -> None
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
             "communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
         )
+
+
+def only_makes_state(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all gradients and learning rates are zero in this first step. `torch.distributed.checkpoint` runs such a
+    step to create state that it can save or load into. It must not count as a step."""
+    grads = [param.grad for param in params_of(groups) if param.grad is not None]
+    return all(float(group["lr"]) == 0 for group in groups) and not any(map(torch.any, map(local, grads)))

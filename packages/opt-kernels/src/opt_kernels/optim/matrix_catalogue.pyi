@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.adaptive_muon import AdaptiveMuon as _AdaptiveMuon
 from opt_kernels.optim.adaptive_muon import NAMO as _NAMO
+from opt_kernels.optim.adaptive_muon import AdaptiveMuon as _AdaptiveMuon
 from opt_kernels.optim.adaptive_muon import NorMuon as _NorMuon
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.muon import Muon as _Muon
@@ -15,7 +15,7 @@ from opt_kernels.optim.muon import MuonH as _MuonH
 from opt_kernels.optim.soap import SOAP as _SOAP
 from opt_kernels.optim.soap import SOAPMuon as _SOAPMuon
 
-__all__ = ["AdaptiveMuon", "Muon", "MuonH", "NAMO", "NorMuon", "SOAP", "SOAPMuon"]
+__all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
 
 class NAMO(_NAMO):
     def __init__(

@@ -39,20 +39,20 @@ def wrapped_buffers(chunks: Sequence[nn.Module], *, trained: Collection[ParamId]
                 yield WrappedBuffer(_plan(index, chunk, buffer), buffer)
 
 
-_SHARED = ("overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+_SHARED = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
 
 
 def with_wrappers_fields(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> OptimizerConfig:
-    """Return `config` with the overlaps that wrapped chunks set and it leaves at False; `config` is not modified.
+    """Return `config` with the shared fields that wrapped chunks set and it leaves at False; `config` is not modified.
 
-    How state is sharded is not taken from a wrapper: `check_wrapped` refuses wrappers that differ from `config`.
+    Layer-wise sharding needs no `use_distributed_optimizer`. Raises ConfigError if the combination is not supported.
     """
     wrapped = [chunk.config for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
-    if isinstance(config.sharding, Replicated):
-        return config
     taken: dict[str, Any] = {
         name: True for name in _SHARED if any(getattr(one, name) for one in wrapped) and not getattr(config, name)
     }
+    if not isinstance(config.sharding, Replicated):
+        taken.pop("use_distributed_optimizer", None)
     return replace(config, **taken) if taken else config
 
 
@@ -104,12 +104,9 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
             ),
         ):
             if ours != theirs:
-                cure = f"wrap it with {name}=True, or leave {name} at False"
-                if theirs:
-                    cure = f"set {name}=True in OptimizerConfig, or wrap the chunk with {name}=False"
                 raise ConfigError(
                     f"OptimizerConfig has {name}={ours}, but model chunk {index} was wrapped with {name}={theirs}; "
-                    f"{cure}"
+                    f"wrap it with {name}=True, or leave {name} at False"
                 )
 
 

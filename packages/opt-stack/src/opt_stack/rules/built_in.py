@@ -240,7 +240,7 @@ SOAP_MUON = RuleEntry(
     name="soap_muon",
     summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
     make=_soap_muon,
-    hyper=lambda config: {**ADAM.hyper(config), "momentum": config.muon_momentum},
+    hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
 )
 
 BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_, SOAP_MUON)
