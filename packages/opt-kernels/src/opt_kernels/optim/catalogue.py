@@ -1,5 +1,5 @@
 """The drop-in optimizers of elementwise rules, one per formula in the registry. Type checkers read their signatures
-from `catalogue.pyi`, which `python -m opt_kernels.optim.stubs` generates."""
+in `catalogue.pyi`."""
 
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.nadam import NADAM

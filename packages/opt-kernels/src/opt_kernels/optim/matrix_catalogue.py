@@ -1,5 +1,4 @@
-"""The drop-in optimizers of matrix rules. Type checkers read their signatures from `matrix_catalogue.pyi`, which
-`python -m opt_kernels.optim.stubs` generates."""
+"""The drop-in optimizers of matrix rules. Type checkers read their signatures in `matrix_catalogue.pyi`."""
 
 from opt_kernels.optim.adaptive_muon import NAMO, AdaptiveMuon, NorMuon
 from opt_kernels.optim.muon import Muon, MuonH
