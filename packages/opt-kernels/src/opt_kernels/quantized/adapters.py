@@ -10,9 +10,9 @@ attributes:
     torchao             Float8Tensor            qdata, scale (factor of the codes)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +23,21 @@ from opt_kernels.quantized.recipes import FP8, RECIPES, as_matrix
 from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
 
 
+class Form(NamedTuple):
+    """The attributes in which a class of tensors keeps its codes and scales."""
+
+    codes: str  # float8_e4m3fn or its bits, of the shape of the tensor
+    scales: str = ""  # factors of the codes, perhaps padded; empty: only the library writes them
+    is_inverse: bool = False  # factors of the values instead
+
+
 @dataclass(eq=False)
 class AdaptedTensor(ScaledParam):
     """A `QuantizedParam` over a library's tensor. Codes are shared with it; scales are written to it by `finish_`."""
 
     tensor: Any
     scaled: ScaledCodes
-    put_codes: Callable[[Tensor], None]  # makes the tensor keep its codes, (numel,) uint8, in this memory
-    put_scales: Callable[[Tensor], None]  # (num_scales,) fp32, factors of the codes
+    form: Form
 
     @property
     def shape(self) -> torch.Size:
@@ -40,7 +47,8 @@ class AdaptedTensor(ScaledParam):
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
         """Move the codes, and let the library's tensor use the new memory."""
         super().move_(codes, scales)
-        self.put_codes(codes)
+        dtype = getattr(self.tensor, self.form.codes).dtype
+        setattr(self.tensor, self.form.codes, codes.view(dtype).view(self.tensor.shape))
 
     def values(self) -> Tensor:
         """The values as the library dequantises them, fp32."""
@@ -77,7 +85,8 @@ class AdaptedTensor(ScaledParam):
 
     def finish_(self) -> None:
         """Write the scales, and drop or recompute what the tensor derives from its codes."""
-        self.put_scales(self.scales)
+        target = _unpadded(getattr(self.tensor, self.form.scales), self.scaled)
+        target.copy_((self.scales.reciprocal() if self.form.is_inverse else self.scales).view(target.shape))
         for name in ("_reset_caches", "_create_columnwise"):
             renew = getattr(self.tensor, name, None)
             if renew is not None and (name != "_create_columnwise" or self.tensor._columnwise_data is not None):
@@ -122,91 +131,62 @@ def adapted(tensor: Tensor) -> AdaptedTensor | None:
     Raises:
         QuantizationError: its codes are not float8_e4m3fn, or no recipe has its scaling.
     """
-    make = _MAKERS.get((type(tensor).__module__.partition(".")[0], type(tensor).__name__))
-    if make is None:
+    library, kind = type(tensor).__module__.partition(".")[0], type(tensor).__name__
+    form = _FORMS.get((library, kind))
+    if form is None:
         return None
     if tensor not in _KNOWN:
-        _KNOWN[tensor] = make(tensor)
+        _KNOWN[tensor] = _adapted(tensor, form, _recipe_of(tensor, library, kind))
     found: AdaptedTensor = _KNOWN[tensor]
     return found
 
 
-def _scaled(tensor: Any, recipe: str, codes: Tensor, scales: Tensor) -> ScaledCodes:
-    shape, made = torch.Size(tensor.shape), RECIPES[recipe]
-    if codes.dtype not in (torch.uint8, FP8) or scales.numel() != made.num_scales(tuple(shape)):
-        raise QuantizationError(
-            f"{type(tensor).__name__} of shape {tuple(shape)} has codes of {codes.dtype} and {scales.numel()} scales; "
-            f"the recipe {recipe!r} needs float8_e4m3fn and {made.num_scales(tuple(shape))}"
-        )
-    flat = codes.detach().view(-1).view(torch.uint8)
-    return ScaledCodes(recipe=made, shape=shape, codes=flat, scales=scales.detach().float().reshape(-1).clone())
-
-
-def _te_float8(tensor: Any) -> AdaptedTensor:
-    _check_e4m3(tensor)
-    delayed = "CurrentScaling" not in type(tensor._quantizer).__name__
-
-    def put_codes(codes: Tensor) -> None:
-        tensor._data = codes.view(tensor.shape)
-
-    scaled = _scaled(tensor, "delayed" if delayed else "tensorwise", tensor._data, tensor._scale_inv)
-    return AdaptedTensor(tensor, scaled, put_codes, lambda scales: tensor._scale_inv.copy_(scales.view(-1)))
-
-
-def _te_blockwise(tensor: Any) -> AdaptedTensor:
-    _check_e4m3(tensor)
-    if not tensor._is_2D_scaled:
-        raise QuantizationError("Float8BlockwiseQTensor has 1 x 128 blocks; parameters need 128 x 128 ones")
-    rows, cols = (-(-size // 128) for size in as_matrix(tuple(tensor.shape)))
-
-    def put_codes(codes: Tensor) -> None:
-        tensor._rowwise_data = codes.view(tensor.shape)
-
-    def put_scales(scales: Tensor) -> None:
-        tensor._rowwise_scale_inv[:rows, :cols].copy_(scales.view(rows, cols))
-
-    scales = tensor._rowwise_scale_inv[:rows, :cols]
-    return AdaptedTensor(tensor, _scaled(tensor, "blockwise", tensor._rowwise_data, scales), put_codes, put_scales)
-
-
-def _te_mxfp8(tensor: Any) -> AdaptedTensor:
-    _check_e4m3(tensor)
-    shape, made = torch.Size(tensor.shape), RECIPES["mxfp8"]
-    codes = tensor._rowwise_data.detach().view(-1).view(torch.uint8)
-    return WholeTensor(tensor, ScaledCodes(recipe=made, shape=shape, codes=codes, scales=codes[:0]), _ignore, _ignore)
-
-
-def _torchao_training(tensor: Any) -> AdaptedTensor:
-    def put_codes(codes: Tensor) -> None:
-        tensor._data = codes.view(FP8).view(tensor.shape)
-
-    scaled = _scaled(tensor, "tensorwise", tensor._data, tensor._scale.float().reciprocal())
-    return AdaptedTensor(
-        tensor, scaled, put_codes, lambda scales: tensor._scale.copy_(scales.reciprocal().view(tensor._scale.shape))
-    )
-
-
-def _torchao_float8(tensor: Any) -> AdaptedTensor:
-    def put_codes(codes: Tensor) -> None:
-        tensor.qdata = codes.view(FP8).view(tensor.shape)
-
-    scaled = _scaled(tensor, "tensorwise", tensor.qdata, tensor.scale)
-    return AdaptedTensor(tensor, scaled, put_codes, lambda scales: tensor.scale.copy_(scales.view(tensor.scale.shape)))
-
-
-def _check_e4m3(tensor: Any) -> None:
+def _recipe_of(tensor: Any, library: str, kind: str) -> str:
+    if library == "torchao":
+        return "tensorwise"
     if "E4M3" not in str(tensor._fp8_dtype):
-        raise QuantizationError(f"{type(tensor).__name__} of {tensor._fp8_dtype}; parameters in fp8 are E4M3")
+        raise QuantizationError(f"{kind} of {tensor._fp8_dtype}; parameters in fp8 are E4M3")
+    if kind == "MXFP8Tensor":
+        return "mxfp8"
+    if kind == "Float8BlockwiseQTensor":
+        if not tensor._is_2D_scaled:
+            raise QuantizationError(f"{kind} has 1 x 128 blocks; parameters need 128 x 128 ones")
+        return "blockwise"
+    return "tensorwise" if "CurrentScaling" in type(tensor._quantizer).__name__ else "delayed"
 
 
-def _ignore(memory: Tensor) -> None:
-    return None
+def _adapted(tensor: Any, form: Form, recipe: str) -> AdaptedTensor:
+    codes = getattr(tensor, form.codes).detach()
+    scaled = ScaledCodes(
+        recipe=RECIPES[recipe],
+        shape=torch.Size(tensor.shape),
+        codes=codes.view(-1).view(torch.uint8),
+        scales=codes.new_empty(0, dtype=torch.uint8),
+    )
+    if not form.scales:
+        return WholeTensor(tensor, scaled, form)
+    scales = _unpadded(getattr(tensor, form.scales).detach(), scaled).float()
+    if codes.dtype not in (torch.uint8, FP8) or scales.numel() != scaled.num_scales:
+        raise QuantizationError(
+            f"{type(tensor).__name__} of shape {tuple(tensor.shape)} has codes of {codes.dtype} and {scales.numel()} "
+            f"scales; the recipe {recipe!r} needs float8_e4m3fn and {scaled.num_scales}"
+        )
+    scaled.scales = (scales.reciprocal() if form.is_inverse else scales).reshape(-1).clone()
+    return AdaptedTensor(tensor, scaled, form)
 
 
-_MAKERS: Mapping[tuple[str, str], Callable[[Any], AdaptedTensor]] = {
-    ("transformer_engine", "Float8Tensor"): _te_float8,
-    ("transformer_engine", "Float8BlockwiseQTensor"): _te_blockwise,
-    ("transformer_engine", "MXFP8Tensor"): _te_mxfp8,
-    ("torchao", "Float8TrainingTensor"): _torchao_training,
-    ("torchao", "Float8Tensor"): _torchao_float8,
+def _unpadded(scales: Tensor, scaled: ScaledCodes) -> Tensor:
+    """A view of the scales in use: libraries pad those of squares."""
+    if not scaled.recipe.square:
+        return scales
+    rows, cols = (-(-size // scaled.recipe.square) for size in as_matrix(scaled.shape))
+    return scales[:rows, :cols]
+
+
+_FORMS: Mapping[tuple[str, str], Form] = {
+    ("transformer_engine", "Float8Tensor"): Form("_data", "_scale_inv"),
+    ("transformer_engine", "Float8BlockwiseQTensor"): Form("_rowwise_data", "_rowwise_scale_inv"),
+    ("transformer_engine", "MXFP8Tensor"): Form("_rowwise_data"),
+    ("torchao", "Float8TrainingTensor"): Form("_data", "_scale", is_inverse=True),
+    ("torchao", "Float8Tensor"): Form("qdata", "scale"),
 }
