@@ -1,10 +1,13 @@
 """Elementwise rules, the formats of their values, and works with float64 references."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
+from pairs import covering
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
@@ -67,10 +70,21 @@ KEPT: Mapping[str, Kept] = {
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
 ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
+FAST = {name: name for name in ("torch", *(["cpp"] if usable() else []))}
+BACKENDS = {"reference": "reference", **FAST}
 ON_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
 NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
 ON_FAST = pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+
+
+def on_pairs_of(**axes: Mapping[str, object]) -> pytest.MarkDecorator:
+    """Parametrize by enough cases that every two values of these arguments meet; by all with OPT_GRIDS=full."""
+    cases = list(product(*(axis.items() for axis in axes.values())))
+    if os.environ.get("OPT_GRIDS") != "full":
+        cases = covering(cases, lambda case: [(at, name) for at, (name, _) in enumerate(case)], strength=2)
+    named = [pytest.param(*(value for _, value in case), id="-".join(name for name, _ in case)) for case in cases]
+    return pytest.mark.parametrize(",".join(axes), named)
 
 
 def gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> list[Tensor]:

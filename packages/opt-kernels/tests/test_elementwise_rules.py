@@ -1,4 +1,7 @@
-"""Adam, SGD and Lion: one contract for every rule, backend, size and dtype."""
+"""Adam, SGD and Lion: one contract for every rule, backend, size and dtype.
+
+Pairs of values of these; `OPT_GRIDS=full` runs all combinations.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -6,10 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from elementwise_works import (
+    BACKENDS,
+    FAST,
     HYPER,
     KEPT,
     ON_BACKENDS,
-    ON_FAST,
     ON_KEPT,
     ON_RULES,
     RULES,
@@ -18,6 +22,7 @@ from elementwise_works import (
     cut,
     gradients,
     main_of,
+    on_pairs_of,
     run,
     start_of,
     written,
@@ -43,10 +48,7 @@ TORCH: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-@ON_RULES
-@ON_KEPT
-@ON_BACKENDS
-@pytest.mark.parametrize("size", SIZES)
+@on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS, size={str(size): size for size in SIZES})
 def test_every_backend_and_dtype_agrees_with_the_float64_reference(
     make: Make, kept: Kept, backend: str, size: int
 ) -> None:
@@ -107,12 +109,11 @@ NARROW = {
 }
 
 
-@ON_FAST
-@pytest.mark.parametrize(("first", "second", "rounding"), NARROW.values(), ids=NARROW.keys())
-@ON_KEPT
+@on_pairs_of(narrow=NARROW, kept=KEPT, backend=FAST)
 def test_narrow_moments_stay_close_and_are_cut_at_blocks_without_a_trace(
-    first: torch.dtype, second: torch.dtype, rounding: float, kept: Kept, backend: str
+    narrow: tuple[torch.dtype, torch.dtype, float], kept: Kept, backend: str
 ) -> None:
+    first, second, rounding = narrow
     rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend=backend)
     size, start = 128 * 21 + 5, start_of((128 * 21 + 5,))
     whole, pieces = kept.work(rule, start), kept.work(rule, start)
@@ -142,9 +143,7 @@ def test_both_backends_store_the_same_narrow_moments(first: torch.dtype, second:
         assert (one != other).float().mean() < 0.02
 
 
-@ON_BACKENDS
-@ON_KEPT
-@ON_RULES
+@on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
     work = kept.work(rule, start_of((70,)))

@@ -1,4 +1,7 @@
-"""Works that elementwise rules take on every backend: layouts, cuts, skips, refusals."""
+"""Works that elementwise rules take on every backend: layouts, cuts, skips, refusals.
+
+Pairs of rules, formats and backends; `OPT_GRIDS=full` runs all combinations.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,17 +10,20 @@ from itertools import pairwise
 import pytest
 import torch
 from elementwise_works import (
+    BACKENDS,
+    FAST,
     HYPER,
     KEPT,
     NEEDS_COMPILER,
     ON_BACKENDS,
     ON_FAST,
-    ON_KEPT,
     ON_RULES,
+    RULES,
     Kept,
     Make,
     cut,
     gradients,
+    on_pairs_of,
     run,
     start_of,
     written,
@@ -41,9 +47,7 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
-@ON_RULES
-@ON_KEPT
-@ON_BACKENDS
+@on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_gradients_and_neighbours_are_never_written(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
     frame = kept.work(rule, start_of((3 * 1025,)))
@@ -63,9 +67,7 @@ def test_gradients_and_neighbours_are_never_written(make: Make, kept: Kept, back
     assert [(bits(t[:1025]), bits(t[2050:])) for t in written(frame)] == before
 
 
-@ON_RULES
-@ON_KEPT
-@ON_BACKENDS
+@on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
     work = replace(run(rule, kept.work(rule, start_of((130,)))), grad=torch.full((130,), torch.nan, dtype=kept.grad))
@@ -78,10 +80,7 @@ def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend
     assert [bits(tensor) for tensor in written(work)] != before
 
 
-@ON_FAST
-@ON_RULES
-@ON_KEPT
-@pytest.mark.parametrize("scale", [1.0, 0.3])
+@on_pairs_of(make=RULES, kept=KEPT, scale={"1": 1.0, "0.3": 0.3}, backend=FAST)
 def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept, scale: float, backend: str) -> None:
     rule = make(backend=backend)
     size = TILE_NUMEL + 64 * 1000 + 37
@@ -124,9 +123,7 @@ def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(written(plain), written(tensors), strict=True))
 
 
-@ON_FAST
-@ON_RULES
-@ON_KEPT
+@on_pairs_of(make=RULES, kept=KEPT, backend=FAST)
 def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
     flat, matrix = kept.work(rule, start_of((30 * 8,))), kept.work(rule, start_of((30, 8)))
