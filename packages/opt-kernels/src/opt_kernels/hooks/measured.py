@@ -28,7 +28,7 @@ from opt_kernels.hooks.sums import columns, sums_of
 from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
 from opt_kernels.matrices.stacks import read_main
 from opt_kernels.rules.base import Needs, Rule, init_state
-from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work, Works
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work
 
 ALIGNED = 64  # each direction begins at a multiple of this many elements
 
@@ -145,7 +145,7 @@ class HookedUpdate:
         directions, updates = [], []
         means = iter(row_means or [None] * sum(len(works) for _, works in batches))
         for (hyper, works), decay in zip(batches, decays):
-            grads: Sequence[Tensor] = _grads(works)
+            grads = [work.grad for work in works]
             if changes:
                 grads = gradients(
                     works,
@@ -157,7 +157,9 @@ class HookedUpdate:
                 )
             buffers = _zeros(works) if self.is_measured else []
             updates.append(buffers)
-            replaced = _replaced(works, grads, buffers) if self.is_measured else _with_grads(works, grads)
+            replaced = [replace(work, grad=grad) for work, grad in zip(works, grads)]
+            if self.is_measured:  # the rule writes only the buffer and the states
+                replaced = [replace(work, main=u, out=None, remainder=None) for work, u in zip(replaced, buffers)]
             directions.append(Batch(self._hyper(hyper), replaced))
         return Begun(batches, directions, 1.0 if changes else grad_scale, updates)
 
@@ -174,7 +176,7 @@ class HookedUpdate:
 
     def _mask_(self, begun: Begun, updates: Sequence[Tensor]) -> list[Tensor]:
         """Zero elements that oppose the gradient. Returns the number of remaining elements of each update, 0-d."""
-        grads = [grad for batch in begun.directions for grad in _grads(batch.works)]
+        grads = [work.grad for batch in begun.directions for work in batch.works]
         along = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         kept = []
         for update, grad in zip(updates, grads):
@@ -224,7 +226,8 @@ class HookedUpdate:
         """`works` with directions as gradients and their factors: one batch per work if factors differ."""
         if not self.sums_norms:
             share = share_that_decays(self.hooks, hyper, couples=self.couples)
-            return [Batch(replace(hyper, weight_decay=share), _with_grads(works, updates))]
+            moved = [replace(work, grad=update) for work, update in zip(works, updates)]
+            return [Batch(replace(hyper, weight_decay=share), moved)]
         keep, rate = moves_of(self.hooks, sums, hyper, couples=self.couples)
         return [
             Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
@@ -237,21 +240,10 @@ def _as(value: float | Tensor, number: float) -> float | Tensor:
     return torch.full_like(value, number) if isinstance(value, Tensor) else number
 
 
-def _anchors(works: Sequence[Work]) -> list[Tensor]:
-    """The tensors that store the weights: the mains, or the bfloat16 halves if there are remainders."""
-    if isinstance(works, Works):
-        found = works.outs if works.mains is None else works.mains
-        return list(found or ())
-    return [anchor for work in works if (anchor := work.out if work.main is None else work.main) is not None]
-
-
-def _grads(works: Sequence[Work]) -> list[Tensor]:
-    return list(works.grads) if isinstance(works, Works) else [work.grad for work in works]
-
-
 def _zeros(works: Sequence[Work]) -> list[Tensor]:
     """Zeros of the layout and compute dtype of each work, in one allocation per dtype."""
-    anchors = _anchors(works)
+    # The tensors that store the weights: the mains, or the bfloat16 halves if there are remainders.
+    anchors = [anchor for work in works if (anchor := work.out if work.main is None else work.main) is not None]
     room: dict[tuple[torch.dtype, torch.device], int] = {}
     places = []
     for anchor in anchors:
@@ -263,26 +255,3 @@ def _zeros(works: Sequence[Work]) -> list[Tensor]:
         memory[key][start:].as_strided(anchor.shape, anchor.stride(), start)
         for anchor, (key, start) in zip(anchors, places)
     ]
-
-
-def _replaced(works: Sequence[Work], grads: Sequence[Tensor], mains: Sequence[Tensor]) -> Sequence[Work]:
-    """`works` with these gradients and mains, so that a rule writes only these mains and the states."""
-    if isinstance(works, Works):
-        return Works(grads, mains=mains, states=works.states, matrices=works.matrices, firsts=works.firsts)
-    return [
-        replace(work, grad=grad, main=main, out=None, remainder=None) for work, grad, main in zip(works, grads, mains)
-    ]
-
-
-def _with_grads(works: Sequence[Work], grads: Sequence[Tensor]) -> Sequence[Work]:
-    if not isinstance(works, Works):
-        return [replace(work, grad=grad) for work, grad in zip(works, grads)]
-    return Works(
-        grads,
-        mains=works.mains,
-        states=works.states,
-        outs=works.outs,
-        remainders=works.remainders,
-        matrices=works.matrices,
-        firsts=works.firsts,
-    )
