@@ -1,5 +1,6 @@
 """AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by line (NorMuon)."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +24,7 @@ from opt_kernels.matrices.stacks import (
     whole_size,
     write_state_,
 )
-from opt_kernels.rules.base import Needs
+from opt_kernels.rules.base import MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
@@ -48,7 +49,51 @@ class Lines(NamedChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveMuonRule:
+class MuonWithSecondMoments(MatrixRule):
+    """Base of rules that divide Muon's orthogonal update by second moments, the states of `second_specs`."""
+
+    muon: MuonRule = field(default_factory=MuonRule)
+
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+
+    @property
+    @abstractmethod
+    def second_specs(self) -> tuple[StateSpec, ...]: ...
+
+    @property
+    def needs(self) -> Needs:
+        return Needs.MATRICES
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of Muon."""
+        return self.muon.backend
+
+    @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """The codecs of the states, by name."""
+        return self.muon.codecs | {spec.name: Plain() for spec in self.second_specs}
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return (*self.muon.state_specs, *self.second_specs)
+
+    @property
+    def tp_mode(self) -> TpMode:
+        """The mode of Muon."""
+        return self.muon.tp_mode
+
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Update the momentum, as Muon does."""
+        self.muon.prepare_(task, grad, skip)
+
+    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
+        """Update the weights, as Muon does."""
+        self.muon.apply_(task, update, skip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMuonRule(MuonWithSecondMoments):
     """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
 
         adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                              (Megatron-Core's)
@@ -70,7 +115,6 @@ class AdaptiveMuonRule:
     whose state was created for the other lines, which happens with `lines="longer"`.
     """
 
-    muon: MuonRule = field(default_factory=MuonRule)
     second_moment: SecondMoment = SecondMoment.ADAMUON
     lines: Lines = Lines.ROWS
 
@@ -78,27 +122,12 @@ class AdaptiveMuonRule:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
             raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
 
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
-
     @property
     def name(self) -> str:
         return "adaptive_muon"
 
     @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """The codecs of the states, by name."""
-        return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return (*self.muon.state_specs, *self._second_specs)
-
-    @property
-    def _second_specs(self) -> tuple[StateSpec, ...]:
+    def second_specs(self) -> tuple[StateSpec, ...]:
         if self.second_moment is not SecondMoment.NORMUON:
             return (StateSpec(name=SECOND_MOMENT, whole=self.second_moment is SecondMoment.ADAMUON_PAPER),)
         optional = self.lines is Lines.LONGER
@@ -120,11 +149,6 @@ class AdaptiveMuonRule:
         of_cols = self.lines is Lines.COLS or (self.lines is Lines.LONGER and rows < cols)
         return SECOND_MOMENT_OF_COLS if of_cols else SECOND_MOMENT
 
-    @property
-    def tp_mode(self) -> TpMode:
-        """The mode of Muon."""
-        return self.muon.tp_mode
-
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
@@ -132,10 +156,6 @@ class AdaptiveMuonRule:
         transform = partial(self._directions, skip=skip)
         inputs = unnormalised if self.second_moment is SecondMoment.ADAMUON_PAPER else None
         self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip, inputs=inputs)
-
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Update the momentum, as Muon does."""
-        self.muon.prepare_(task, grad, skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O, for NorMuon divided by its second moment and rescaled to its norm."""

@@ -1,15 +1,13 @@
 """NAMO: Muon with one adaptive scale per matrix."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import (
     MatrixError,
     check_shape,
@@ -22,17 +20,18 @@ from opt_kernels.rules.adaptive_muon import (
     SECOND_MOMENT,
     AdaptiveMuonRule,
     Lines,
+    MuonWithSecondMoments,
     SecondMoment,
     accumulated,
     unnormalised,
 )
-from opt_kernels.rules.base import GRAD_SQUARES, Needs
+from opt_kernels.rules.base import GRAD_SQUARES
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, StateKind, StateSpec, Task, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NAMORule:
+class NAMORule(MuonWithSecondMoments):
     """Norm-based adaptive moment orthogonalisation (arXiv 2602.17080), as in Emerging-Optimizers.
 
         v <- v + (1 - b2)(‖g‖² - v)                            one number per matrix
@@ -47,15 +46,12 @@ class NAMORule:
     ValueError for L2 decay, which would be part of g. `update_` raises MatrixError for unequal parts of a matrix.
     """
 
-    muon: MuonRule = field(default_factory=MuonRule)
-
     def __post_init__(self) -> None:
         if self.muon.weight_decay_method is Decay.L2:
             raise ValueError(
                 "NAMO with L2 weight decay: its scale must depend on the gradient alone; use decoupled decay"
             )
 
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
     sums_gradients: ClassVar[bool] = True  # `transform_` needs ‖g‖² of whole matrices
 
     @property
@@ -63,33 +59,13 @@ class NAMORule:
         return "namo"
 
     @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of Muon."""
-        return self.muon.backend
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """The codecs of the states, by name."""
-        return self.muon.codecs | {SECOND_MOMENT: Plain()}
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        second = StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-2, -1), whole=True)
-        return (*self.muon.state_specs, second)
+    def second_specs(self) -> tuple[StateSpec, ...]:
+        return (StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-2, -1), whole=True),)
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         check_shape(main.shape)
         second = torch.zeros(main.shape[:-2], dtype=torch.float32, device=main.device)
         return self.muon.init_state(main) | {SECOND_MOMENT: second}
-
-    @property
-    def tp_mode(self) -> TpMode:
-        """The mode of Muon."""
-        return self.muon.tp_mode
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
@@ -102,18 +78,10 @@ class NAMORule:
             batches, transform=transform, adapt_=None, grad_scale=grad_scale, skip=skip, inputs=unnormalised
         )
 
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Update the momentum, as Muon does."""
-        self.muon.prepare_(task, grad, skip)
-
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """(‖u‖ / (sqrt(v) + eps)) O, with ‖g‖² from the state `GRAD_SQUARES`."""
         squares = [task.work.state[GRAD_SQUARES] for task in tasks]
         return self._directions(tasks, inputs, False, squares, skip)
-
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Update the weights, as Muon does."""
-        self.muon.apply_(task, update, skip)
 
     def _directions(
         self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, squares: Sequence[Tensor], skip: Tensor | None
