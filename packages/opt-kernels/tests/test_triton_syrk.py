@@ -130,14 +130,10 @@ def test_an_empty_batch_gives_an_empty_result(kernel_device: torch.device) -> No
 
 
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this Triton has no descriptors on the host")
-def test_a_layout_is_described_once_and_every_product_reads_its_own_matrix(kernel_device: torch.device) -> None:
-    """Symptom: two descriptors were made and checked anew at every product."""
-    syrk._described.cache_clear()
+def test_every_product_of_a_layout_reads_its_own_matrix(kernel_device: torch.device) -> None:
     first, second = (matrices(264, 136, torch.float32, kernel_device) + shift for shift in (0.0, 1.0))
     if not syrk.through_descriptors(first, first.mT):
         pytest.skip("this device has no TMA")
     for x in (first, second, first):
         expected = reference.symmetric_product(x.double(), x.double().mT)
         torch.testing.assert_close(syrk.halved_product(x, x.mT).double(), expected, rtol=1e-5, atol=1e-5)
-    assert syrk._described.cache_info().misses <= 2
-    assert syrk._described.cache_info().hits >= 4

@@ -22,14 +22,9 @@ LEAST_TILES = 8  # number of multiplications that are worth another thread
 
 
 def symmetric_product(
-    left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
-    *,
-    alpha: float = 1.0,
-    added: Tensor | None = None,  # (batch, m, m), symmetric
-    beta: float = 0.0,
+    left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
-    """alpha · left right + beta · added, a new tensor (batch, m, m) of left's dtype.
+    """Same as `reference.symmetric_product`, by the compiled product where that is faster.
 
     Summed in float32 and rounded once; subnormal bfloat16 numbers count as zero. The result is exactly symmetric except
     within blocks of 32 on the diagonal.

@@ -7,7 +7,6 @@ through pointers. `kernels/syrk.md` derives the design.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -129,14 +128,9 @@ def syrk_descriptors(
 
 
 def symmetric_product(
-    left: Tensor,  # (batch, m, k)
-    right: Tensor,  # (batch, k, m); left @ right must be symmetric, as for left.mT or a matrix that commutes with left
-    *,
-    alpha: float = 1.0,
-    added: Tensor | None = None,  # (batch, m, m), symmetric
-    beta: float = 0.0,
+    left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
-    """alpha * left right + beta * added, a new tensor (batch, m, m) of left's dtype.
+    """Same as `reference.symmetric_product`.
 
     Uses the kernel where it is faster, else torch's batched product; the results are equal up to rounding.
     """
@@ -156,15 +150,10 @@ def halving_pays(left: Tensor) -> bool:
 
 
 def halved_product(
-    left: Tensor,  # (batch, m, k), float32, bfloat16 or float16
-    right: Tensor,  # (batch, k, m)
-    *,
-    alpha: float = 1.0,
-    added: Tensor | None = None,  # (batch, m, m)
-    beta: float = 0.0,
+    left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
-    """`symmetric_product` by the kernel for any size. Accumulates in float32."""
-    batch, m, _ = left.shape
+    """`symmetric_product` by the kernel for any size, of float32, bfloat16 or float16. Accumulates in float32."""
+    batch, m, k = left.shape
     out = left.new_empty(batch, m, m)
     if not out.numel():
         return out
@@ -177,49 +166,29 @@ def halved_product(
         "enable_fp_fusion": True,
     }  # fmt: skip
     with devices.launching_on(left.device):
-        _launch(left, right, addend, out, grid, tile_k, common, alpha, beta)
+        if through_descriptors(left, right):
+            transposed = right.stride(-1) != 1
+            boxes = (
+                _boxes(left, TILE, tile_k),
+                _boxes(right.mT, TILE, tile_k) if transposed else _boxes(right, tile_k, TILE),
+            )
+            options = common | {"TRANSPOSED": transposed, "num_stages": 4}
+            syrk_descriptors[grid](*boxes, addend, out, m, k, alpha, beta, **options)
+        else:
+            strides = (*left.stride(), *right.stride())
+            # Tiles in flight: as many as fit the shared memory of consumer GPUs (96 of 99 KiB) or of AMD's (32 of 64).
+            stages = 3 if torch.version.hip is None else 2
+            syrk_pointers[grid](left, right, addend, out, m, k, *strides, alpha, beta, num_stages=stages, **common)
     return out
-
-
-def _launch(
-    left: Tensor,
-    right: Tensor,
-    addend: Tensor | None,
-    out: Tensor,
-    grid: tuple[int, int],
-    tile_k: int,
-    common: dict[str, Any],
-    alpha: float,
-    beta: float,
-) -> None:
-    _, m, k = left.shape
-    if through_descriptors(left, right):
-        transposed = right.stride(-1) != 1
-        boxes = (
-            _boxes(left, TILE, tile_k),
-            _boxes(right.mT, TILE, tile_k) if transposed else _boxes(right, tile_k, TILE),
-        )
-        syrk_descriptors[grid](*boxes, addend, out, m, k, alpha, beta, TRANSPOSED=transposed, num_stages=4, **common)
-    else:
-        strides = (*left.stride(), *right.stride())
-        syrk_pointers[grid](left, right, addend, out, m, k, *strides, alpha, beta, num_stages=_stages(), **common)
 
 
 def through_descriptors(left: Tensor, right: Tensor) -> bool:
     """Whether both operands can use descriptors: a device with TMA, and contiguous rows aligned to 16 bytes."""
-    if not HAS_DESCRIPTORS or not (INTERPRETED.value or _has_tma(left.device)):
-        return False
-    return _describable(left) and (_describable(right) or _describable(right.mT))
-
-
-def _stages() -> int:
-    """Tiles in flight: as many as fit the shared memory of consumer GPUs (96 of 99 KiB) or of AMD's (32 of 64)."""
-    return 3 if torch.version.hip is None else 2
-
-
-def _has_tma(device: torch.device) -> bool:
     # 9 is Hopper, 10 data-centre Blackwell; later ones have too little shared memory for four stages.
-    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    has_tma = HAS_DESCRIPTORS and (
+        INTERPRETED.value or (torch.version.hip is None and torch.cuda.get_device_capability(left.device)[0] in (9, 10))
+    )
+    return has_tma and _describable(left) and (_describable(right) or _describable(right.mT))
 
 
 def _describable(matrix: Tensor) -> bool:
@@ -228,21 +197,9 @@ def _describable(matrix: Tensor) -> bool:
 
 
 def _boxes(matrix: Tensor, rows: int, cols: int) -> object:
-    """The descriptor of a matrix that `_describable` accepts. Only its address is new at each product."""
-    made: Any = object.__new__(TensorDescriptor)
-    vars(made).update(_described(matrix.shape, matrix.stride(), matrix.dtype, rows, cols))
-    made.base = matrix
-    return made
-
-
-@lru_cache(maxsize=256)  # a step has a few for each shape; building one takes 10 us of host time
-def _described(
-    shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, rows: int, cols: int
-) -> dict[str, object]:
-    """The fields of the descriptors of this layout, checked by Triton. The tensor among them has no memory."""
-    like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    """The descriptor of a matrix that `_describable` accepts."""
     make: Callable[..., object] = TensorDescriptor.from_tensor
-    return vars(make(like, [1, rows, cols]))
+    return make(matrix, [1, rows, cols])
 
 
 def input_precision(dtype: torch.dtype) -> str:
