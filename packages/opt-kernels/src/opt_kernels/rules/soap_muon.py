@@ -14,7 +14,6 @@ from opt_kernels.matrices.shampoo import (
     Order,
     Orthonormalization,
     Shampoo,
-    check_shampoo,
     into_basis,
     out_of_basis,
     reordered,
@@ -63,7 +62,7 @@ class SOAPMuonRule(WholeMatrices):
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "orthogonal_basis")
-        check_shampoo(self.shampoo)
+        _ = self.shampoo  # checks its options
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
     @property

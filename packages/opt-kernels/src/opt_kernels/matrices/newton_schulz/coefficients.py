@@ -1,6 +1,6 @@
 """The coefficient sets of the Newton-Schulz iteration, and the schedule of steps for each set."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -88,25 +88,15 @@ _AOL = _steps(
 )
 
 
-def _set_of(kind: CoefficientType) -> _Set:
-    match kind:
-        case CoefficientType.SIMPLE:
-            return _Set(_Repeat.CYCLE, _SIMPLE)
-        case CoefficientType.QUINTIC:
-            return _Set(_Repeat.CYCLE, _QUINTIC)
-        case CoefficientType.POLAR_EXPRESS:
-            return _Set(_Repeat.LAST, _POLAR_EXPRESS)
-        case CoefficientType.CANS:
-            return _Set(_Repeat.LAST, _CANS)
-        case CoefficientType.DEEPSEEKV4:
-            return _Set(_Repeat.LAST, _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2)
-        case CoefficientType.CUBIC5:
-            return _Set(_Repeat.NEVER, _CUBIC5)
-        case CoefficientType.AOL:
-            # If it were repeated from its first step, it would map 1 to -0.6.
-            return _Set(_Repeat.LAST, _AOL)
-        case CoefficientType.CUSTOM:
-            raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
+_SETS: Mapping[CoefficientType, _Set] = {
+    CoefficientType.SIMPLE: _Set(_Repeat.CYCLE, _SIMPLE),
+    CoefficientType.QUINTIC: _Set(_Repeat.CYCLE, _QUINTIC),
+    CoefficientType.POLAR_EXPRESS: _Set(_Repeat.LAST, _POLAR_EXPRESS),
+    CoefficientType.CANS: _Set(_Repeat.LAST, _CANS),
+    CoefficientType.DEEPSEEKV4: _Set(_Repeat.LAST, _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2),
+    CoefficientType.CUBIC5: _Set(_Repeat.NEVER, _CUBIC5),
+    CoefficientType.AOL: _Set(_Repeat.LAST, _AOL),  # repeated from its first step, it would map 1 to -0.6
+}
 
 
 def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
@@ -119,7 +109,9 @@ def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[fl
         raise ValueError(f"num_ns_steps is {num_steps}, but at least 1 step is needed; 5 is usual")
     if custom and kind is not CoefficientType.CUSTOM:
         raise ValueError(f"custom_coefficients are given, but coefficient_type is '{kind}'; set it to 'custom'")
-    repeat, steps = _Set(_Repeat.CYCLE, _steps(*custom)) if custom else _set_of(kind)
+    if not custom and kind is CoefficientType.CUSTOM:
+        raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
+    repeat, steps = _Set(_Repeat.CYCLE, _steps(*custom)) if custom else _SETS[kind]
     if repeat is _Repeat.NEVER and num_steps != len(steps):
         raise ValueError(f"num_ns_steps is {num_steps}, but coefficient_type '{kind}' has exactly {len(steps)} steps")
     if repeat is _Repeat.LAST:

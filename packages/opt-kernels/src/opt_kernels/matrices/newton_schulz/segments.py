@@ -8,11 +8,12 @@ is updated and R is recomputed. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at
 depend on the schedule and the dtype.)
 """
 
+from math import prod
 from typing import NamedTuple
 
 import torch
 
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule
+from opt_kernels.matrices.newton_schulz.coefficients import Schedule
 
 # An eigenvalue of R that consists of rounding errors may grow to about this before the polynomials stop contracting it.
 # In bf16, two steps of the quintic set reach 1.02 and are about as accurate as one step at a time. Three steps are less
@@ -52,23 +53,12 @@ def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetr
 
 def growth(segment: Schedule) -> float:
     """The factor by which the steps multiply the smallest eigenvalues of the Gram matrix."""
-    product = 1.0
-    for a, _, _ in segment:
-        product *= a * a
-    return product
+    return prod(a * a for a, _, _ in segment)
 
 
 def _cost(segment: Schedule, *, ratio: float, symmetric: bool) -> float:
     """The multiplications of a segment, in units of m³, for a matrix of m rows and ratio · m columns."""
+    # Products of (m, m): R² where needed, one for the factor after the first step, two for R before the last.
+    small_products = sum(step.c != 0.0 for step in segment) + 3 * (len(segment) - 1)
     half = HALVED if symmetric else 1.0
-    return half * ratio + half * _small_products(segment) + ratio
-
-
-def _small_products(segment: Schedule) -> int:
-    """Number of (m, m) products: R² where needed, one for the factor after the first step, two for R before the
-    last."""
-    return sum(_is_quintic(step) for step in segment) + 3 * (len(segment) - 1)
-
-
-def _is_quintic(step: Coefficients) -> bool:
-    return step.c != 0.0
+    return half * ratio + half * small_products + ratio
