@@ -1,13 +1,13 @@
 """Drop-in AdaptiveMuon (Muon with a second moment) and its presets NorMuon and NAMO."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
-from opt_kernels.optim.matrices import MatrixOptimizer
-from opt_kernels.optim.muon import MUON_OPTIONS, muon_rule
+from opt_kernels.optim.matrices import MatrixOptimizer, made
+from opt_kernels.optim.muon import MUON_OPTIONS
 from opt_kernels.rules.adaptive_muon import Lines
 from opt_kernels.rules.base import Rule
+from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.namo import adaptive_rule
 
 _NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -26,13 +26,13 @@ class AdaptiveMuon(MatrixOptimizer):
     """
 
     fixed = ("nesterov",)
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(_NUMBERS)
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"moment2_method": "adamuon", "lines": "rows", **_MUON})
+    numbers: ClassVar[Mapping[str, Any]] = _NUMBERS
+    options: ClassVar[Mapping[str, Any]] = {"moment2_method": "adamuon", "lines": "rows", **_MUON}
     method: ClassVar[str | None] = None  # None: an argument
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        muon = muon_rule({name: given[name] for name in (*_MUON, "nesterov", "backend")})
+        muon = made(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
         method = cls.method or given["moment2_method"]
         return adaptive_rule(muon, method, lines=Lines(given.get("lines", Lines.ROWS)))
 
@@ -43,13 +43,13 @@ class NorMuon(AdaptiveMuon):
     AdamW's lr and weight decay are suitable.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**_NUMBERS, "weight_decay": 0.1})
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType({"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"})
+    numbers: ClassVar[Mapping[str, Any]] = {**_NUMBERS, "weight_decay": 0.1}
+    options: ClassVar[Mapping[str, Any]] = {"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"}
     method: ClassVar[str | None] = "normuon"
 
 
 class NAMO(AdaptiveMuon):
     """NAMO (arXiv 2602.17080): Muon with one adaptive scale per matrix; `AdaptiveMuon` with "namo"."""
 
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType(_MUON)
+    options: ClassVar[Mapping[str, Any]] = _MUON
     method: ClassVar[str | None] = "namo"

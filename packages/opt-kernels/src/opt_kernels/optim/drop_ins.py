@@ -16,12 +16,10 @@ from opt_kernels.optim.base import Params
 from opt_kernels.optim.entries import SCHEDULED
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 
-OF_EVERY_DROP_IN: Mapping[str, object] = MappingProxyType(
-    {
-        "mains": "param", "stochastic_rounding": False, "max_norm": None, "hooks": (), "backend": None, "foreach": None,
-        "maximize": False, "capturable": False, "differentiable": False, "fused": None,
-    }
-)  # fmt: skip
+OF_EVERY_DROP_IN: Mapping[str, object] = {
+    "mains": "param", "stochastic_rounding": False, "max_norm": None, "hooks": (), "backend": None, "foreach": None,
+    "maximize": False, "capturable": False, "differentiable": False, "fused": None,
+}  # fmt: skip
 
 COMMON = """
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Signature
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -27,29 +26,25 @@ _OF_OTHERS = frozenset(
 _OF_OTHERS_PREFIXES = ("initial_", "swanlab", "wandb", "log_", "_")
 
 # Arguments of torch.optim that choose an implementation, and the values that are accepted without effect.
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "foreach": (None, False, True),
-        "fused": (None, False, True),
-        "capturable": (None, False),
-        "differentiable": (None, False),
-        "amsgrad": (None, False),
-        "maximize": (None, False),
-    }
-)
-_INSTEAD: Mapping[str, str] = MappingProxyType(
-    {
-        "foreach": "every step updates all tensors at once",
-        "fused": "every step is fused",
-        "capturable": "it applies to all groups; pass it to the optimizer",
-        "differentiable": "autograd does not record steps; use torch.optim",
-        "amsgrad": "use torch.optim's optimizer with amsgrad=True",
-        "maximize": "minimize the negative of the objective",
-    }
-)
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "foreach": (None, False, True),
+    "fused": (None, False, True),
+    "capturable": (None, False),
+    "differentiable": (None, False),
+    "amsgrad": (None, False),
+    "maximize": (None, False),
+}
+_INSTEAD: Mapping[str, str] = {
+    "foreach": "every step updates all tensors at once",
+    "fused": "every step is fused",
+    "capturable": "it applies to all groups; pass it to the optimizer",
+    "differentiable": "autograd does not record steps; use torch.optim",
+    "amsgrad": "use torch.optim's optimizer with amsgrad=True",
+    "maximize": "minimize the negative of the objective",
+}
 _AT_LEAST_ZERO = ("lr", "weight_decay", "eps", "momentum", "scalar_eps")
 # Names of these options in other implementations.
-_ALIASES: Mapping[str, str] = MappingProxyType({"use_muon": "use_matrix_rule", "wd": "weight_decay"})
+_ALIASES: Mapping[str, str] = {"use_muon": "use_matrix_rule", "wd": "weight_decay"}
 
 
 def params_with_groups(groups: Iterable[ParamGroup]) -> list[tuple[ParamGroup, Tensor]]:
@@ -65,17 +60,15 @@ def check_flags(flags: Mapping[str, object]) -> None:
             raise ValueError(f"{name}={value!r} is not supported; {allowed} is allowed: {_INSTEAD[name]}")
 
 
-_OF_PEERS: Mapping[str, str] = MappingProxyType(
-    {  # arguments of bitsandbytes and DeepSpeed, and what to write here
-        "optim_bits": "exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8 keep 8-bit states",
-        "block_wise": "8-bit states always have a scale per block; leave it out",
-        "percentile_clipping": "max_norm clips the total norm",
-        "bf16_stochastic_round": "stochastic_rounding=True does the same",
-        "adam_w_mode": "AdamW decouples weight decay, and Adam does not",
-        "adamw_mode": "AdamW decouples weight decay, and Adam does not",
-        "set_grad_none": "zero_grad() sets gradients to None",
-    }
-)
+_OF_PEERS: Mapping[str, str] = {  # arguments of bitsandbytes and DeepSpeed, and what to write here
+    "optim_bits": "exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8 keep 8-bit states",
+    "block_wise": "8-bit states always have a scale per block; leave it out",
+    "percentile_clipping": "max_norm clips the total norm",
+    "bf16_stochastic_round": "stochastic_rounding=True does the same",
+    "adam_w_mode": "AdamW decouples weight decay, and Adam does not",
+    "adamw_mode": "AdamW decouples weight decay, and Adam does not",
+    "set_grad_none": "zero_grad() sets gradients to None",
+}
 
 
 def bound_arguments(of: type, signature: Signature, *args: Any, **options: Any) -> dict[str, Any]:

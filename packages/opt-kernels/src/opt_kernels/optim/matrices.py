@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from inspect import Parameter, Signature
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from opt_kernels.choice import NamedChoice
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
 from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
@@ -174,22 +174,21 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         return super().__getstate__() | {"scalar_rule": self.scalar_rule, "_names": self._names}
 
 
-_UNSPLIT: Mapping[str, Any] = MappingProxyType({"split_rows": (), "num_heads": 1, "split_sizes": ()})
-_OF_ALL: Mapping[str, Any] = MappingProxyType(
-    {
-        "scalar_optimizer": None,
-        "scalar_options": None,
-        "mains": "param",
-        "max_norm": None,
-        "backend": None,
-        "capturable": False,
-    }
-)
+_UNSPLIT: Mapping[str, Any] = {"split_rows": (), "num_heads": 1, "split_sizes": ()}
+_OF_ALL: Mapping[str, Any] = {
+    "scalar_optimizer": None,
+    "scalar_options": None,
+    "mains": "param",
+    "max_norm": None,
+    "backend": None,
+    "capturable": False,
+}
 
 
 def options_of(rule: type, *names: str) -> dict[str, Any]:
-    """The defaults of all fields of a rule, or of those in `names`. Enum members are given by their values."""
-    defaults = {field.name: field.default for field in fields(rule) if not names or field.name in names}
+    """The defaults of all fields of a rule except `backend`, or of those in `names`, with the values of enums."""
+    known = names or [field.name for field in fields(rule) if field.init and field.name != "backend"]
+    defaults = {field.name: field.default for field in fields(rule) if field.name in known}
     return {name: value.value if isinstance(value, NamedChoice) else value for name, value in defaults.items()}
 
 
@@ -197,7 +196,10 @@ def made(rule: Callable[..., R], options: Mapping[str, Any]) -> R:
     """The rule with these fields. Enum members may be given by their values."""
     kinds = {field.name: field.type for field in fields(cast(Any, rule)) if isinstance(field.type, type)}
     choices = {name: kinds[name] for name in options if name in kinds and issubclass(kinds[name], NamedChoice)}
-    return rule(**{name: choices[name](value) if name in choices else value for name, value in options.items()})
+    chosen = {name: choices[name](value) if name in choices else value for name, value in options.items()}
+    if "custom_coefficients" in chosen:
+        chosen["custom_coefficients"] = tuple(Coefficients(*step) for step in chosen["custom_coefficients"])
+    return rule(**chosen)
 
 
 def _signature(numbers: Mapping[str, Any], options: Mapping[str, Any]) -> Signature:

@@ -1,15 +1,12 @@
 """Drop-in Muon, and its preset MuonH."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks, Hyperball
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
-from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.base import Needs, Rule
@@ -20,16 +17,14 @@ KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
 
 
 # Options that Muon and AdaptiveMuon share, at the rule's defaults.
-MUON_OPTIONS: Mapping[str, Any] = MappingProxyType(
-    options_of(
-        MuonRule,
-        "extra_scale_factor",
-        "custom_coefficients",
-        "fp32_matmul_prec",
-        "use_syrk",
-        "momentum_buffer_dtype",
-        "weight_decay_method",
-    )
+MUON_OPTIONS: Mapping[str, Any] = options_of(
+    MuonRule,
+    "extra_scale_factor",
+    "custom_coefficients",
+    "fp32_matmul_prec",
+    "use_syrk",
+    "momentum_buffer_dtype",
+    "weight_decay_method",
 )
 
 
@@ -53,34 +48,25 @@ class Muon(MatrixOptimizer):
     """
 
     fixed = ("nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "momentum": 0.95,
-            "nesterov": True,
-            "ns_coefficients": KELLER_JORDAN,
-            "eps": 1e-7,  # lower bound of the norm that a momentum is divided by
-            "ns_steps": 5,
-            "adjust_lr_fn": None,
-            "betas": (0.9, 0.999),
-            "scalar_eps": 1e-8,
-        }
-    )
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"scale_mode": None, "coefficient_type": None, **MUON_OPTIONS}
-    )
+    numbers: ClassVar[Mapping[str, Any]] = {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": KELLER_JORDAN,
+        "eps": 1e-7,  # lower bound of the norm that a momentum is divided by
+        "ns_steps": 5,
+        "adjust_lr_fn": None,
+        "betas": (0.9, 0.999),
+        "scalar_eps": 1e-8,
+    }
+    options: ClassVar[Mapping[str, Any]] = {"scale_mode": None, "coefficient_type": None, **MUON_OPTIONS}
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        kind, steps = _coefficients(given["ns_coefficients"], given["coefficient_type"], given["custom_coefficients"])
-        chosen = {
-            "scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]),
-            "coefficient_type": kind,
-            "custom_coefficients": steps,
-            "num_ns_steps": given["ns_steps"],
-        }
-        return muon_rule({name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")} | chosen)
+        chosen = {name: given[name] for name in (*MUON_OPTIONS, "nesterov", "eps", "backend")}
+        scale = {"scale_mode": _scale(given["adjust_lr_fn"], given["scale_mode"]), "num_ns_steps": given["ns_steps"]}
+        return made(MuonRule, {**chosen, **scale, **_coefficients(given)})
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         own = super()._hyper(group, rule, step)
@@ -94,42 +80,28 @@ class MuonH(Muon):
     `hooks` default to `{"muon": (Hyperball(),)}`. The weight decay of matrices must be 0. Scales have no effect.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType({**Muon.numbers, "weight_decay": 0.0})
-    default_hooks: ClassVar[GivenHooks] = MappingProxyType({"muon": (Hyperball(),)})
+    numbers: ClassVar[Mapping[str, Any]] = {**Muon.numbers, "weight_decay": 0.0}
+    default_hooks: ClassVar[GivenHooks] = {"muon": (Hyperball(),)}
 
 
-def muon_rule(options: Mapping[str, Any]) -> MuonRule:
-    """The rule with these fields. Enum members may be given by their values."""
-    steps = tuple(Coefficients(*step) for step in options["custom_coefficients"])
-    return made(MuonRule, {**options, "custom_coefficients": steps})
-
-
-def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> ScaleMode:
+def _scale(adjust_lr_fn: str | None, scale_mode: str | None) -> str:
     """The scale of updates."""
     if scale_mode is not None and adjust_lr_fn is not None:
         raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} with scale_mode={scale_mode!r}: set only one of them")
-    if scale_mode is not None:
-        return ScaleMode(scale_mode)
-    match adjust_lr_fn:
-        case None | "original":
-            return ScaleMode.SHAPE_SCALING
-        case "match_rms_adamw":
-            return ScaleMode.MATCH_RMS_ADAMW
-    raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; pass 'original', 'match_rms_adamw' or None")
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        raise ValueError(f"adjust_lr_fn={adjust_lr_fn!r} is unknown; pass 'original', 'match_rms_adamw' or None")
+    if scale_mode is None:
+        return "match_rms_adamw" if adjust_lr_fn == "match_rms_adamw" else "shape_scaling"
+    return scale_mode
 
 
-def _coefficients(
-    ns_coefficients: tuple[float, float, float],
-    coefficient_type: str | None,
-    custom: Sequence[tuple[float, float, float]],
-) -> tuple[CoefficientType, tuple[Coefficients, ...]]:
+def _coefficients(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The set of coefficients, and the steps of a custom set."""
-    if coefficient_type is None and not custom:
-        return CoefficientType.CUSTOM, (Coefficients(*ns_coefficients),)
-    if tuple(ns_coefficients) != KELLER_JORDAN:
+    single, kind, custom = given["ns_coefficients"], given["coefficient_type"], given["custom_coefficients"]
+    if kind is None and not custom:
+        return {"coefficient_type": "custom", "custom_coefficients": (single,)}
+    if tuple(single) != KELLER_JORDAN:
         raise ValueError(
-            f"ns_coefficients={ns_coefficients!r} with coefficient_type={coefficient_type!r} or custom_coefficients: "
-            "pass one of them"
+            f"ns_coefficients={single!r} with coefficient_type={kind!r} or custom_coefficients: pass one of them"
         )
-    kind = CoefficientType.CUSTOM if coefficient_type is None else CoefficientType(coefficient_type)
-    return kind, tuple(Coefficients(*step) for step in custom)
+    return {"coefficient_type": "custom" if kind is None else kind, "custom_coefficients": custom}

@@ -1,10 +1,8 @@
 """Drop-in SOAP and SOAPMuon."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
 from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.soap import SOAPRule
@@ -21,12 +19,8 @@ class SOAP(MatrixOptimizer):
     for an option that is not allowed.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-    )
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {name: value for name, value in options_of(SOAPRule).items() if name != "backend"}
-    )
+    numbers: ClassVar[Mapping[str, Any]] = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    options: ClassVar[Mapping[str, Any]] = options_of(SOAPRule)
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
@@ -42,15 +36,11 @@ class SOAPMuon(MatrixOptimizer):
     ValueError for an option that is not allowed.
     """
 
-    numbers: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95}
-    )
-    options: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {name: value for name, value in options_of(SOAPMuonRule).items() if name != "backend"}
-    )
+    numbers: ClassVar[Mapping[str, Any]] = {
+        "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95,
+    }  # fmt: skip
+    options: ClassVar[Mapping[str, Any]] = options_of(SOAPMuonRule)
 
     @classmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        steps = tuple(Coefficients(*step) for step in given["custom_coefficients"])
-        chosen = {name: given[name] for name in (*cls.options, "backend")} | {"custom_coefficients": steps}
-        return made(SOAPMuonRule, chosen)
+        return made(SOAPMuonRule, {name: given[name] for name in (*cls.options, "backend")})
