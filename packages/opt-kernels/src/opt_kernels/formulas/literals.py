@@ -26,16 +26,9 @@ def for_torch(update: Callable[..., Any], constants: tuple[str, ...]) -> Callabl
     if not replaced.found:
         return update
     positional, named = parameters_of(update)
-    arguments = ast.arguments(
-        posonlyargs=[],
-        args=[ast.arg(name) for name in positional],
-        kwonlyargs=[ast.arg(name) for name in named],
-        kw_defaults=[None for _ in named],
-        defaults=[],
-    )
-    head = ast.parse("def update(): pass").body[0]
+    head = ast.parse(f"def update({', '.join([*positional, *(['*'] if named else []), *named])}): pass").body[0]
     assert isinstance(head, ast.FunctionDef)
-    head.args, head.body = arguments, body
+    head.body = body
     names: dict[str, Any] = {function: getattr(functions, function) for function in FUNCTIONS}
     names["quotient"] = quotient
     module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))

@@ -22,8 +22,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
 from opt_kernels.hooks.factors import moves_of, raise_rows_, share_that_decays
-from opt_kernels.hooks.gradients import gradients
-from opt_kernels.hooks.rows import RowMeans
+from opt_kernels.hooks.rows import RowMeans, subtract_row_means_
 from opt_kernels.hooks.sums import columns, sums_of
 from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
 from opt_kernels.matrices.stacks import read_main
@@ -147,7 +146,7 @@ class HookedUpdate:
         for (hyper, works), decay in zip(batches, decays):
             grads = [work.grad for work in works]
             if changes:
-                grads = gradients(
+                grads = _gradients(
                     works,
                     scale=grad_scale,
                     decay=decay,
@@ -233,6 +232,35 @@ class HookedUpdate:
             Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
             for work, update, of_rate, of_share in zip(works, updates, rate.unbind(), (1 - keep).unbind())
         ]
+
+
+def _gradients(
+    works: Sequence[Work],
+    *,
+    scale: float | Tensor,
+    decay: float | Tensor,
+    centralizes: bool,
+    is_matrix: bool,
+    row_means: Sequence[RowMeans | None],  # of each work; None: its rows are whole
+) -> list[Tensor]:
+    """scale * grad + decay * p of each work, minus the mean of each row with `centralizes`: new tensors.
+
+    They have the compute dtype of the work. A row is one index of the first dim; in a stack of matrices, one index of
+    all dims except the last.
+    """
+    found = []
+    for work, means in zip(works, row_means, strict=True):
+        main = read_main(work)
+        grad = torch.empty_like(main).copy_(work.grad).mul_(scale)
+        if means is not None:
+            subtract_row_means_(grad, means, scale=scale)
+        elif centralizes and grad.dim() > 1 and grad.numel():
+            dims = (-1,) if is_matrix else tuple(range(1, grad.dim()))
+            grad -= grad.mean(dims, keepdim=True)
+        if not isinstance(decay, float | int) or decay != 0:  # zero times an infinite parameter would be NaN
+            grad += main * decay
+        found.append(grad)
+    return found
 
 
 def _as(value: float | Tensor, number: float) -> float | Tensor:

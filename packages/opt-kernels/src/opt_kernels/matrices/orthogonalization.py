@@ -113,6 +113,9 @@ class Orthogonalization:
                 x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce, rescale_rows=self.rescale_rows
             )
         segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
+        product = (
+            version("syrk", "symmetric_product", backend=self.backend, tensors=[x]) if self.use_syrk else dense_product
+        )
         # Products of 16 or 64 bits do not depend on the setting.
         with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
             return torch_native.newton_schulz(
@@ -120,7 +123,7 @@ class Orthogonalization:
                 segments=segments,
                 dtype=dtype,
                 eps=self.eps,
-                product=self._product(x),
+                product=product,
                 all_reduce=all_reduce,
                 normalised=normalised,
                 rescale_rows=self.rescale_rows,
@@ -130,8 +133,3 @@ class Orthogonalization:
         if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:
             return dtype
         return torch.float16 if device.type == "cuda" else torch.bfloat16
-
-    def _product(self, x: Tensor) -> Callable[..., Tensor]:
-        if not self.use_syrk:
-            return dense_product
-        return version("syrk", "symmetric_product", backend=self.backend, tensors=[x])

@@ -52,7 +52,12 @@ class AveragedOptimizer(FormulaOptimizer):
         if not mode:
             self.eval()
         elif self._trained or not self.is_training:
-            self._warn_of_writes()
+            if self._shown and self._shown != self._versions():
+                warnings.warn(
+                    "parameters were written in evaluation mode, as by a load; train() replaces them by the trained "
+                    "weights: call train() before the load",
+                    stacklevel=3,
+                )
             for param, trained in self._trained.items():
                 local(param).copy_(trained)
             self._set_mode(training=True)
@@ -60,14 +65,6 @@ class AveragedOptimizer(FormulaOptimizer):
     @torch.no_grad()
     def _versions(self) -> list[int]:
         return [local(param)._version for param in self._trained]
-
-    def _warn_of_writes(self) -> None:
-        if self._shown and self._shown != self._versions():
-            warnings.warn(
-                "parameters were written in evaluation mode, as by a load; train() replaces them by the trained "
-                "weights: call train() before the load",
-                stacklevel=4,
-            )
 
     def _set_mode(self, *, training: bool) -> None:
         self._trained = {} if training else self._trained

@@ -106,7 +106,11 @@ class QuantizedTensor(ScaledParam, Tensor):
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
         for given, plain in _written(func, (args, kwargs), (plain_args, plain_kwargs)):
-            _check_shape(func, given, plain)
+            if plain.shape != given.shape:
+                raise QuantizationError(
+                    f"{func} would change the shape of an fp8 tensor from {tuple(given.shape)} to "
+                    f"{tuple(plain.shape)}; make a new one by QuantizedTensor.of"
+                )
             _copy(given, plain)
             result = given if result is plain else result
         return read_only(func, result)
@@ -188,14 +192,6 @@ def _written(func: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTenso
         for one, written in zip(tree_leaves(before), tree_leaves(after), strict=True):
             if isinstance(one, QuantizedTensor):
                 yield one, written
-
-
-def _check_shape(func: Any, given: QuantizedTensor, written: Tensor) -> None:
-    if written.shape != given.shape:
-        raise QuantizationError(
-            f"{func} would change the shape of an fp8 tensor from {tuple(given.shape)} to {tuple(written.shape)}; make "
-            "a new one by QuantizedTensor.of"
-        )
 
 
 def _dequantized(x: Any) -> Any:

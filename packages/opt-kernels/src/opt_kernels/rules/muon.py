@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -55,7 +56,17 @@ class MuonRule:
         check_backend(self.backend, "muon")
         codec = codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         object.__setattr__(self, "codecs", {MOMENTUM: codec})
-        object.__setattr__(self, "orthogonalization", self._orthogonalization())
+        steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
+        orthogonalization = Orthogonalization(
+            schedule=steps,
+            eps=self.eps,
+            precision=self.fp32_matmul_prec,
+            use_syrk=self.use_syrk,
+            tp_mode=self.tp_mode,
+            rescale_rows=self.coefficient_type is CoefficientType.AOL,
+            backend=self.backend,
+        )
+        object.__setattr__(self, "orthogonalization", orthogonalization)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -66,18 +77,6 @@ class MuonRule:
     @property
     def needs(self) -> Needs:
         return Needs.MATRICES
-
-    def _orthogonalization(self) -> Orthogonalization:
-        steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
-        return Orthogonalization(
-            schedule=steps,
-            eps=self.eps,
-            precision=self.fp32_matmul_prec,
-            use_syrk=self.use_syrk,
-            tp_mode=self.tp_mode,
-            rescale_rows=self.coefficient_type is CoefficientType.AOL,
-            backend=self.backend,
-        )
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -131,23 +130,23 @@ class MuonRule:
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
         """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""
         work = tasks[0].work
-        if inputs.dim() == 3 and not work.matrix.split_rows:
-            return self._orthogonalised(work, inputs, normalised)
-        parts = split(inputs, work.matrix)
-        orthogonal: dict[int, Tensor] = {}
-        for same in _of_equal_shape(parts):
-            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
-            done = self._orthogonalised(work, stacked, normalised)
-            orthogonal.update(zip(same, done.chunk(len(same)) if len(same) > 1 else (done,)))
-        return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
-
-    def _orthogonalised(self, work: Work, stacked: Tensor, normalised: bool) -> Tensor:
-        return self.orthogonalization(
-            stacked,
+        orthogonalised = partial(
+            self.orthogonalization,
             cut_dim=cut_of_parts(work),
             tensor_parallel=work.matrix.tensor_parallel,
             normalised=normalised,
         )
+        if inputs.dim() == 3 and not work.matrix.split_rows:
+            return orthogonalised(inputs)
+        parts = split(inputs, work.matrix)
+        by_shape: dict[torch.Size, list[int]] = {}
+        for index, part in enumerate(parts):
+            by_shape.setdefault(part.shape, []).append(index)
+        orthogonal: dict[int, Tensor] = {}
+        for same in by_shape.values():
+            stacked = torch.cat([parts[i] for i in same]) if len(same) > 1 else parts[same[0]]
+            orthogonal.update(zip(same, orthogonalised(stacked).chunk(len(same))))
+        return join([orthogonal[i] for i in range(len(parts))], work.matrix, inputs.shape)
 
     def _inputs(self, work: Work) -> Inputs:
         return self.orthogonalization.inputs(
@@ -165,11 +164,3 @@ class MuonRule:
         return tuple(
             scale_factor(self.scale_mode, rows=size * groups, cols=cols) * self.extra_scale_factor for size in sizes
         )
-
-
-def _of_equal_shape(parts: Sequence[Tensor]) -> list[list[int]]:
-    """The indices of parts that are orthogonalised together."""
-    by_shape: dict[torch.Size, list[int]] = {}
-    for index, part in enumerate(parts):
-        by_shape.setdefault(part.shape, []).append(index)
-    return list(by_shape.values())
