@@ -28,15 +28,10 @@ def scalars(
     *, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float, gamma: float, step: float
 ) -> dict[str, float]:
     return {
-        "correction": gamma * beta1 / (1 - beta1),
-        "decay": 1 - lr * weight_decay,
-        "weight1": 1 - beta1,
-        "beta2": beta2,
-        "weight2": 1 - beta2,
-        "step_size": lr / (1 - power(beta1, step)),
-        "root2": sqrt(1 - power(beta2, step)),
-        "eps": eps,
-    }
+        "correction": gamma * beta1 / (1 - beta1), "decay": 1 - lr * weight_decay, "weight1": 1 - beta1,
+        "beta2": beta2, "weight2": 1 - beta2, "step_size": lr / (1 - power(beta1, step)),
+        "root2": sqrt(1 - power(beta2, step)), "eps": eps,
+    }  # fmt: skip
 
 
 def update(
