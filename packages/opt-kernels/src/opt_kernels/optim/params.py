@@ -10,7 +10,7 @@ from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.backends.elements import is_dense
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.optim.mains import Mains, init_main
-from opt_kernels.quantized.find import is_quantized
+from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule

@@ -1,6 +1,7 @@
-"""Adapters for the fp8 tensors of TransformerEngine (2.x) and torchao (0.13 and later), so that optimizers update them.
+"""Recognises fp8 parameters, and adapts those of TransformerEngine (2.x) and torchao (0.13 and later), so that
+optimizers update them.
 
-They are recognised by the names of their class and package, so that neither library is imported. The adapters use these
+Their tensors are known by the names of class and package, so that neither library is imported. Used are these
 attributes:
 
     transformer_engine  Float8Tensor            _data (uint8), _scale_inv, _fp8_dtype, _quantizer (scale, amax)
@@ -10,7 +11,7 @@ attributes:
     torchao             Float8Tensor            qdata, scale (factor of the codes)
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opt_kernels.quantized.protocol import QuantizationError
+from opt_kernels.quantized.protocol import QuantizationError, QuantizedParam
 from opt_kernels.quantized.recipes import FP8, RECIPES, as_matrix
 from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
+from opt_kernels.quantized.tensor import QuantizedTensor
 
 
 class Form(NamedTuple):
@@ -190,3 +192,32 @@ _FORMS: Mapping[tuple[str, str], Form] = {
     ("torchao", "Float8TrainingTensor"): Form("_data", "_scale", is_inverse=True),
     ("torchao", "Float8Tensor"): Form("qdata", "scale"),
 }
+
+
+Adapter = Callable[[Tensor], QuantizedParam | None]
+"""Returns the `QuantizedParam` of a library's fp8 tensor; None for tensors of other kinds."""
+
+_ADAPTERS: list[Adapter] = [adapted]
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Register an adapter for the fp8 tensors of another library. The adapter registered last is tried first."""
+    _ADAPTERS.insert(0, adapter)
+
+
+def quantized(tensor: Tensor) -> QuantizedParam | None:
+    """The `QuantizedParam` of an fp8 tensor; None for any other tensor.
+
+    Raises:
+        QuantizationError: an fp8 tensor in a form that cannot be updated.
+    """
+    if type(tensor).__module__.startswith("torch.") or type(tensor) is Tensor:
+        return None
+    if isinstance(tensor, QuantizedTensor):
+        return tensor
+    return next((found for adapter in _ADAPTERS if (found := adapter(tensor)) is not None), None)
+
+
+def is_quantized(tensor: Tensor) -> bool:
+    """Whether `tensor` is an fp8 tensor."""
+    return quantized(tensor) is not None
