@@ -7,25 +7,11 @@ from types import MappingProxyType
 from opt_kernels.formulas.formula import Formula
 
 MODULES = (
-    "adam",
-    "sgd",
-    "lion",
-    "adan",
-    "ademamix",
-    "laprop",
-    "mars",
-    "nadam",
-    "radam",
-    "schedule_free",
-    "signum",
+    "adam", "sgd", "lion", "adan", "ademamix", "laprop", "mars", "nadam", "radam", "schedule_free", "signum",
+)  # fmt: skip
+
+# Each module defines one formula.
+_IN_MODULES = (vars(import_module(f"opt_kernels.formulas.{module}")).values() for module in MODULES)
+FORMULAS: Mapping[str, Formula] = MappingProxyType(
+    {value.name: value for values in _IN_MODULES for value in values if isinstance(value, Formula)}
 )
-
-
-def formula_in(module: str) -> Formula:
-    """The one formula that a module of `opt_kernels.formulas` defines."""
-    values = vars(import_module(f"opt_kernels.formulas.{module}")).values()
-    (formula,) = (value for value in values if isinstance(value, Formula))
-    return formula
-
-
-FORMULAS: Mapping[str, Formula] = MappingProxyType({formula.name: formula for formula in map(formula_in, MODULES)})
