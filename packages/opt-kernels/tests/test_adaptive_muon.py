@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
 from opt_kernels.matrices.orthogonalization import ScaleMode
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
@@ -172,3 +173,8 @@ def test_a_gradient_of_zeros_leaves_the_weight_to_its_decay(kind: SecondMoment) 
     for step in (1, 2):
         rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.5, step=step), [work])])
     torch.testing.assert_close(main, torch.full((6, 4), 0.95**2))
+
+
+def test_hooks_run_on_the_backend_of_muon() -> None:
+    """Symptom: weights were moved by the backend of the device, whichever the optimizer was built with."""
+    assert hooked(AdaptiveMuonRule(muon=EXACT), (ClipUpdateRms(),)).backend == "reference"  # type: ignore[attr-defined]
