@@ -4,7 +4,6 @@ from opt_kernels.codecs.codec import (
     BLOCK,
     TINY,
     CodecError,
-    Coded,
     Companded,
     Plain,
     Root,
@@ -18,18 +17,6 @@ from opt_kernels.codecs.codec import (
 )  # fmt: skip
 
 __all__ = [
-    "BLOCK",
-    "TINY",
-    "CodecError",
-    "Coded",
-    "Companded",
-    "Plain",
-    "Root",
-    "Scaled",
-    "StateCodec",
-    "codec_for",
-    "codecs_of",
-    "init_state",
-    "scale_name",
-    "state_specs",
+    "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
+    "init_state", "scale_name", "state_specs",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ not codes.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -186,19 +186,10 @@ def codec_for(name: str, dtype: torch.dtype, *, signed: bool) -> StateCodec:
     )
 
 
-@runtime_checkable
-class Coded(Protocol):
-    """A rule with codecs."""
-
-    @property
-    def codecs(self) -> Mapping[str, StateCodec]:
-        """The codecs of the states, by name."""
-        ...
-
-
 def codecs_of(rule: object) -> Mapping[str, StateCodec]:
     """The codecs of a rule; empty for a rule that stores its states as they are."""
-    return rule.codecs if isinstance(rule, Coded) else {}
+    codecs: Mapping[str, StateCodec] = getattr(rule, "codecs", {})
+    return codecs
 
 
 def scale_name(name: str) -> str:

@@ -57,10 +57,6 @@ class Begun(NamedTuple):
     grad_scale: float | Tensor
     updates: Sequence[Sequence[Tensor]]  # by batch: u of each work, once the rule has run; empty without a buffer
 
-    @property
-    def num_works(self) -> int:
-        return sum(len(batch.works) for batch in self.batches)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookedUpdate:

@@ -35,11 +35,6 @@ class Recipe:
     history: int = 0  # number of past updates that a scale follows; 0: the current values only
 
     @property
-    def is_power_of_two(self) -> bool:
-        """Whether scales are powers of two, so that scaling is exact."""
-        return bool(self.square or self.run)
-
-    @property
     def scale_dtype(self) -> torch.dtype:
         """Dtype of the stored scales: fp32, or uint8 for e8m0 exponents."""
         return torch.uint8 if self.run else torch.float32
@@ -83,7 +78,7 @@ def as_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
     """fp32 scales from the largest magnitudes: 1 if all elements are zero, NaN if one is not finite."""
-    if recipe.is_power_of_two:
+    if recipe.square or recipe.run:  # powers of two, so that scaling is exact
         mantissa, exponent = torch.frexp(largest)
         power = exponent - 9 + (mantissa > MAX / 512)  # largest / 2^power is in (224, 448]
         scales = ((power + 127).clamp(1, 254) << 23).view(torch.float32)
