@@ -277,10 +277,17 @@ class Check(Dialect):
             )
         return ""
 
-    def choice(self, *parts: object) -> str:
+    def choice(self, condition: str, yes: str, no: str) -> str:
         return ""
 
-    both = either = negation = choice
+    def both(self, conditions: list[str]) -> str:
+        return ""
+
+    def either(self, conditions: list[str]) -> str:
+        return ""
+
+    def negation(self, condition: str) -> str:
+        return ""
 
     def assignment(self, name: str, value: str) -> str:
         if name in self.constants:
