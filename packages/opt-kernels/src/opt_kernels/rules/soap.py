@@ -19,14 +19,14 @@ from opt_kernels.matrices.shampoo import (
     out_of_basis,
     reordered,
 )
-from opt_kernels.rules.whole_matrices import WholeMatrices
+from opt_kernels.rules.eigenbases import EigenbasisRule
 from opt_kernels.works import Hyper, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAPRule(WholeMatrices):
+class SOAPRule(EigenbasisRule):
     """SOAP (Vyas et al., arXiv 2409.11321); by default KL-SOAP, with KL-Shampoo's factors (Lin et al., 2509.03378).
 
     Of `Hyper`: lr, weight_decay, step t, betas, eps. For a gradient G (m, n) of each matrix:

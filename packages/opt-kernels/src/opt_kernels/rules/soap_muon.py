@@ -18,14 +18,14 @@ from opt_kernels.matrices.shampoo import (
     out_of_basis,
     reordered,
 )
-from opt_kernels.rules.whole_matrices import WholeMatrices
+from opt_kernels.rules.eigenbases import EigenbasisRule
 from opt_kernels.works import Hyper
 
 _SECOND_MOMENT = "exp_avg_sq"  # in the bases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SOAPMuonRule(WholeMatrices):
+class SOAPMuonRule(EigenbasisRule):
     """SOAP-Muon (N. Vyas, nikhilvyas.github.io/SOAP_Muon.pdf), as in the records of modded-nanogpt's track 3.
 
     Of `Hyper`: lr, weight_decay, step, momentum mu, eps. For a gradient G (m, n) of each matrix, with b `shampoo_beta`:
