@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fuzz.cases import (
@@ -161,7 +161,7 @@ def _laid_out(case: Case) -> Case:
         params = (dataclasses.replace(params[0], frozen=False, left_out=False), *params[1:])
     names = {param.name for param in params}
     overrides = case.overrides and tuple(own for own in case.overrides if own[0] in names)
-    return dataclasses.replace(case, params=params, overrides=overrides)
+    return dataclasses.replace(case, params=_not_all_wide(params), overrides=overrides)
 
 
 def _wrapped(rng: random.Random, numbers: str, setup: Setup) -> Setup:
@@ -222,9 +222,6 @@ def _resumed(rng: random.Random, case: Case) -> Case:
 
 def _fits(param: Param, setup: Setup) -> bool:
     pieces = setup.grid.tp if param.expert is None else setup.grid.etp
-    needs_finalize = (param.over_tp and setup.grid.tp > 1) or (param.tied and setup.grid.pp > 1)
-    if needs_finalize and not setup.wrapped:
-        return False
     rows = param.shape[0] // (pieces if param.cut == 0 else 1) if param.qkv else 0
     return rows % 4 == 0 and (param.cut is None or param.shape[param.cut] % pieces == 0)
 
@@ -252,7 +249,14 @@ def _params(rng: random.Random, numbers: str, setup: Setup) -> tuple[Param, ...]
         found[index] = dataclasses.replace(found[index], left_out=True)
     if not any(is_trained(param) for param in found):
         found[0] = dataclasses.replace(found[0], left_out=False, frozen=False)
-    return tuple(found)
+    return _not_all_wide(found)
+
+
+def _not_all_wide(params: Sequence[Param]) -> tuple[Param, ...]:
+    """At least the first in the 16 bits of the model, since `bf16=True` is refused where all parameters are in fp32."""
+    if all(param.wide for param in params):
+        return (dataclasses.replace(params[0], wide=False), *params[1:])
+    return tuple(params)
 
 
 def _experts(rng: random.Random, first: int, numbers: str, setup: Setup) -> Iterator[Param]:
@@ -275,10 +279,10 @@ def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_ex
     pieces = setup.grid.etp if is_expert else setup.grid.tp
     cuttable = [dim for dim, size in enumerate(shape) if size and size % max(pieces, 2) == 0]
     cut = rng.choice(cuttable) if cuttable and rng.random() < 0.7 else None
-    finalizes = setup.wrapped and setup.grid.tp > 1 and cut is None and not is_expert
+    may_differ = setup.grid.tp > 1 and cut is None and not is_expert
     over_tp = rng.choice((None, None, "sequence_parallel", "average_gradients_across_tp_domain"))
     rows = shape[0] // (pieces if cut == 0 else 1) if len(shape) == 2 else 0
-    is_tied = not is_expert and setup.wrapped and rng.random() < 0.15
+    is_tied = not is_expert and rng.random() < 0.15
     return Param(
         name=f"e{number}" if is_expert else f"p{number}",
         shape=shape,
@@ -290,7 +294,7 @@ def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_ex
         qkv=rows > 0 and rows % 4 == 0 and rng.random() < 0.3,
         tied=is_tied,
         norm_group="mtp" if rng.random() < 0.05 else None,
-        over_tp=over_tp if finalizes and not is_tied else None,
+        over_tp=over_tp if may_differ and not is_tied else None,
         frozen=rng.random() < 0.1,
         uses=2 if rng.random() < 0.1 else 1,
     )

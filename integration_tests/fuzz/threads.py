@@ -65,6 +65,7 @@ class ThreadGroups:
             ),
             everyone=self.comm(rank, "everyone", lambda p: ()),
             instance=self.comm(rank, "instance", lambda p: p.instance) if instances > 1 else None,
+            embedding=self.embedding(rank),
         )
 
 
