@@ -5,6 +5,7 @@ Steps succeeded without `finalize_model_grads`, and copies drifted 0.6 apart.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -323,3 +324,64 @@ def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, way: str
 
     for norm, expected in run_threads(2, rank_main):
         assert norm == pytest.approx(expected, rel=1e-6)
+
+
+class QkNorm(nn.Module):
+    """A norm of queries, which each tensor-parallel rank applies to its own heads; only the model's config says so."""
+
+    def __init__(self, *, partial: bool):
+        super().__init__()
+        self.config = SimpleNamespace(qk_layernorm=partial)
+        self.q_layernorm = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(self.q_layernorm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.q_layernorm(x).sum()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_norms_of_queries_and_keys_are_summed_if_the_model_says_that_they_are_partial(
+    wrapped: bool, partial: bool
+) -> None:
+    def rank_main(place: Place) -> list[float]:
+        net, roles = QkNorm(partial=partial), place.roles("sequence_parallel")
+        model = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=roles) if wrapped else net
+        settings = OptimizerConfig(optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+        optimizer = get_optimizer(settings, [model], {}, pg_collection=roles)
+        model(torch.full((1, 3), 0.25 * (1 + place.peer.rank) if partial else 0.5)).backward()
+        if wrapped and partial:
+            with pytest.raises(RuntimeError, match="q_layernorm.weight' is not complete"):
+                optimizer.step()
+        if wrapped:
+            finalize_model_grads([model])
+        optimizer.step()
+        return net.q_layernorm.weight.flatten().tolist()
+
+    assert on_all(rank_main) == [[0.25 if partial else 0.5] * 3] * 4
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("mark", MARKS[2:])
+def test_stages_may_hold_copies_in_another_order(mark: str, wrapped: bool) -> None:
+    """The dtypes of other parameters, and the order of modules, decide on the order of buffers."""
+    shapes = {"large": (24, 4), "small": (5, 2)}
+
+    def rank_main(place: Place) -> list[list[float]]:
+        net, names = nn.Module(), list(shapes)[:: 1 if place.peer.rank else -1]
+        for name in names:
+            param = nn.Parameter(torch.zeros(shapes[name]))
+            setattr(param, mark, True)
+            param.shared = place.peer.rank > 0
+            net.register_parameter(name, param)
+        roles = place.roles(mark)
+        model = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=roles) if wrapped else net
+        settings = OptimizerConfig(optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+        optimizer = get_optimizer(settings, [model], {}, pg_collection=roles)
+        sum(param.sum() * (1 + number) for number, param in enumerate(map(net.get_parameter, shapes))).backward()
+        if wrapped:
+            finalize_model_grads([model])
+        optimizer.step()
+        return [net.get_parameter(name).unique().tolist() for name in shapes]
+
+    assert on_all(rank_main, dp=1) == [[[-2.0], [-4.0]]] * 2

@@ -270,3 +270,40 @@ def test_broadcast_params_copies_frozen_weights_and_buffers_where_copies_are(way
     for other in others:
         for name in ("base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope"):
             assert torch.equal(first[name], other[name])
+
+
+BUFFERS: dict[str, Callable[[int], Tensor]] = {
+    "expanded": lambda rank: torch.tensor([float(rank)]).expand(4),
+    "sparse": lambda rank: torch.diag(torch.full((3,), rank + 1.0)).to_sparse(),
+    "quantized": lambda rank: torch.quantize_per_tensor(torch.full((3,), float(rank)), 0.1, 0, torch.qint8),
+    "zeros of another shape": lambda rank: torch.zeros(rank + 1),
+    "zeros of another dtype": lambda rank: torch.zeros(3, dtype=(torch.float32, torch.float64)[rank % 2]),
+}
+SENT = ("expanded", "sparse")
+
+
+@pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_buffers_of_other_layouts_are_copied_or_refused_on_every_rank(kind: str, broadcast: bool) -> None:
+    """A quantized buffer ended the process, an expanded one raised on some ranks only, and others were not compared."""
+
+    def rank_main(comm: ThreadComm) -> str | list[float]:
+        net = nn.Linear(2, 2)
+        nn.init.ones_(net.weight)
+        nn.init.zeros_(net.bias)
+        net.register_buffer("table", BUFFERS[kind](comm.rank))
+
+        def build() -> Any:
+            return get_optimizer(
+                CONFIGS["replicated"], [net], pg_collection=roles_over(comm), broadcast_params=broadcast
+            )
+
+        if broadcast and kind in SENT:
+            build()
+            return (net.table.to_dense() if net.table.is_sparse else net.table).flatten().tolist()
+        return refusal(build)
+
+    first, *others = run_threads(3, rank_main)
+    assert all(other == first for other in others)
+    if isinstance(first, str):
+        assert "different values of 'table'" in first

@@ -26,7 +26,7 @@ def finalize_model_grads(
     num_tokens: Tensor | int | None = None,
     pg_collection: Groups = None,
     *,
-    qk_layernorm: bool = False,
+    qk_layernorm: bool | None = None,
     router_bias_update_rate: float = ROUTER_BIAS_UPDATE_RATE,
 ) -> None:
     """Complete the gradients. Collective. Writes the gradient buffers of `model_chunks`, and biases of routers.
@@ -56,7 +56,8 @@ def finalize_model_grads(
         pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd` and `pp` are used), or `Peers`.
             None: the groups that the first chunk was wrapped with.
         qk_layernorm: each rank applies parameters with `q_layernorm` or `k_layernorm` in their names to its own heads,
-            so that their gradients are partial even without sequence parallelism.
+            so that their gradients are partial even without sequence parallelism. None: `config.qk_layernorm` of the
+            modules decides, as in Megatron-Core.
         router_bias_update_rate: the change of a router's biases in each step; 0 leaves them unchanged.
 
     Raises:
@@ -69,6 +70,8 @@ def finalize_model_grads(
     _check(chunks, num_tokens)
     given = chunks[0].roles if pg_collection is None and chunks else pg_collection
     peers = _peers(given)
+    if qk_layernorm is None:
+        qk_layernorm = any(chunk.qk_layernorm for chunk in chunks)
     _check_peers(chunks, given, peers, qk_layernorm=qk_layernorm)
     for chunk in chunks:
         chunk.finish_grad_sync()

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.grouping import default_bucket_size
+from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
 from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.buffers.untrained import check_untrained
@@ -298,6 +299,7 @@ def _model(
         metas=metas,
         group_of=group_index(groups),
         device=_device(chunks, roles.everyone),
+        qk_layernorm=any(map(uses_qk_layernorm, chunks)),
         reduced=reduced_by_megatron(chunks, params),
         averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
     )

@@ -22,7 +22,7 @@ from opt_distributed.buffers.grouping import IsWhole, nothing_whole
 from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_reads import UseHooks
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
-from opt_distributed.buffers.peers import is_marked
+from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import describe_stored
@@ -131,7 +131,7 @@ class DistributedDataParallel(nn.Module):
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
         self.marked = tuple(filter(is_marked, self.metas.values()))
-        self.qk_layernorm = False  # whether gradients of norms of queries and keys are partial
+        self.qk_layernorm = uses_qk_layernorm(module)  # whether gradients of norms of queries and keys are partial
         self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
         self.is_scaled = False  # whether `scale_gradients` was called in this iteration
         self.synced_buffers = tuple(

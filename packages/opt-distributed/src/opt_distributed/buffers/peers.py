@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Alone, Comm, comm_of
@@ -63,6 +63,12 @@ class Mark(NamedTuple):
     comm: Comm | None  # None: the groups do not say which ranks are the peers
 
 
+def uses_qk_layernorm(chunk: nn.Module) -> bool:
+    """Whether a model says, by `config.qk_layernorm` as Megatron-Core's models, that it norms queries and keys."""
+    modules = (module for module in chunk.modules() if hasattr(module, "config"))
+    return any(getattr(module.config, "qk_layernorm", None) is True for module in modules)
+
+
 def is_marked(meta: ParamMeta) -> bool:
     """Whether the gradient of a parameter may need a sum or mean over other ranks than its replicas."""
     over_tp = meta.sequence_parallel or meta.average_gradients_across_tp or any(n in meta.id.name for n in QK_NORMS)
@@ -111,7 +117,9 @@ def sum_over_peers_(parts: Iterable[Part], peers: Peers, *, qk_layernorm: bool =
     of_model = list(parts)
 
     def chosen(is_chosen: Callable[[ParamMeta], bool]) -> list[Tensor]:
-        return [part.value for part in of_model if is_chosen(part.meta)]
+        # Stages may hold copies in another order, because the other parameters of a stage decide on its layout.
+        found = [part for part in of_model if is_chosen(part.meta)]
+        return [part.value for part in sorted(found, key=lambda part: (part.meta.shape, part.meta.id.name))]
 
     def is_partial(meta: ParamMeta) -> bool:
         return meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))

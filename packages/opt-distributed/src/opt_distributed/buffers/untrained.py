@@ -32,8 +32,8 @@ def check_untrained(
     parts = {str(id): list(_parts(tensor)) for id, tensor in tensors.items()}
     by_comm = copies_by_comm(tensors, {id: one.meta for id, one in found.items()}, roles)
     names = {comm: [str(id) for id in ids] for comm, ids in by_comm.items()}
+    shapes = {name: str([(part.dtype, part.shape) for part in of_name]) for name, of_name in parts.items()}
     if broadcast:
-        shapes = {name: str([(part.dtype, part.shape) for part in of_name]) for name, of_name in parts.items()}
         per_comm = {comm: _common([shapes[name] for name in of_comm], of_comm, comm) for comm, of_comm in names.items()}
         errors = (difference(per_rank, comm) for comm, per_rank in per_comm.items())
         agree(roles.everyone, next((error for error in errors if error is not None), None))
@@ -45,8 +45,9 @@ def check_untrained(
             if (fp8 := quantized(tensor)) is not None:
                 fp8.forget_initial()
                 fp8.finish_()
+        parts = {str(id): list(_parts(tensor)) for id, tensor in tensors.items()}  # copies are not written to
     bits = {(name, number): _bits(part) for name, of_name in parts.items() for number, part in enumerate(of_name)}
-    sums: dict[str, list[int]] = {name: [] for name in parts}
+    sums: dict[str, list[object]] = {name: [shapes[name]] for name in parts}  # zeros of any shape have the same sum
     for (name, _), checksum in checksums(bits).items():
         sums[name].append(checksum)
     differences = [
@@ -69,6 +70,10 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
+    elif tensor.is_quantized:
+        yield tensor.dequantize()  # a copy, so that these are compared after a broadcast, but not broadcast
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor.detach()._indices(), tensor.detach()._values())
     elif tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor.detach()
 
@@ -83,4 +88,7 @@ def _broadcast_(part: Tensor, comm: Comm) -> None:
     value = _bits(part).contiguous()
     comm.broadcast_(value.view(-1).view(torch.uint8))  # in bytes: no backend sends every dtype
     if comm.rank != 0:
-        part.copy_(torch.view_as_complex(value) if part.is_complex() else value)
+        received = torch.view_as_complex(value) if part.is_complex() else value
+        for dim in (dim for dim, stride in enumerate(part.stride()) if stride == 0 and part.shape[dim]):
+            part, received = part.narrow(dim, 0, 1), received.narrow(dim, 0, 1)  # an expanded tensor is written once
+        part.copy_(received)

@@ -19,10 +19,12 @@ class PeerSums:
     It writes the buffers of the reduction, not `param.grad`, so that a step may be repeated.
     """
 
-    def __init__(self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles):
-        self._peers = Peers.of_roles(roles)
+    def __init__(
+        self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
+    ):
+        self._peers, self._qk_layernorm = Peers.of_roles(roles), qk_layernorm
         self._marked: dict[BufferedGrads, list[ParamMeta]] = {}
-        ids = marked_ids(metas, roles)
+        ids = marked_ids(metas, roles, qk_layernorm=qk_layernorm)
         for source in sources:
             if isinstance(source, BufferedGrads) and not ids.isdisjoint(source.params):
                 self._marked[source] = [metas[id] for id in source.unresolved if id in ids]
@@ -39,26 +41,30 @@ class PeerSums:
             for of_param in source.owned(meta.id)
         ]
         uses = [Part(meta, _uses(source.params[meta.id])) for source, marked in self._marked.items() for meta in marked]
-        sum_over_peers_(parts, self._peers)
-        sum_over_peers_(uses, self._peers)
+        sum_over_peers_(parts, self._peers, qk_layernorm=self._qk_layernorm)
+        sum_over_peers_(uses, self._peers, qk_layernorm=self._qk_layernorm)
         for source in self._marked:
             source.uses_of_peers = {meta.id: count for meta, count in uses if meta.id in source.params}
 
 
-def marked_ids(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> frozenset[ParamId]:
+def marked_ids(metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool) -> frozenset[ParamId]:
     """Parameters whose gradients are complete only after a sum or mean over peers."""
     num_chunks = len({id.chunk for id in metas})
-    return frozenset(id for id, meta in metas.items() if marks_of(meta, roles, num_chunks=num_chunks))
+    return frozenset(
+        id for id, meta in metas.items() if marks_of(meta, roles, qk_layernorm=qk_layernorm, num_chunks=num_chunks)
+    )
 
 
-def check_marks(params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta], roles: Roles) -> None:
+def check_marks(
+    params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
+) -> None:
     """Check that the step can complete the gradients of plain parameters.
 
     Raises:
         ConfigError: the peers of a marked parameter are unknown, or it is a DTensor whose mesh does not contain them.
     """
     for id in params:
-        for mark in marks_of(metas[id], roles):
+        for mark in marks_of(metas[id], roles, qk_layernorm=qk_layernorm):
             if metas[id].is_dtensor and _is_outside(params[id], metas[id], mark, roles):
                 raise ConfigError(
                     f"{str(id)!r} is a DTensor marked {mark.attr}: its gradient would not be summed over the group "

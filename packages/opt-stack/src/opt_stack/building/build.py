@@ -52,6 +52,7 @@ class Model:
     group_of: Mapping[ParamId, int]
     device: torch.device
     averaged: frozenset[ParamId] = frozenset()  # parameters whose gradients torch's DistributedDataParallel averages
+    qk_layernorm: bool = False  # whether gradients of norms of queries and keys are partial
     reduced: frozenset[ParamId] = frozenset()  # parameters whose main_grad Megatron-Core's wrapper reduces
 
 
@@ -76,7 +77,7 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
         limits=_limits(plan),
         spans=_spans(plan.config),
         graphs=plan.config.optimizer_cuda_graph,
-        peer_sums=PeerSums(plain.values(), model.metas, roles),
+        peer_sums=PeerSums(plain.values(), model.metas, roles, qk_layernorm=model.qk_layernorm),
     )
 
 
@@ -132,12 +133,13 @@ def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Sourc
     is_bf16 = all(model.metas[id].dtype is torch.bfloat16 for id in params)
     dtype = plan.config.precision.grads if is_bf16 else torch.float32
     if not params.keys() <= model.reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, model.metas, roles)
+        check_marks(params, model.metas, roles, qk_layernorm=model.qk_layernorm)
     if buffer.spread is Spread.LAID_OUT:
         return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
     if params.keys() <= model.reduced:
         return ReducedMainGrads(params)
-    is_marked = not marked_ids(model.metas, roles).isdisjoint(params)  # then gradients are summed in a buffer
+    marked = marked_ids(model.metas, roles, qk_layernorm=model.qk_layernorm)
+    is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked:
         return OwnGrads(params, num_replicas=replicas)
     sharded = buffer.spread is not Spread.REPLICATED

@@ -69,7 +69,8 @@ class DistributedDataParallel(Wrapper):
         number = getattr(module, "vp_stage", None) or 0 if chunk is None else chunk
         super().__init__(ddp_config, module, chunk=number, **options)
         self.transformer_config = transformer_config
-        self.qk_layernorm = bool(getattr(transformer_config, "qk_layernorm", False))
+        if transformer_config is not None:
+            self.qk_layernorm = bool(getattr(transformer_config, "qk_layernorm", False))
 
     @property
     def ddp_config(self) -> DistributedDataParallelConfig:
@@ -105,7 +106,7 @@ def finalize_model_grads(
     for chunk in model if force_all_reduce else ():
         chunk.finish_grad_sync(force_all_reduce=True)
     of_model = getattr(model[0], "transformer_config", None) if model else None
-    options.setdefault("qk_layernorm", bool(getattr(of_model, "qk_layernorm", False)))
+    options.setdefault("qk_layernorm", any(chunk.qk_layernorm for chunk in model))
     rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)
     options.setdefault("router_bias_update_rate", rate)
     finalize(model, num_tokens, pg_collection, **options)
