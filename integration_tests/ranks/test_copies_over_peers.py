@@ -351,7 +351,7 @@ def test_norms_of_queries_and_keys_are_summed_if_the_model_says_that_they_are_pa
         optimizer = get_optimizer(settings, [model], {}, pg_collection=roles)
         model(torch.full((1, 3), 0.25 * (1 + place.peer.rank) if partial else 0.5)).backward()
         if wrapped and partial:
-            with pytest.raises(RuntimeError, match="q_layernorm.weight' is not complete"):
+            with pytest.raises(RuntimeError, match=r"q_layernorm\.weight' is not complete"):
                 optimizer.step()
         if wrapped:
             finalize_model_grads([model])

@@ -138,7 +138,7 @@ class OptimizerConfig(Configuration):
     soap_precondition_frequency: int = 1
     """Number of steps from one update of SOAP's basis to the next."""
     soap_use_kl_shampoo: bool = True
-    """Use the Kullback-Leibler variant of Shampoo for SOAP's preconditioner."""
+    """Use the Kullback-Leibler variant of Shampoo for SOAP's preconditioner. `soap_muon` always uses plain factors."""
 
     adaptive_muon_moment2_method: str = "adamuon"
     """Second moment of Adaptive Muon: adamuon, normuon or namo."""
