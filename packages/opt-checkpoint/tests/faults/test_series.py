@@ -234,6 +234,27 @@ def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(tmp_path: 
         saved(tmp_path, 120)
 
 
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> None:
+    with two_tiers(tmp_path) as tiers:
+        for step in (80, 100, 120):
+            tiers.save(step, state_at(step, 0, 1))
+    shutil.rmtree(tmp_path / "local")
+    steps = [80, 100, 120][:-damaged]
+    for step in (120, 100)[:damaged]:
+        flip(next((tmp_path / "durable" / step_name(step)).glob("*.distcp")))
+    with two_tiers(tmp_path) as tiers:
+        with pytest.warns(UserWarning, match="120 is damaged and is skipped"):
+            found = tiers.find()
+        assert (found.step, found.tier) == (steps[-1], "durable")
+        assert "step 120 of the durable tier is damaged" in found.passed_over
+        assert_is_step(tiers.load(empty()).state, steps[-1], 0, 1)
+        tiers.save(120, state_at(121, 0, 1))
+    shutil.rmtree(tmp_path / "local")
+    with two_tiers(tmp_path) as tiers:
+        assert_is_step(tiers.load(empty()).state, 121, 0, 1)
+
+
 def load_damaged(rank: int, size: int, folder: str) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -269,6 +290,19 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     with pytest.raises(CheckpointExistsError, match=r"step 40 .* another trainer"):
         first.save(40, state_at(40, 0, 1))
     assert taken_over.latest() == 40
+
+
+def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any) -> None:
+    saved(place, 100, 120)
+    one, two = (CheckpointManager(place, in_background=False) for _ in range(2))
+    for manager in (one, two):
+        manager.load(empty(), step=100)
+    one.save(120, state_at(121, 0, 1))
+    for step in (120, 140):
+        with pytest.raises(CheckpointExistsError, match=r"step 120 .* saved by another trainer"):
+            two.save(step, state_at(step, 0, 1))
+    assert_is_step(CheckpointManager(place).load(empty()).state, 121, 0, 1)
+    one.save(140, state_at(140, 0, 1))
 
 
 def test_a_race_for_one_step_is_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import logging
 import operator
 import uuid
 import warnings
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -140,7 +141,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._closed = False
         self.series = Series(self.directory, self._files)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
-        self._left: set[int] = set()  # on rank 0: steps after the one that was loaded last
+        self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
         self._damaged: dict[int, str] = {}  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
@@ -179,7 +180,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         path = self.directory / step_name(step)
         if self._closed:
             raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
-        left = frozenset(self._left)  # at this time: a load may follow while the save is running
+        left = dict(self._left)  # at this time: a load may follow while the save is running
 
         def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:
             ready = agreed(ranks, lambda: self._prepare(step, left), f"saving {path}")
@@ -207,16 +208,17 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         target = same_location(saver.ranks, "saving", path, common=common)
         return saver.start(state, target, lambda snapshot: write(saver.ranks, snapshot, saver._plans)).path
 
-    def _prepare(self, step: int, left: frozenset[int]) -> _Preparation:
+    def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> _Preparation:
         """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.
 
         Args:
             step: the step to save.
-            left: steps that the run went back from by a load, which it may save again.
+            left: saves of steps that the run went back from by a load, which it may save again.
         """
         path, steps = self.directory / step_name(step), self._on_disk()
         known = self._known if self._known is not None else steps
         strangers = [s for s in sorted(steps - known) if has_commit(self.directory / step_name(s))]
+        strangers += [s for s, saves in sorted(left.items()) if self.series.save_of(s) not in {*saves, None}]
         if strangers:
             raise CheckpointExistsError(
                 f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
@@ -224,11 +226,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             )
         replace = step in steps and has_commit(path) and self._is_replaceable(step, left)
         how = SaveAs(uuid.uuid4().hex, replace=replace)
+        left.get(step, set()).add(how.save_id)
         rollback = self.series.begin(step, how.save_id)
         self._known = known | {step}
         return _Preparation(how, rollback)
 
-    def _is_replaceable(self, step: int, left: frozenset[int]) -> bool:
+    def _is_replaceable(self, step: int, left: Collection[int]) -> bool:
         """Whether an existing step was abandoned or is damaged."""
         path = self.directory / step_name(step)
         if step in left or step in self._damaged or step in self.series.abandoned():
@@ -326,18 +329,31 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if step is not None:
             return step_number(step)
         while (newest := self._newest()) is not None:
-            if newest.save_id in self._verified or verify == "none":
+            if verify == "none" or self._is_good(newest):
                 return newest.step
-            problem = self._damage_of(newest)
-            if problem is None:
-                self._verified.add(newest.save_id)
-                return newest.step
-            self._damaged[newest.step] = problem
-            if self._ranks.rank == 0:
-                warnings.warn(
-                    f"{self.directory / step_name(newest.step)} is damaged and is skipped: {problem}", stacklevel=4
-                )
         raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
+
+    def latest_is_good(self) -> bool:
+        """Compare the files of the newest step with their checksums. If it is damaged, `latest` skips it from now on.
+
+        True if there is none.
+        """
+        newest = self._newest()
+        return newest is None or self._is_good(newest)
+
+    def _is_good(self, newest: _Newest) -> bool:
+        if newest.save_id in self._verified:
+            return True
+        problem = self._damage_of(newest)
+        if problem is None:
+            self._verified.add(newest.save_id)
+            return True
+        self._damaged[newest.step] = problem
+        if self._ranks.rank == 0:
+            warnings.warn(
+                f"{self.directory / step_name(newest.step)} is damaged and is skipped: {problem}", stacklevel=5
+            )
+        return False
 
     def _damage_of(self, newest: _Newest) -> str | None:
         """Compare the files of a step with their checksums, each rank a share of them; the first problem, on all."""
@@ -352,7 +368,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """The run continues from a step: it may save the later ones again."""
         if self._ranks.rank == 0:
             self._known = self._on_disk()
-            self._left = {later for later in self._known if later > step}
+            self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
     def _retire(self, saved: int, rollback: Rollback | None = None) -> None:
         """Delete all but the newest `keep` complete checkpoints; damaged ones stay for inspection.
@@ -364,7 +380,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             rollback: the later steps that are abandoned by this save.
         """
         self._damaged.pop(saved, None)
-        self._left.discard(saved)
+        self._left.pop(saved, None)
         try:
             self.series.finish(saved, rollback)
             if isinstance(self.directory, ObjectPath):

@@ -145,7 +145,7 @@ class Series:
         """
         record = self._read()
         for pending in record.pending:
-            if self._save_of(pending.step) == pending.save_id:
+            if self.save_of(pending.step) == pending.save_id:
                 record.steps.update(pending.steps)
         return record.steps
 
@@ -156,7 +156,7 @@ class Series:
     def begin(self, step: int, save_id: str) -> Rollback | None:
         """Record, before a save, that later steps are abandoned once it is committed; None if there are none."""
         with self._lock:
-            saves = {later: self._save_of(later) for later, _ in named_steps(self.directory) if later > step}
+            saves = {later: self.save_of(later) for later, _ in named_steps(self.directory) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
             if not later:
                 return None
@@ -173,7 +173,7 @@ class Series:
             if not record.steps and not record.pending:
                 return
             gone = {**self.abandoned(), **(rollback.steps if rollback is not None else {})}
-            left = {step: save for step, save in gone.items() if self._save_of(step) == save}
+            left = {step: save for step, save in gone.items() if self.save_of(step) == save}
             pending = [other for other in record.pending if other.save_id in self._issued and other != rollback]
             if left or pending:  # first, so that no deletion can bring a step back
                 self._write(_Record(left, pending))
@@ -183,7 +183,7 @@ class Series:
             if not left and not pending:
                 self._remove()
 
-    def _save_of(self, step: int) -> str | None:
+    def save_of(self, step: int) -> str | None:
         """The save of a committed step; None if none is committed, or its manifest is damaged."""
         try:
             return read_committed(self.directory / step_name(step)).save_id

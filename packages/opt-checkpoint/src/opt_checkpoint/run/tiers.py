@@ -264,7 +264,12 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if damage is not None:
             raise damage
         if durable is not None:
-            return Resume(durable, "durable", (), self._passed_over)
+            if self._durable.latest_is_good():
+                return Resume(durable, "durable", (), self._passed_over)
+            newest = self._newest()  # without the damaged step
+            return newest and newest._replace(
+                passed_over=(f"step {durable} of the durable tier is damaged", *newest.passed_over)
+            )
         if verdict.unusable:
             raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
         return None
@@ -295,9 +300,11 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         return None
 
     def _durable_instead(self, local: Resume, problem: str) -> Resume:
-        durable = None if self._has_loaded else self._durable.latest()
         if self._has_loaded:
             raise CheckpointMismatchError(f"{problem}; another part of this step has been loaded already")
+        while not self._durable.latest_is_good():
+            pass
+        durable = self._durable.latest()
         if durable is None:
             raise CheckpointMismatchError(f"{problem}; {self._no_durable()}")
         return Resume(durable, "durable", (), (*local.passed_over, problem))
