@@ -54,6 +54,25 @@ def load_without_groups(path: str) -> None:
     load({"model": sharded_model(marked(**TP))}, path)
 
 
+def stage(layers: int, *, value: float = 0.0) -> nn.Module:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(layers))})
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, value + number)
+    return model
+
+
+def load_stages_without_groups(path: str) -> None:
+    """The same first layers on every rank are loaded if the groups say so; a model of all layers needs no groups."""
+    world = dist.group.WORLD
+    groups = ProcessGroups(dp=None, expt_dp=None, mp=world, pp=world, tp_ep_pp=world, intra_dist_opt=world)
+    save({"model": sharded_model(stage(2, value=10.0 * dist.get_rank()), groups=groups)}, path)
+    for layers, given, expected in ((4, None, [0, 1, 10, 11]), (2, ProcessGroups(dp=world), [0, 1])):
+        model = stage(layers, value=99.0)
+        load({"model": sharded_model(model, groups=given)}, path)
+        assert [param[0, 0].item() for param in model.parameters()] == expected
+    load({"model": sharded_model(stage(2))}, path)
+
+
 def save_torch_states(path: str) -> None:
     model = marked(**TP)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -104,6 +123,7 @@ REFUSED: dict[Callable[[str], None], str] = {
     save_experts_without_groups: r"w is an expert \(allreduce=False\), .* pass sharded_model\(model, groups=",
     save_stages_without_groups: r"values differ .* for parts of one model sharded_model\(model, groups=\.\.\.\)",
     load_without_groups: "w is tensor parallel .* unknown without process groups",
+    load_stages_without_groups: r"model\.layers has 2 layers, and .* more \(model\.layers\.2\.weight\): .*groups=",
     save_torch_states: "w is tensor parallel .* unknown without process groups",
     without_dim: "tensor_model_parallel=True, but no partition_dim; set param.partition_dim",
     dim_too_large: "tensor_model_parallel=True, but partition_dim=2; set param.partition_dim",

@@ -301,6 +301,17 @@ def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(r
     assert torch.allclose(model.weight, alone.weight)
 
 
+def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    save({"m": sharded_model(model), "step": 3, "ema": model.state_dict()}, tmp_path / "x")
+    assert load(None, tmp_path / "x").state.keys() == {"step", "ema"}
+    assert "None at the top of the state loads plain values" in caplog.text
+    assert "m.bias, m.weight" in caplog.text
+    caplog.clear()
+    load({"m": sharded_model(model), "step": None, "ema": None}, tmp_path / "x")
+    assert caplog.text.count("None at") == 0
+
+
 # ----- bad values are refused in a sentence that names them
 
 

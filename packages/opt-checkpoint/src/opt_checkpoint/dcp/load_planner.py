@@ -19,14 +19,14 @@ from opt_checkpoint.boxes.reshard import Copy, StoredBoxes, first_overlap
 from opt_checkpoint.dcp.main_values import aliased, may_convert
 from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.dcp.stored_names import asked_plain, merged, plain_paths, stored_names, stored_under
-from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty
+from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty, warn_of_none
 from opt_checkpoint.disk.detect import read_object
 from opt_checkpoint.disk.dtype_names import converts_exactly
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import is_dtensor
-from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.flat_state import FlatState, check_stages, flatten_state
 from opt_checkpoint.state.quantized import is_quantized, stand_in
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
@@ -131,6 +131,7 @@ class ShardedLoadPlanner(LoadPlanner):
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
         self._find_missing()
+        check_stages(self.flat.tensors.values(), self._index.tensors, str(self._index.path))
         stored = [*self._index.tensors, *self._index.objects]
         judge_missing(self._strict, self.missing, stored, str(self._index.path))
         items = [item for path, shard in self._wanted().items() for item in self._reads_of(path, shard)]
@@ -316,6 +317,8 @@ class ShardedLoadPlanner(LoadPlanner):
         unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
         judge_unexpected(self._strict, unexpected, str(self._index.path))
         warn_of_empty(map(path_text, self.flat.empty), unexpected, str(self._index.path))
+        nones = (path_text(path) for path, value in self.flat.common.items() if value is None)
+        warn_of_none(nones, unexpected, str(self._index.path))
         return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:

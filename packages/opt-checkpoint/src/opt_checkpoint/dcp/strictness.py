@@ -108,6 +108,20 @@ def warn_of_empty(empty: Iterable[str], unexpected: Sequence[str], where: str) -
             )
 
 
+def warn_of_none(nones: Iterable[str], unexpected: Sequence[str], where: str) -> None:
+    """Warn where the state has None and the checkpoint has sharded values, which None does not load."""
+    for path in nones:
+        inside = [key for key in unexpected if not path or key.startswith(f"{path}.")]
+        if inside:
+            logger.warning(
+                "None at %s loads plain values and plain tensors only; %s holds sharded tensors there, which were not "
+                "loaded: %s. Describe them, as sharded_model(model) does",
+                path or "the top of the state",
+                where,
+                _some(inside),
+            )
+
+
 def _some(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import local_tensor, sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
@@ -104,10 +104,39 @@ def _as_requested(loaded: ShardedTensor) -> Tensor | None:
 
 def _check_placed(tensor: ShardedTensor) -> None:
     """Raise CheckpointingException if this is a part of a whole, and the part is unknown."""
-    if tensor.marks is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if tensor.marks is not None and _has_other_ranks():
         problem = tensor.marks.problem()
         if problem:
             raise CheckpointingException(problem)
+
+
+def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
+    """Refuse a list of layers that was not placed, if more layers are stored than it has: it may be a pipeline stage.
+
+    Raises:
+        CheckpointMismatchError: naming the list.
+    """
+    unplaced = [(own, own.marks) for own in tensors if own.marks is not None and own.marks.list_name is not None]
+    if not unplaced or not _has_other_ranks():
+        return
+    lists = {
+        f"{own.key.removesuffix(marks.name)}{marks.list_name}{marks.list_name and '.'}": marks.list_len
+        for own, marks in unplaced
+    }
+    for key in stored:
+        for prefix, length in lists.items():
+            number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
+            if number.isdigit() and int(number) >= length:
+                raise CheckpointMismatchError(
+                    f"{prefix[:-1] or 'the model'} has {length} layers, and {where} holds more ({key}): if this is a "
+                    f"pipeline stage, which layers it has is unknown without process groups. Pass sharded_model(model, "
+                    f"groups=opt_stack.ProcessGroups(dp=..., pp=..., ...)); if every rank loads the same first layers, "
+                    f"groups=opt_stack.ProcessGroups(dp=torch.distributed.group.WORLD)"
+                )
+
+
+def _has_other_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _without_absent(state: Any) -> Any:
