@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from . import algebra as algebra  # defines the kinds that + and * build
 from . import function as function  # defines the kind of a plain callable
 from .by_name import SCHEDULE_NAMES, get_schedule
-from .compose import clip, cooldown, cut, join, repeat, scale, shift, stretch, warmup
+from .compose import clip, cooldown, cut, join, scale, shift, stretch, warmup
 from .curves import (
     constant,
     cosine,
@@ -25,7 +25,7 @@ from .fields import FieldSchedule
 from .override import ParamGroupOverride, combine_param_group_overrides, param_group_override_to_tuple
 from .plateau import Plateau
 from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
-from .restarts import restarts
+from .restarts import repeat, restarts
 from .schedule import Schedule, as_schedule
 from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 from .units import Batch, Unit, rescale, rescale_horizon

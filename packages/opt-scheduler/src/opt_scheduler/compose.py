@@ -1,4 +1,4 @@
-"""Schedules made of schedules: warmup, join, repeat, scale, clip, shift, stretch, cut, cooldown."""
+"""Schedules made of schedules: warmup, join, scale, clip, shift, stretch, cut, cooldown."""
 
 import math
 from bisect import bisect_right
@@ -65,53 +65,6 @@ class Join(Schedule):
         }
         pairs = zip(self.starts[1:], self.parts, self.parts[1:], strict=False)
         return tuple(sorted(inner.union(s for s, a, b in pairs if differ(_before(a), b.at(0)))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeat(Schedule):
-    """The same schedule several times, or forever; see `repeat`."""
-
-    kind: ClassVar[str] = "repeat"
-    schedule: Schedule
-    times: int | None = None  # None: without end
-
-    def __post_init__(self) -> None:
-        if not 0 < self.schedule.length < math.inf:
-            raise ScheduleError(f"repeat: {self.schedule!r} has no end at which to begin again; pass steps=")
-        check_number("repeat", low=1, times=self.times)
-        if self.times is not None and not isinstance(self.times, int):
-            raise ScheduleError(f"repeat: times={self.times!r} must be a whole number")
-
-    def at(self, step: float) -> float:
-        if step >= self.length:
-            return self.schedule.at(self.schedule.length)
-        return self.schedule.at(step % self.schedule.length)
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        values = self.schedule.array_at(step % exact(self.schedule.length), xp)
-        if self.times is None:
-            return values
-        return xp.where(step >= exact(self.length), self.schedule.at(self.schedule.length), values)
-
-    @property
-    def length(self) -> float:
-        return math.inf if self.times is None else self.times * self.schedule.length
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return self._over_periods(tuple({*self.schedule.boundaries, self.schedule.length}))
-
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        period = self.schedule.length
-        inside = tuple(j for j in self.schedule.jumps if j < period)
-        if not differ(_before(self.schedule), self.schedule.at(0)):
-            return self._over_periods(inside)
-        last = None if self.times is None else self.times * period
-        return tuple(j for j in self._over_periods((*inside, period)) if j != last)
-
-    def _over_periods(self, steps: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(sorted(i * self.schedule.length + step for i in range(self.times or 1) for step in steps))
 
 
 class _Wrapped(Schedule):
@@ -274,19 +227,6 @@ def warmup(schedule: ScheduleLike, *, steps: float, start: float = 0.0, shape: s
     check_number("warmup", low=0, steps=steps)
     peak = as_schedule(schedule)
     return join(ramp(start, peak(0), steps=steps, shape=shape), peak) if steps > 0 else peak
-
-
-def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
-    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
-
-    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
-    `restarts` also lengthens the periods and lowers the values.
-
-    >>> from opt_scheduler import linear
-    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
-    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
-    """
-    return Repeat(schedule=as_schedule(schedule), times=times)
 
 
 def scale(schedule: ScheduleLike, factor: float) -> Schedule:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .compose import join, repeat, warmup
+from .compose import join, warmup
 from .curves import constant, linear, ramp
 from .errors import ScheduleError
+from .restarts import repeat
 from .schedule import Schedule, check_number
 
 

@@ -1,7 +1,7 @@
-"""Warm restarts whose periods grow or shrink, and whose values decay."""
+"""Schedules that begin again: repeat, and warm restarts whose periods grow or shrink and whose values decay."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .arrays import exact
@@ -21,11 +21,12 @@ class Restarts(Schedule):
 
     def __post_init__(self) -> None:
         if not 0 < self.schedule.length < math.inf:
-            raise ScheduleError(f"restarts: {self.schedule!r} has no end at which to restart; pass steps=")
-        check_number("restarts", low=1, times=self.times)
-        check_number("restarts", above=0, t_mult=self.t_mult, decay=self.decay)
+            verb = "restart" if self.kind == "restarts" else "begin again"
+            raise ScheduleError(f"{self.kind}: {self.schedule!r} has no end at which to {verb}; pass steps=")
+        check_number(self.kind, low=1, times=self.times)
+        check_number(self.kind, above=0, t_mult=self.t_mult, decay=self.decay)
         if self.times is not None and not isinstance(self.times, int):
-            raise ScheduleError(f"restarts: times={self.times!r} must be a whole number")
+            raise ScheduleError(f"{self.kind}: times={self.times!r} must be a whole number")
         if self.t_mult < 1 and self.times is None:
             raise ScheduleError(f"restarts: t_mult={self.t_mult!r} makes ever shorter periods; pass times=")
 
@@ -82,15 +83,34 @@ class Restarts(Schedule):
     def jumps(self) -> tuple[float, ...]:
         inside = self._over_periods(tuple(j for j in self.schedule.jumps if j < self.schedule.length))
         ends = range(1, 2 if self.times is None else self.times + 1)
-        edges = {start for start in map(self.start_of, ends) if differ(self._just_before(start), self.at(start))}
+        edges = {s for s in map(self.start_of, ends) if differ(self.at(math.nextafter(s, 0.0)), self.at(s))}
         return tuple(sorted(edges.union(inside)))
-
-    def _just_before(self, step: float) -> float:
-        return self.at(math.nextafter(step, 0.0))
 
     def _over_periods(self, steps: tuple[float, ...]) -> tuple[float, ...]:
         periods = range(self.times or 1)
         return tuple(sorted(self.start_of(i) + self.t_mult**i * step for i in periods for step in steps))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat(Restarts):
+    """The same schedule several times, or forever; see `repeat`."""
+
+    kind: ClassVar[str] = "repeat"
+    t_mult: float = field(default=1.0, init=False, repr=False)
+    decay: float = field(default=1.0, init=False, repr=False)
+
+
+def repeat(schedule: ScheduleLike, *, times: int | None = None) -> Schedule:
+    """Repeat `schedule` from its start whenever it ends: `times` times in all, or forever. Then keep its last value.
+
+    Warm restarts (https://arxiv.org/abs/1608.03983) repeat a cosine, WSD-S (https://arxiv.org/abs/2410.05192) a `wsd`.
+    `restarts` also lengthens the periods and lowers the values.
+
+    >>> from opt_scheduler import linear
+    >>> repeat(linear(1.0, 0.0, steps=4), times=2).values([0, 2, 4, 6, 8, 9])
+    [1.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    """
+    return Repeat(schedule=as_schedule(schedule), times=times)
 
 
 def restarts(schedule: ScheduleLike, *, times: int | None = None, t_mult: float = 1.0, decay: float = 1.0) -> Schedule:

@@ -132,8 +132,12 @@ class Schedule(ABC):
         >>> linear(1.0, 0.0, steps=10).to_dict()
         {'kind': 'ramp', 'start': 1.0, 'end': 0.0, 'steps': 10, 'shape': 'linear'}
         """
-        items = ((field.name, _plain(getattr(self, field.name))) for field in fields(self))  # type: ignore[arg-type]
+        items = ((name, _plain(getattr(self, name))) for name in self._field_names())
         return {"kind": self.kind} | {name: value for name, value in items if value is not None}
+
+    @classmethod
+    def _field_names(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> "Schedule":
@@ -153,7 +157,7 @@ class Schedule(ABC):
     @classmethod
     def from_fields(cls, plain: Mapping[str, Any]) -> "Schedule":
         """Build a schedule of this kind from its fields in plain types; see `from_dict`."""
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        known = cls._field_names()
         for name in plain:
             if name not in known:
                 raise ScheduleError(unknown_name(f"schedule {cls.kind!r}: field", name, known))
