@@ -1,12 +1,13 @@
 """The settings of an `OptimizerParamScheduler`, validated together, and its numbers as pure functions of the step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from . import shapes
 from .errors import refuse, unknown_name
+from .schedule import is_number
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # Megatron-Core's four, a subset of `shapes.SHAPES`
@@ -41,7 +42,7 @@ class Settings:
     warmup_first: WarmupFirst = "init"
 
     def __post_init__(self) -> None:
-        problems = [*_not_numbers(self)] or [*_lr_problems(self), *_wsd_problems(self), *_wd_problems(self)]
+        problems = _not_numbers(self) or list(_problems(self))
         refuse(problems, where="OptimizerParamScheduler")
 
     @property
@@ -102,79 +103,72 @@ _NUMBERS = (
 
 
 def _not_numbers(s: Settings) -> list[str]:
-    def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
+    given = {name: getattr(s, name) for name in _NUMBERS if name != "wsd_decay_steps" or s.wsd_decay_steps is not None}
     return [
         f"{name}={value!r} must be a finite number"
-        for name in _NUMBERS
-        if not is_number(value := getattr(s, name)) and not (name == "wsd_decay_steps" and value is None)
+        for name, value in given.items()
+        if not is_number(value) or not math.isfinite(value)
     ]
 
 
-def _lr_problems(s: Settings) -> list[str]:
-    found = []
-    if s.init_lr < 0:
-        found.append(f"init_lr={s.init_lr!r} must not be negative")
-    if s.min_lr < 0:
-        found.append(f"min_lr={s.min_lr!r} must not be negative")
+def _problems(s: Settings) -> Iterator[str]:
+    """One sentence for each setting that is invalid, if all of `_NUMBERS` are numbers."""
+    for name in ("init_lr", "min_lr"):
+        if getattr(s, name) < 0:
+            yield f"{name}={getattr(s, name)!r} must not be negative"
     if s.max_lr < s.min_lr:
-        found.append(f"max_lr={s.max_lr!r} must be at least min_lr={s.min_lr!r}")
+        yield f"max_lr={s.max_lr!r} must be at least min_lr={s.min_lr!r}"
     if s.init_lr > s.max_lr:
-        found.append(f"init_lr={s.init_lr!r} must be at most max_lr={s.max_lr!r}: warmup rises from one to the other")
+        yield f"init_lr={s.init_lr!r} must be at most max_lr={s.max_lr!r}: warmup rises from one to the other"
     if s.lr_warmup_steps < 0:
-        found.append(f"lr_warmup_steps={s.lr_warmup_steps!r} must not be negative; 0 turns warmup off")
+        yield f"lr_warmup_steps={s.lr_warmup_steps!r} must not be negative; 0 turns warmup off"
     if s.lr_decay_steps <= 0:
-        found.append(f"lr_decay_steps={s.lr_decay_steps!r} must be positive")
+        yield f"lr_decay_steps={s.lr_decay_steps!r} must be positive"
     elif s.lr_warmup_steps >= s.lr_decay_steps:
-        found.append(
+        yield (
             f"lr_warmup_steps={s.lr_warmup_steps!r} must be less than lr_decay_steps={s.lr_decay_steps!r}, "
             "which counts from step 0 and contains the warmup"
         )
     if s.lr_decay_style not in LR_STYLES:
-        found.append(unknown_name("lr_decay_style", s.lr_decay_style, LR_STYLES))
+        yield unknown_name("lr_decay_style", s.lr_decay_style, LR_STYLES)
     first = s.warmup_first
     if first not in ("init", "one") and (isinstance(first, str) or not 0 < first < math.inf):
-        found.append(f"warmup_first={first!r} must be 'init', 'one' or a positive number, the size of an increment")
-    return found
-
-
-def _wsd_problems(s: Settings) -> list[str]:
-    found = []
+        yield f"warmup_first={first!r} must be 'init', 'one' or a positive number, the size of an increment"
     if s.lr_wsd_decay_style is not None and s.lr_wsd_decay_style not in WSD_STYLES:
-        found.append(unknown_name("lr_wsd_decay_style", s.lr_wsd_decay_style, WSD_STYLES))
-    if s.lr_decay_style != "WSD":
-        return found  # launchers pass the WSD fields with every style
+        yield unknown_name("lr_wsd_decay_style", s.lr_wsd_decay_style, WSD_STYLES)
+    if s.lr_decay_style == "WSD":  # launchers pass the WSD fields with every style
+        yield from _wsd_problems(s)
+    yield from _wd_problems(s)
+
+
+def _wsd_problems(s: Settings) -> Iterator[str]:
     if s.lr_wsd_decay_style is None:
-        found.append(f"lr_wsd_decay_style=None, but 'WSD' needs one of {', '.join(map(repr, WSD_STYLES))}")
+        yield f"lr_wsd_decay_style=None, but 'WSD' needs one of {', '.join(map(repr, WSD_STYLES))}"
+    room = s.lr_decay_steps - s.lr_warmup_steps
     if s.wsd_decay_steps is None:
-        found.append("wsd_decay_steps=None, but 'WSD' needs the length of its anneal")
+        yield "wsd_decay_steps=None, but 'WSD' needs the length of its anneal"
     elif s.wsd_decay_steps <= 0:
-        found.append(f"wsd_decay_steps={s.wsd_decay_steps!r} must be positive; without an anneal, use 'constant'")
-    elif s.wsd_decay_steps > s.lr_decay_steps - s.lr_warmup_steps:
-        found.append(
+        yield f"wsd_decay_steps={s.wsd_decay_steps!r} must be positive; without an anneal, use 'constant'"
+    elif s.wsd_decay_steps > room:
+        yield (
             f"wsd_decay_steps={s.wsd_decay_steps!r} must fit between the warmup and the end: "
-            f"lr_decay_steps - lr_warmup_steps = {s.lr_decay_steps - s.lr_warmup_steps!r}"
+            f"lr_decay_steps - lr_warmup_steps = {room!r}"
         )
-    return found
 
 
-def _wd_problems(s: Settings) -> list[str]:
-    found = []
+def _wd_problems(s: Settings) -> Iterator[str]:
     if s.start_wd < 0:
-        found.append(f"start_wd={s.start_wd!r} must not be negative")
+        yield f"start_wd={s.start_wd!r} must not be negative"
     if s.end_wd < s.start_wd:
-        found.append(
+        yield (
             f"end_wd={s.end_wd!r} must be at least start_wd={s.start_wd!r}; "
             "for a falling weight decay pass schedules=[FieldSchedule(field='weight_decay', ...)]"
         )
     if s.wd_incr_style not in WD_STYLES:
-        found.append(unknown_name("wd_incr_style", s.wd_incr_style, WD_STYLES))
-    elif s.wd_incr_style == "constant":
-        if s.start_wd != s.end_wd:
-            found.append(f"wd_incr_style='constant' needs start_wd={s.start_wd!r} equal to end_wd={s.end_wd!r}")
-        if s.wd_incr_steps < 0:
-            found.append(f"wd_incr_steps={s.wd_incr_steps!r} must not be negative")
-    elif s.wd_incr_steps <= 0:
-        found.append(f"wd_incr_steps={s.wd_incr_steps!r} must be positive for wd_incr_style={s.wd_incr_style!r}")
-    return found
+        yield unknown_name("wd_incr_style", s.wd_incr_style, WD_STYLES)
+    elif s.wd_incr_style != "constant" and s.wd_incr_steps <= 0:
+        yield f"wd_incr_steps={s.wd_incr_steps!r} must be positive for wd_incr_style={s.wd_incr_style!r}"
+    elif s.wd_incr_style == "constant" and s.start_wd != s.end_wd:
+        yield f"wd_incr_style='constant' needs start_wd={s.start_wd!r} equal to end_wd={s.end_wd!r}"
+    if s.wd_incr_style == "constant" and s.wd_incr_steps < 0:
+        yield f"wd_incr_steps={s.wd_incr_steps!r} must not be negative"
