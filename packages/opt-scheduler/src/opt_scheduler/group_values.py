@@ -46,39 +46,20 @@ def group_values(settings: Settings, groups: Sequence[Mapping[str, Any]], step: 
         ScheduleError: the overrides of a group are invalid together with the settings that it does not override.
     """
     lr_of, wd_of = settings.lr_formula(step), settings.wd_formula(step)
-    init, all_max, all_min = settings.init_lr, settings.max_lr, settings.min_lr
-    all_start, all_end, flat = settings.start_wd, settings.end_wd, settings.wd_incr_style == "constant"
-    lr, wd = lr_of(all_max, all_min), wd_of(all_start, all_end)
-    last_high, last_low, last_start, last_end = all_max, all_min, all_start, all_end
-    lrs, wds = [], []
-    # A step spends its time in this loop, so `bounds_of` and `_problem` are inlined, and a group with the same bounds
-    # as the one before it, the usual case, reuses its values.
-    try:
-        for group in groups:
-            get = group.get
-            if (high := get("max_lr")) is None:
-                high = all_max
-            if (low := get("min_lr")) is None:
-                low = all_min
-            if (start := get("start_wd")) is None:
-                start = all_start
-            if (end := get("end_wd")) is None:
-                end = all_end
-            if high != last_high or low != last_low:
-                if not 0 <= low <= high >= init:
-                    raise _refusal(settings, groups)
-                lr, last_high, last_low = lr_of(high, low), high, low
-            if start != last_start or end != last_end:
-                if not 0 <= start <= end or (flat and start != end):
-                    raise _refusal(settings, groups)
-                wd, last_start, last_end = wd_of(start, end), start, end
-            if (mult := get("wd_mult")) is not None and not mult >= 0:
-                raise _refusal(settings, groups)
-            lrs.append(lr)
-            wds.append(wd if mult is None else wd * mult)
-    except TypeError as error:
-        raise _refusal(settings, groups) from error
-    return GroupValues(lrs, wds)
+    values = GroupValues([], [])
+    last, lr, weight_decay = None, 0.0, 0.0
+    for i, group in enumerate(groups):
+        bounds = bounds_of(settings, group)
+        if bounds != last:  # most groups have the bounds of the group before
+            if problem := _problem(settings, bounds):
+                own = {name: group[name] for name in Bounds._fields if group.get(name) is not None}
+                raise ScheduleError(f"group {i} with {own or 'no overrides'}: {problem}")
+            lr = lr_of(bounds.max_lr, bounds.min_lr)
+            weight_decay = wd_of(bounds.start_wd, bounds.end_wd) * bounds.wd_mult
+            last = bounds
+        values.lr.append(lr)
+        values.weight_decay.append(weight_decay)
+    return values
 
 
 def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -100,21 +81,11 @@ def refuse_one_cycle(groups: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _refusal(settings: Settings, groups: Sequence[Mapping[str, Any]]) -> ScheduleError:
-    """The error for the first invalid group."""
-    for i, group in enumerate(groups):
-        bounds = bounds_of(settings, group)
-        if problem := _problem(settings, bounds):
-            own = {name: group[name] for name in Bounds._fields if group.get(name) is not None}
-            return ScheduleError(f"group {i} with {own or 'no overrides'}: {problem}")
-    raise AssertionError("no group is invalid")
-
-
 def _problem(settings: Settings, bounds: Bounds) -> str | None:
     """The reason why these bounds are invalid, or None."""
     high, low, start, end, _ = bounds
     for name, value in bounds._asdict().items():
-        if not isinstance(value, int | float) or not value >= 0:
+        if not _at_least_0(value):
             return f"{name}={value!r} must be a number, at least 0"
     if low > high:
         return f"max_lr={high!r} must be at least min_lr={low!r}; set both in the group"
@@ -127,3 +98,10 @@ def _problem(settings: Settings, bounds: Bounds) -> str | None:
     if settings.wd_incr_style == "constant" and start != end:
         return f"wd_incr_style='constant' needs start_wd={start!r} equal to end_wd={end!r}; set both in the group"
     return None
+
+
+def _at_least_0(value: Any) -> bool:
+    try:
+        return bool(value >= 0)
+    except TypeError:
+        return False
