@@ -5,93 +5,58 @@ from inspect import Parameter, signature
 from types import MappingProxyType
 from typing import Any
 
-from .compose import repeat, warmup
+from .compose import warmup
 from .curves import constant, exponential, inverse_sqrt, polynomial, ramp
 from .errors import ScheduleError, unknown_name
 from .recipes import wsd
-from .restarts import restarts
+from .restarts import repeat, restarts
 from .schedule import Schedule, check_number
 from .shapes import SHAPES
 
+# A builder takes the peak, the number of steps after the warmup, and the options of its name.
+
 
 def _ramp(shape: str) -> Callable[..., Schedule]:
-    def build(peak: float, *, steps: float, warmup_steps: float, start: float, end: float = 0.0) -> Schedule:
-        return warmup(ramp(peak, end, steps=steps - warmup_steps, shape=shape), steps=warmup_steps, start=start)
+    def build(peak: float, *, steps: float, end: float = 0.0) -> Schedule:
+        return ramp(peak, end, steps=steps, shape=shape)
 
     return build
 
 
-def _constant(peak: float, *, steps: float, warmup_steps: float, start: float) -> Schedule:
-    return warmup(constant(peak, steps=steps - warmup_steps), steps=warmup_steps, start=start)
-
-
-def _polynomial(
-    peak: float, *, steps: float, warmup_steps: float, start: float, end: float = 0.0, power: float = 1.0
-) -> Schedule:
-    return warmup(polynomial(peak, end, steps=steps - warmup_steps, power=power), steps=warmup_steps, start=start)
-
-
-def _exponential(peak: float, *, steps: float, warmup_steps: float, start: float, end: float) -> Schedule:
-    return warmup(exponential(peak, end, steps=steps - warmup_steps), steps=warmup_steps, start=start)
-
-
-def _inverse_sqrt(
-    peak: float, *, steps: float, warmup_steps: float, start: float, timescale: float | None = None
-) -> Schedule:
-    scale = (warmup_steps or 10_000) if timescale is None else timescale
-    return warmup(inverse_sqrt(peak, timescale=scale, steps=steps - warmup_steps), steps=warmup_steps, start=start)
+def _polynomial(peak: float, *, steps: float, end: float = 0.0, power: float = 1.0) -> Schedule:
+    return polynomial(peak, end, steps=steps, power=power)
 
 
 def _cosine_restarts(
-    peak: float,
-    *,
-    steps: float,
-    warmup_steps: float,
-    start: float,
-    end: float = 0.0,
-    cycles: int = 1,
-    t_mult: float = 1.0,
-    decay: float = 1.0,
+    peak: float, *, steps: float, end: float = 0.0, cycles: int = 1, t_mult: float = 1.0, decay: float = 1.0
 ) -> Schedule:
     check_number("cosine_restarts", low=1, cycles=cycles)
     check_number("cosine_restarts", above=0, t_mult=t_mult)
     periods = cycles if t_mult == 1 else (t_mult**cycles - 1) / (t_mult - 1)
-    period = ramp(peak, end, steps=(steps - warmup_steps) / periods, shape="cosine")
-    alike = t_mult == decay == 1
-    cycled = repeat(period, times=cycles) if alike else restarts(period, times=cycles, t_mult=t_mult, decay=decay)
-    return warmup(cycled, steps=warmup_steps, start=start)
+    period = ramp(peak, end, steps=steps / periods, shape="cosine")
+    if t_mult == decay == 1:
+        return repeat(period, times=cycles)
+    return restarts(period, times=cycles, t_mult=t_mult, decay=decay)
 
 
-def _wsd(
-    peak: float,
-    *,
-    steps: float,
-    warmup_steps: float,
-    start: float,
-    decay_steps: float,
-    end: float = 0.0,
-    shape: str = "minus_sqrt",
-) -> Schedule:
+def _wsd(peak: float, *, steps: float, decay_steps: float, end: float = 0.0, shape: str = "minus_sqrt") -> Schedule:
     check_number("wsd", above=0, decay_steps=decay_steps)
-    if decay_steps > steps - warmup_steps:
+    if decay_steps > steps:
         raise ScheduleError(
-            f"wsd: decay_steps={decay_steps!r} must fit after the warmup: steps - warmup_steps is "
-            f"{steps - warmup_steps!r}"
+            f"wsd: decay_steps={decay_steps!r} must fit after the warmup: steps - warmup_steps is {steps!r}"
         )
-    stable = steps - warmup_steps - decay_steps
-    return wsd(
-        peak, warmup_steps=warmup_steps, stable_steps=stable, decay_steps=decay_steps, start=start, end=end, shape=shape
-    )
+    stable = steps - decay_steps
+    return wsd(peak, warmup_steps=0, stable_steps=stable, decay_steps=decay_steps, end=end, shape=shape)
 
 
 _BUILDERS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {
         **{name: _ramp(name) for name in SHAPES if name != "exponential"},
-        "constant": _constant,
+        "constant": constant,
         "polynomial": _polynomial,
-        "exponential": _exponential,
+        "exponential": exponential,
         "shifted_exponential": _ramp("exponential"),
-        "inverse_sqrt": _inverse_sqrt,
+        "inverse_sqrt": inverse_sqrt,
         "cosine_restarts": _cosine_restarts,
         "wsd": _wsd,
     }
@@ -134,6 +99,8 @@ def get_schedule(
     if name not in _BUILDERS and name not in _ALIASES:
         raise ScheduleError(unknown_name("schedule", name, SCHEDULE_NAMES))
     build = _BUILDERS[_ALIASES.get(name, name)]
+    if build is inverse_sqrt and options.get("timescale") is None:
+        options["timescale"] = warmup_steps or 10_000
     _check_options(name, build, options)
     check_number(name, above=0, steps=steps)
     check_number(name, low=0, warmup_steps=warmup_steps)
@@ -147,18 +114,16 @@ def get_schedule(
         raise ScheduleError(
             f"{name}: warmup_steps={warmup_steps!r} must be less than steps={steps!r}, which include it"
         )
-    return build(peak, steps=steps, warmup_steps=warmup_steps, start=start, **options)
+    return warmup(build(peak, steps=steps - warmup_steps, **options), steps=warmup_steps, start=start)
 
 
 def _check_options(name: str, build: Callable[..., Schedule], options: Mapping[str, Any]) -> None:
-    known = [
-        parameter for parameter in signature(build).parameters.values() if parameter.kind is Parameter.KEYWORD_ONLY
-    ]
-    common = ("peak", "steps", "warmup_steps", "start")
-    own = [parameter.name for parameter in known if parameter.name not in common]
+    _, *parameters = signature(build).parameters.values()
+    required = {each.name: each.default is Parameter.empty for each in parameters if each.name != "steps"}
     for option in options:
-        if option not in own:
-            raise ScheduleError(unknown_name(f"{name}: option", option, [*common, *own]))
-    missing = [p.name for p in known if p.name in own and p.default is Parameter.empty and p.name not in options]
-    if missing:
+        if option not in required:
+            raise ScheduleError(
+                unknown_name(f"{name}: option", option, ["peak", "steps", "warmup_steps", "start", *required])
+            )
+    if missing := [option for option in required if required[option] and option not in options]:
         raise ScheduleError(f"{name}: {' and '.join(missing)} must be given")
