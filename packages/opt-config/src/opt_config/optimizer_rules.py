@@ -25,36 +25,18 @@ from opt_config.validate import (
 if TYPE_CHECKING:
     from opt_config.optimizer_config import OptimizerConfig
 
+_FIELDS_OF_INTERVALS = {
+    NOT_NEGATIVE: "lr min_lr decoupled_lr decoupled_min_lr weight_decay clip_grad",
+    POSITIVE: ("loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps"),
+    POSITIVE_OR_INFINITE: "grad_norm_skip_threshold",
+    AT_LEAST_ONE: ("loss_scale_window hysteresis muon_num_ns_steps soap_precondition_frequency soap_max_precond_dim"),
+    DECAY_RATE: (
+        "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2"
+    ),
+    FRACTION: "optimizer_offload_fraction",
+}
 INTERVALS = MappingProxyType(
-    {
-        "lr": NOT_NEGATIVE,
-        "min_lr": NOT_NEGATIVE,
-        "decoupled_lr": NOT_NEGATIVE,
-        "decoupled_min_lr": NOT_NEGATIVE,
-        "weight_decay": NOT_NEGATIVE,
-        "loss_scale": POSITIVE,
-        "initial_loss_scale": POSITIVE,
-        "min_loss_scale": POSITIVE,
-        "loss_scale_window": AT_LEAST_ONE,
-        "hysteresis": AT_LEAST_ONE,
-        "adam_beta1": DECAY_RATE,
-        "adam_beta2": DECAY_RATE,
-        "adam_eps": POSITIVE,
-        "sgd_momentum": DECAY_RATE,
-        "muon_momentum": DECAY_RATE,
-        "muon_num_ns_steps": AT_LEAST_ONE,
-        "muon_extra_scale_factor": POSITIVE,
-        "lion_beta1": DECAY_RATE,
-        "lion_beta2": DECAY_RATE,
-        "soap_shampoo_beta": DECAY_RATE,
-        "soap_precondition_frequency": AT_LEAST_ONE,
-        "soap_max_precond_dim": AT_LEAST_ONE,
-        "adaptive_muon_beta2": DECAY_RATE,
-        "adaptive_muon_eps": POSITIVE,
-        "optimizer_offload_fraction": FRACTION,
-        "clip_grad": NOT_NEGATIVE,
-        "grad_norm_skip_threshold": POSITIVE_OR_INFINITE,
-    }
+    {name: interval for interval, names in _FIELDS_OF_INTERVALS.items() for name in names.split()}
 )
 
 _MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)

@@ -76,10 +76,10 @@ def type_problems(config: Dataclass) -> Iterator[Problem]:
 
 def interval_problems(config: Dataclass, intervals: Mapping[str, Interval]) -> Iterator[Problem]:
     """A problem for each number outside its interval. None passes: `type_problems` checks whether it is allowed."""
-    for name, interval in intervals.items():
+    for name in field_types(type(config)):
         value = getattr(config, name)
-        if value is not None and value not in interval:
-            yield Problem(name, value, interval.sentence)
+        if name in intervals and value is not None and value not in intervals[name]:
+            yield Problem(name, value, intervals[name].sentence)
 
 
 def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) -> Iterator[Problem]:
