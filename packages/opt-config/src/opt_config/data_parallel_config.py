@@ -6,10 +6,10 @@ from types import MappingProxyType
 
 import torch
 
-from opt_config.errors import ConfigError, Problem
+from opt_config.errors import Problem
 from opt_config.files import Configuration
 from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS, unsupported_problems
-from opt_config.validate import AT_LEAST_ONE, interval_problems, type_problems
+from opt_config.validate import AT_LEAST_ONE, check, interval_problems
 
 
 @dataclass
@@ -89,23 +89,17 @@ class DistributedDataParallelConfig(Configuration):
 
     def validate(self) -> None:
         """Check the current values of all fields. Raises `ConfigError` with every problem."""
-        problems = list(type_problems(self))
-        wrong = {problem.field for problem in problems}
-        problems += [problem for problem in interval_problems(self, _INTERVALS) if problem.field not in wrong]
-        problems += [
-            problem
-            for problem in unsupported_problems(self, UNSUPPORTED_DATA_PARALLEL_FIELDS)
-            if problem.field not in wrong
-        ]
-        if not problems:
-            problems = list(_conflicts(self))
-        if problems:
-            raise ConfigError.of(type(self).__name__, problems)
+        check(self, lambda: _field_problems(self), lambda: _conflicts(self))
 
 
 _INTERVALS = MappingProxyType(
     {"num_distributed_optimizer_instances": AT_LEAST_ONE, "bucket_size": AT_LEAST_ONE, "num_buckets": AT_LEAST_ONE}
 )
+
+
+def _field_problems(config: DistributedDataParallelConfig) -> Iterator[Problem]:
+    yield from interval_problems(config, _INTERVALS)
+    yield from unsupported_problems(config, UNSUPPORTED_DATA_PARALLEL_FIELDS)
 
 
 def _conflicts(config: DistributedDataParallelConfig) -> Iterator[Problem]:

@@ -54,7 +54,7 @@ class Configuration(ABC):
         that cannot be read, and every other problem of the configuration.
         """
         hints = field_types(cls)
-        known: dict[str, object] = {}
+        known: dict[str, Any] = {}
         problems: list[Problem] = []
         for name, value in values.items():
             if name not in hints:
@@ -65,11 +65,6 @@ class Configuration(ABC):
                 known[name] = read
             else:
                 problems.append(Problem(name, value, _expected(hints[name])))
-        return cls._construct(known, problems)
-
-    @classmethod
-    def _construct(cls, known: Mapping[str, Any], problems: list[Problem]) -> Self:
-        """Build from the fields that could be read. Raises `ConfigError` with all problems, those of reading first."""
         try:
             config = cls(**known)
         except ConfigError as error:
@@ -102,8 +97,12 @@ class Configuration(ABC):
         """
         path = Path(path)
         try:
-            document = _parse(_kind_of(path), _text_of(path))
-            return cls.from_dict(_table(document, section))
+            kind = _KINDS.get(path.suffix.lower())
+            if kind is None:
+                raise ConfigError(f"unknown suffix {path.suffix!r}; allowed are {', '.join(_KINDS)}")
+            return cls.from_dict(_table(_parse(kind, path.read_text(encoding="utf-8")), section))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: not UTF-8 text: {error}; save the file as UTF-8") from error
         except ConfigError as error:
             raise error.within(str(path)) from None
 
@@ -145,20 +144,6 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 )
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 text: {error}; save the file as UTF-8") from error
-
-
-def _kind_of(path: Path) -> _Kind:
-    kind = _KINDS.get(path.suffix.lower())
-    if kind is None:
-        raise ConfigError(f"unknown suffix {path.suffix!r}; allowed are {', '.join(_KINDS)}")
-    return kind
-
-
 def _parse(kind: _Kind, text: str) -> object:
     try:
         return kind.parse(text)
@@ -186,7 +171,10 @@ def _read(hint: Any, value: object) -> object:
     if isinstance(value, str) and torch.dtype in kinds:
         return DTYPES.get(value.removeprefix("torch."), value)
     if isinstance(value, str) and float in kinds and str not in kinds:
-        return _number(value)
+        try:
+            return float(value)  # YAML reads 1e-4, which lacks a dot, as a string
+        except ValueError:
+            return value
     if isinstance(value, Mapping):
         return {name: _read_option(name, item) for name, item in value.items()}
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in kinds):
@@ -203,14 +191,6 @@ def _read_option(name: str, value: object) -> object:
         dtype = getattr(torch, value.removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else value
     return tuple(value) if isinstance(value, list) else value
-
-
-def _number(text: str) -> object:
-    # YAML reads 1e-4, which lacks a dot, as a string.
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _unknown_field(name: str, value: object, known: Mapping[str, Any]) -> Problem:

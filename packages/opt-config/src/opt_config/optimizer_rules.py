@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from opt_config.errors import ConfigError, Problem
+from opt_config.errors import Problem
 from opt_config.validate import (
     AT_LEAST_ONE,
     DECAY_RATE,
@@ -16,10 +16,10 @@ from opt_config.validate import (
     NOT_NEGATIVE,
     POSITIVE,
     POSITIVE_OR_INFINITE,
+    check,
     choice_problems,
     field_default,
     interval_problems,
-    type_problems,
 )
 
 if TYPE_CHECKING:
@@ -86,13 +86,7 @@ _OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window"
 
 def validate_optimizer_config(config: "OptimizerConfig") -> None:
     """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every single field is valid."""
-    problems = list(type_problems(config))
-    wrong = {problem.field for problem in problems}
-    problems += [problem for problem in _field_problems(config) if problem.field not in wrong]
-    if not problems:
-        problems = list(_conflicts(config))
-    if problems:
-        raise ConfigError.of(type(config).__name__, problems)
+    check(config, lambda: _field_problems(config), lambda: _conflicts(config))
 
 
 def _field_problems(config: "OptimizerConfig") -> Iterator[Problem]:

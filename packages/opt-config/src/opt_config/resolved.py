@@ -18,13 +18,8 @@ def resolved(config: OptimizerConfig) -> dict[str, dict[str, object]]:
     >>> resolved(OptimizerConfig(bf16=True))["sharding"]
     {'is': 'Replicated'}
     """
-    return {
-        "config": config.to_dict(),
-        "precision": _plain_choice(config.precision),
-        "sharding": _plain_choice(config.sharding),
-        "loss_scaling": _plain_choice(config.loss_scaling),
-        "placement": _plain_choice(config.placement),
-    }
+    choices = ("precision", "sharding", "loss_scaling", "placement")
+    return {"config": config.to_dict(), **{name: _plain_choice(getattr(config, name)) for name in choices}}
 
 
 def _plain_choice(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, Union, get_args, get_ori
 
 import torch
 
-from opt_config.errors import Problem, did_you_mean
+from opt_config.errors import ConfigError, Problem, did_you_mean
 
 
 class Dataclass(Protocol):
@@ -64,6 +64,21 @@ def field_default(field: dataclasses.Field[Any]) -> object:
     """The default of a dataclass field; every field of a configuration has one."""
     assert field.default is not dataclasses.MISSING
     return field.default
+
+
+def check(
+    config: Dataclass, singly: Callable[[], Iterable[Problem]], together: Callable[[], Iterable[Problem]]
+) -> None:
+    """Raise `ConfigError` with every problem of `config`.
+
+    `singly` finds problems of single fields, of which those of a wrong type are left out; `together`, called once
+    every field is valid, finds conflicts between fields.
+    """
+    problems = list(type_problems(config))
+    wrong = {problem.field for problem in problems}
+    problems += [problem for problem in singly() if problem.field not in wrong]
+    if problems := problems or list(together()):
+        raise ConfigError.of(type(config).__name__, problems)
 
 
 def type_problems(config: Dataclass) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch.nn import Parameter
 
@@ -52,7 +52,7 @@ def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Ov
         for key in matching
     }
     try:
-        merged = combine_param_group_overrides([_as_override(override) for override in chosen.values()])
+        merged = combine_param_group_overrides([cast(Any, override) for override in chosen.values()])
     except ValueError as error:
         raise _contradiction(meta, chosen) from error
     return Match(frozenset(key.label for key in matching), param_group_override_to_tuple(merged) or None)
@@ -61,11 +61,6 @@ def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Ov
 def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
     known = meta.has_attribute(attr)
     return has_attribute(param, attr) if known is None else known
-
-
-def _as_override(override: Override) -> Any:
-    # An override may have entries that the TypedDict does not declare.
-    return dict(override)
 
 
 def _contradiction(meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> ConfigError:

@@ -124,23 +124,14 @@ class ParamMeta:
 # field: attribute in Megatron-Core
 _ATTRIBUTE_OF_FIELD = MappingProxyType(
     {
-        "expert_tp": "expert_tp",
-        "shared": "shared",
-        "shared_embedding": "shared_embedding",
-        "shared_position_embedding": "shared_position_embedding",
+        **{name: name for name in ("expert_tp", "shared", "shared_embedding", "shared_position_embedding")},
         "pipeline_parallel": "pipeline_parallel",
         "tensor_parallel": "tensor_model_parallel",
-        "partition_dim": "partition_dim",
-        "partition_stride": "partition_stride",
-        "sequence_parallel": "sequence_parallel",
+        **{name: name for name in ("partition_dim", "partition_stride", "sequence_parallel")},
         "average_gradients_across_tp": "average_gradients_across_tp_domain",
         "is_embedding_or_output": "is_embedding_or_output_parameter",
         "is_embedding": "is_embedding_parameter",
-        "use_muon": "use_muon",
-        "grad_norm_group": "grad_norm_group",
-        "qkv_split_shapes": "qkv_split_shapes",
-        "head_rows": "head_rows",
-        "split_sizes": "split_sizes",
+        **{name: name for name in ("use_muon", "grad_norm_group", "qkv_split_shapes", "head_rows", "split_sizes")},
     }
 )
 _TRUE_BY_DEFAULT = frozenset({"use_muon", "partition_stride"})

@@ -50,14 +50,8 @@ _RESERVED = MappingProxyType(
 
 _INTERVALS = MappingProxyType(
     {
-        "lr": Interval(0),
-        "weight_decay": Interval(0),
-        "max_lr": Interval(0),
-        "min_lr": Interval(0),
-        "lr_mult": Interval(0),
-        "wd_mult": Interval(0),
-        "start_wd": Interval(0),
-        "end_wd": Interval(0),
+        **dict.fromkeys(("lr", "max_lr", "min_lr", "lr_mult"), Interval(0)),
+        **dict.fromkeys(("weight_decay", "start_wd", "end_wd", "wd_mult"), Interval(0)),
         "eps": Interval(0, low_open=True),
         "momentum": Interval(0, 1),
     }
@@ -127,28 +121,23 @@ def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKe
 
 def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
     """The fields that an override may change, with the group entries that each of them sets."""
-    return {
+    common: dict[str, dict[str, Any]] = {
         "lr": {"max_lr": override.lr},
         "min_lr": {"min_lr": override.min_lr},
         "weight_decay": {"start_wd": override.weight_decay, "end_wd": override.weight_decay},
         "optimizer": {"optimizer": override.optimizer},
-        **_entries_of_rule(override),
     }
-
-
-def _entries_of_rule(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
-    """The same for fields of the override's rule: fields have a prefix for each rule, group entries do not."""
-    match override.optimizer:
+    match override.optimizer:  # fields have a prefix for each rule, group entries do not
         case "sgd":
-            return {"sgd_momentum": {"momentum": override.sgd_momentum}}
+            return common | {"sgd_momentum": {"momentum": override.sgd_momentum}}
         case "muon" | "adaptive_muon":
-            return {"muon_momentum": {"momentum": override.muon_momentum}}
+            return common | {"muon_momentum": {"momentum": override.muon_momentum}}
         case "lion":
             betas = {"betas": (override.lion_beta1, override.lion_beta2)}
-            return {"lion_beta1": betas, "lion_beta2": betas}
+            return common | {"lion_beta1": betas, "lion_beta2": betas}
         case _:
             betas = {"betas": (override.adam_beta1, override.adam_beta2)}
-            return {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
+            return common | {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
 
 
 def _check_names(override: Override, key: ParamKey, known: Collection[str] | None) -> None:

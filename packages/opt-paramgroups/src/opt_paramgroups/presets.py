@@ -1,7 +1,7 @@
 """Preset overrides: no weight decay of vectors, decoupled learning rates, matrix rules for matrices, layer decay."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.nn import Parameter
@@ -104,19 +104,9 @@ def _at_depth(depth: int, depth_of: Callable[[str], int | None]) -> ParamWithNam
 def _undecayed(config: OptimizerConfig) -> ParamKey:
     """The key of parameters without weight decay."""
     if not config.apply_wd_to_qk_layernorm:
-        return ParamKey(name="*.bias", predicate=ParamPredicate(name="1-D", fn=_is_vector))
-    undecayed = ParamWithNamePredicate(
-        name="bias or 1-D, no qk layernorm",
-        fn=lambda param, name: (
-            (_is_vector(param) or name.endswith(".bias")) and not _contains(name, ("q_layernorm.", "k_layernorm."))
-        ),
-    )
-    return ParamKey(with_name_predicate=undecayed)
+        return ParamKey(name="*.bias", predicate=ParamPredicate("1-D", lambda param: param.dim() == 1))
 
+    def undecayed(param: Parameter, name: str) -> bool:
+        return (param.dim() == 1 or name.endswith(".bias")) and not re.search(r"[qk]_layernorm\.", name)
 
-def _is_vector(param: Parameter) -> bool:
-    return param.dim() == 1
-
-
-def _contains(name: str, parts: Iterable[str]) -> bool:
-    return any(part in name for part in parts)
+    return ParamKey(with_name_predicate=ParamWithNamePredicate("bias or 1-D, no qk layernorm", undecayed))

@@ -30,23 +30,17 @@ _SHOWN_ELSEWHERE = frozenset(
 
 def group_rows(param_groups: Iterable[Mapping[str, Any]]) -> list[GroupRow]:
     """One row per group. Counts are those of this rank."""
-    return [_row(group) for group in param_groups]
-
-
-def _row(group: Mapping[str, Any]) -> GroupRow:
-    other_entries = {entry: value for entry, value in group.items() if entry not in _SHOWN_ELSEWHERE}
-    return GroupRow(
-        name=group["name"],
-        optimizer=group["optimizer"],
-        num_params=len(group["params"]),
-        numel=sum(param.numel() for param in group["params"]),
-        dtypes=" ".join(sorted({str(param.dtype).removeprefix("torch.") for param in group["params"]})),
-        lr=group["lr"],
-        min_lr=group["min_lr"],
-        weight_decay=group["weight_decay"],
-        overrides=" ".join(f"{entry}={value}" for entry, value in other_entries.items()),
-        first_param=str(group["param_ids"][0]) if group["param_ids"] else "",
-    )
+    return [
+        GroupRow(
+            num_params=len(group["params"]),
+            numel=sum(param.numel() for param in group["params"]),
+            dtypes=" ".join(sorted({str(param.dtype).removeprefix("torch.") for param in group["params"]})),
+            overrides=" ".join(f"{entry}={group[entry]}" for entry in group if entry not in _SHOWN_ELSEWHERE),
+            first_param=str(group["param_ids"][0]) if group["param_ids"] else "",
+            **{name: group[name] for name in ("name", "optimizer", "lr", "min_lr", "weight_decay")},
+        )
+        for group in param_groups
+    ]
 
 
 def cells(row: GroupRow) -> list[str]:

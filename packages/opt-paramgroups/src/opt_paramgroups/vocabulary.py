@@ -13,6 +13,7 @@ _EMBEDDINGS = frozenset(
     {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "word_embeddings", "token_embedding"}
     | {"pos_embed", "position_embedding", "position_embeddings", "wte", "wpe"}
 )
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
 _GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
 
 
@@ -40,7 +41,9 @@ def vocabulary_roles(model_chunks: Sequence[nn.Module]) -> dict[int, VocabularyR
     a name that is common for heads or embeddings.
     """
     roots = [unwrapped(chunk) for chunk in model_chunks]
-    tables = [p for root in roots for module in root.modules() if _is_table(module) for p in module.parameters()]
+    tables = [
+        p for root in roots for module in root.modules() if isinstance(module, _TABLES) for p in module.parameters()
+    ]
     roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
     for param in _of_getters(roots):
         roles.setdefault(id(param), VocabularyRole(is_embedding=False))
@@ -51,10 +54,6 @@ def vocabulary_roles(model_chunks: Sequence[nn.Module]) -> dict[int, VocabularyR
     for held, guess in (*by_shape, *_named(unknown)):
         roles.setdefault(id(held.param), VocabularyRole(held.last_name in _EMBEDDINGS, guess))
     return roles
-
-
-def _is_table(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
 
 
 def _of_getters(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
