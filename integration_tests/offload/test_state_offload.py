@@ -294,7 +294,7 @@ REFUSED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_needs_the_state_is_refused_until_it_is_back(name: str) -> None:
     """Also on a CPU, where offloading copies nothing."""
-    net = Net(torch.float32, SHAPES)
+    net = Net(torch.bfloat16, SHAPES)
     optimizer = get_optimizer(BF16.config, [net], {}, pg_collection=roles_over(Alone()))
     net(grads_of(0, 0, 1, SHAPES)).backward()
     before = [param.detach().clone() for param in net.parameters()]
@@ -307,7 +307,7 @@ def test_what_needs_the_state_is_refused_until_it_is_back(name: str) -> None:
 
 
 def test_a_captured_steps_state_stays_where_it_is() -> None:
-    optimizer = get_optimizer(BF16.config, [Net(torch.float32, SHAPES)], {}, pg_collection=roles_over(Alone()))
+    optimizer = get_optimizer(BF16.config, [Net(torch.bfloat16, SHAPES)], {}, pg_collection=roles_over(Alone()))
     optimizer.config.optimizer_cuda_graph = True
     with pytest.raises(ConfigError, match="optimizer_cuda_graph=True: a captured step holds the addresses"):
         optimizer.offload_to_cpu()
