@@ -137,7 +137,8 @@ def _in_processes(rng: random.Random, setup: Setup) -> Setup:
     if grid.pp == grid.instances == grid.ep == grid.etp == grid.cp == 1 and rng.random() < 0.5:
         layouts = ("tp_plan", "fsdp2_x_tp") if grid.tp > 1 else ("fsdp2", "fsdp2", "hsdp")
         layout = rng.choice(layouts if grid.dp == 4 else layouts[:2])
-        return dataclasses.replace(setup, layout=layout, wrapped=False, groups_none=True)
+        # DTensors are sharded as they are, so that a sharded optimizer is refused.
+        return dataclasses.replace(setup, layout=layout, sharding="replicated", wrapped=False, groups_none=True)
     is_world = grid.dp == grid.size and grid.instances == 1 and grid.ep == 1 and grid.cp == 1
     return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
 
