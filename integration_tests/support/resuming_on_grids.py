@@ -8,7 +8,6 @@ from torch import Tensor
 from tp_model import Grid, Lm, Part, joined, joined_batch
 
 from opt_checkpoint import load, save
-from opt_checkpoint.run.ranks import ANY_GROUP
 from opt_config import OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm
 from opt_scheduler import OptimizerParamScheduler
@@ -134,12 +133,12 @@ def _resume(grid: Grid, job: Job) -> Run:
 
 
 def _make_grids(sizes: set[Size]) -> dict[Size, list[Grid | None]]:
-    """The places of each grid among the world's ranks, None where this rank is outside; one place, with rank 0, where
-    torch needs that. Groups are made by all ranks in one order."""
+    """The places of each grid among the world's ranks, None where this rank is outside; all ranks make groups in the
+    same order."""
     found: dict[Size, list[Grid | None]] = {}
     for size in sorted(sizes):
         numel = size.tp * size.dp
-        firsts = range(0, dist.get_world_size() - numel + 1, numel) if ANY_GROUP else (0,)
+        firsts = range(0, dist.get_world_size() - numel + 1, numel)
         found[size] = [_make_grid(size, first) for first in firsts]
     return found
 

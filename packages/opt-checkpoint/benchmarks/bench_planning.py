@@ -30,15 +30,12 @@ from typing import Any
 import numpy as np
 import torch
 from measure import highest_resident_bytes, write_results
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 
 from opt_checkpoint import ShardedTensor, load
 from opt_checkpoint.boxes.box import FlatBox, cut_flat_range
 from opt_checkpoint.dcp.global_plan import AssignedParts
 from opt_checkpoint.dcp.local_contents import MAIN, HeldShard, LocalContents, LocalLayout, LocalTensors
-from opt_checkpoint.dcp.plan_cache import Offer, PlanCache
+from opt_checkpoint.dcp.plan_cache import CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.save_planner import COMMON_KEY, ShardedSavePlanner
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.dcp.written import WrittenFile
@@ -124,32 +121,32 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     is_remembered = planner._agreement.is_remembered
     clock.lap("agree")
     sent = [LocalContents(layout=None if is_remembered else o.layout, digests=o.digests) for o in contents]
-    messages = [pickle.dumps(SavePlan([], planner_data=own)) for own in sent]
+    messages = [pickle.dumps(own) for own in sent]
     clock.lap()
     received = [pickle.loads(message) for message in messages]
     clock.lap("unpickle plans")
-    plans, metadata = planner.create_global_plan(received)
+    assigned_parts, planned = planner.create_global_plan(received)
     clock.lap("global plan")
-    plans = writer.prepare_global_plan(plans)
+    messages_back = writer.begin(planned)
     clock.lap("prepare")
-    answers = [pickle.dumps(plan) for plan in plans]
+    answers = [pickle.dumps(answer) for answer in zip(assigned_parts, messages_back, strict=True)]
     clock.lap("pickle plans")
     results, temporary = [], writer.temporary
     common = dump_object({}, "common")
     for rank, answer in enumerate(answers):
-        assigned = pickle.loads(answer).planner_data or ranks_remember[rank]
+        assigned = pickle.loads(answer)[0] or ranks_remember[rank]
         ranks_remember[rank] = assigned
         place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), crc=crc32(common), archive=True)
         own = written_by(rank, assigned, {COMMON_KEY: place} if rank == 0 else {})
         with (temporary / own.name).open("wb") as file:
-            file.write(file_header(plans[0].storage_data.save_id) + (common if rank == 0 else b""))
+            file.write(file_header(messages_back[0].save_id) + (common if rank == 0 else b""))
             file.truncate(own.whole.size)
-        results.append(pickle.dumps([WriteResult(MetadataIndex(""), 0, own)]))
-    cache.keep(planner._agreement.plan, 0, ranks_remember[0], planner._plan)
+        results.append(pickle.dumps(own))
+    cache.keep(CachedPlan(planner._agreement.plan, 0, ranks_remember[0], planner._plan))
     clock.lap()
     unpickled = [pickle.loads(result) for result in results]
     clock.lap("unpickle results")
-    writer.finish(metadata, unpickled)
+    writer.finish(unpickled)
     clock.lap("index, .metadata, manifest")
     clock.steps |= {"rank 0, all": sum(clock.steps.values()), "rank 0, all, of the processor": clock.cpu}
     return clock.steps | {

@@ -144,17 +144,16 @@ def save_as_ranks(
     writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex, files=files) for _ in states]
     try:
         offers = [planner.offer(rank) for rank, planner in enumerate(planners)]
-        for rank, planner in enumerate(planners):
+        for planner in planners:
             planner.accept(offers)
-            planner.set_up_planner({}, None, rank == 0)
         local = [_sent(planner.create_local_plan()) for planner in planners]
-        plans, metadata = planners[0].create_global_plan(local)
-        plans = writers[0].prepare_global_plan(plans)
-        results = [
-            _sent(writer.write_data(planner.finish_plan(_sent(plan)), planner).value())
-            for writer, planner, plan in zip(writers, planners, plans, strict=True)
-        ]
-        writers[0].finish(metadata, results)
+        assigned, planned = planners[0].create_global_plan(local)
+        messages = writers[0].begin(planned)
+        results = []
+        for writer, planner, own, message in zip(writers, planners, assigned, messages, strict=True):
+            planner.finish_plan(_sent(own))
+            results.append(_sent(writer.write_data(_sent(message), planner)))
+        writers[0].finish(results)
     finally:
         writers[0].release()
 
@@ -166,12 +165,11 @@ def load_as_ranks(
     opened = open_checkpoint(path)
     options = {"strict": StrictHandling.parse(strict), "dtype": DtypeRule(dtype), "aliases": {}}
     planners = [ShardedLoadPlanner(state, opened.index, opened.common, **options) for state in states]
-    for planner in planners:
-        planner.set_up_planner({}, None)
-    plans = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    unexpected = planners[0].unexpected_of([planner.create_local_plan() for planner in planners])
     assembled = []
-    for planner, plan in zip(planners, plans, strict=True):
-        CheckpointReader(opened.index, threads=1).read_data(planner.finish_plan(plan), planner).wait()
+    for planner in planners:
+        planner.finish_plan(unexpected)
+        CheckpointReader(opened.index, threads=1).read_data(planner)
         planner.assemble()
         assembled.append(planner.assembled)
     return assembled

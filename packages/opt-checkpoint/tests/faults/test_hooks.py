@@ -19,29 +19,24 @@ from opt_checkpoint.dcp.writer import CheckpointWriter
 
 EVERY, COORDINATOR = (0, 1), (0,)
 SAVE_HOOKS = [
-    (ShardedSavePlanner, "set_up_planner", EVERY),
+    (ShardedSavePlanner, "offer", EVERY),
     (ShardedSavePlanner, "create_local_plan", EVERY),
     (ShardedSavePlanner, "create_global_plan", COORDINATOR),
     (ShardedSavePlanner, "finish_plan", EVERY),
-    (ShardedSavePlanner, "resolve_data", EVERY),
-    (CheckpointWriter, "set_up_storage_writer", EVERY),
-    (CheckpointWriter, "prepare_local_plan", EVERY),
-    (CheckpointWriter, "prepare_global_plan", COORDINATOR),
+    (ShardedSavePlanner, "objects", EVERY),
+    (ShardedSavePlanner, "parts", EVERY),
+    (CheckpointWriter, "begin", COORDINATOR),
     (CheckpointWriter, "write_data", EVERY),
     (CheckpointWriter, "finish", COORDINATOR),
 ]
 LOAD_HOOKS = [
-    (ShardedLoadPlanner, "set_up_planner", EVERY),
     (ShardedLoadPlanner, "create_local_plan", EVERY),
-    (ShardedLoadPlanner, "create_global_plan", COORDINATOR),
+    (ShardedLoadPlanner, "unexpected_of", COORDINATOR),
     (ShardedLoadPlanner, "finish_plan", EVERY),
     (ShardedLoadPlanner, "resolve_tensor", EVERY),
-    (ShardedLoadPlanner, "commit_tensor", EVERY),
     (ShardedLoadPlanner, "load_bytes", EVERY),
     (ShardedLoadPlanner, "assemble", EVERY),
-    (CheckpointReader, "set_up_storage_reader", EVERY),
-    (CheckpointReader, "prepare_local_plan", EVERY),
-    (CheckpointReader, "prepare_global_plan", COORDINATOR),
+    (CheckpointReader, "verify", EVERY),
     (CheckpointReader, "read_data", EVERY),
 ]
 

@@ -85,12 +85,13 @@ def test_a_changed_common_value_is_noticed(tmp_path: Path) -> None:
 def test_an_item_that_was_not_written_is_noticed_before_the_commit(tmp_path: Path) -> None:
     planner = ShardedSavePlanner(state_at(1, 0, 1))
     writer = CheckpointWriter(tmp_path / "x", save_id=uuid.uuid4().hex)
-    planner.set_up_planner({}, None, True)
-    plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-    (plan,) = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).value()
+    (assigned,), planned = planner.create_global_plan([planner.create_local_plan()])
+    (message,) = writer.begin(planned)
+    planner.finish_plan(assigned)
+    written = writer.write_data(message, planner)
+    written.objects.popitem()
     with pytest.raises(CheckpointingException, match=r"\d+ items were written, \d+ were planned"):
-        writer.finish(metadata, [results[1:]])
+        writer.finish([written])
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
 

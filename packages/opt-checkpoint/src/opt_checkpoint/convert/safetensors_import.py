@@ -82,7 +82,7 @@ def load_safetensors(
     planner = ShardedLoadPlanner(
         state, index, {}, strict=StrictHandling.parse(strict), dtype=DtypeRule.parse(dtype), aliases={}
     )
-    reader = CheckpointReader(index, threads=threads, check="never", describe=False)
+    reader = CheckpointReader(index, threads=threads, check="never")
     return carry_out_load(ranks, planner, reader)
 
 

@@ -1,27 +1,24 @@
-"""The storage writer of exports. All ranks write to shared files at fixed positions; one rename is the commit."""
+"""The writer of exports. All ranks write to shared files at fixed positions; one rename is the commit."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 from opt_checkpoint.boxes.box import Box, boxes_of, split_rows
 from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import NameRule
 from opt_checkpoint.convert.safetensors_layout import INDEX, Layout, PlacedArray, layout_of
-from opt_checkpoint.dcp.save_planner import view_of
+from opt_checkpoint.dcp.held_tensors import HeldTensors
+from opt_checkpoint.dcp.save_planner import Planned, ShardedSavePlanner, view_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.data_file import DataFiles
+from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.files import Files, shared_file, write_file
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.disk.new_directory import NewDirectory
@@ -48,18 +45,6 @@ class Export(NamedTuple):
     shard_bytes: int
 
 
-class RankPlan(NamedTuple):
-    """The coordinator's plan for a rank.
-
-    Args:
-        described: all tensors, by our names.
-        keys: those that this rank writes.
-    """
-
-    described: dict[str, Described]
-    keys: list[str]
-
-
 class _WriteTo(NamedTuple):
     """The coordinator's message to a rank.
 
@@ -76,7 +61,7 @@ class _WriteTo(NamedTuple):
     places: dict[str, PlacedArray]
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter:
     """Writes one export; each export needs a new one.
 
     Args:
@@ -97,72 +82,56 @@ class SafetensorsWriter(StorageWriter):
         """The directory written to until the commit."""
         return self._directory.temporary
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer serves one export."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is a valid target: any path of a mounted file system, but no URL."""
-        return "://" not in str(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Do nothing: the plan must be known first."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def begin(self, planned: Planned) -> list[_WriteTo]:
         """On the coordinator, assign every array to a file and create the files with their headers.
 
         Raises:
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
             OSError: the file system reports an error.
         """
-        planned: list[RankPlan] = [plan.storage_data for plan in plans]
-        mapped = to_theirs(self._export.names, planned[0].described)
+        plan, tensors = planned.plan, planned.plan.held
+        mapped = to_theirs(self._export.names, _described(tensors))
         layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
         self._directory.make()
         for file, header in layout.headers.items():
             write_file(self._files, self.temporary / file, header.raw)
         self._layout = layout
-        prepared = []
-        for plan, own in zip(plans, planned, strict=True):
-            pieces = {key: mapped.pieces[key] for key in own.keys if key in mapped.pieces}
+        keys: list[dict[str, None]] = [{} for _ in planned.objects]
+        for rank, key in zip(
+            plan.parts.rank.tolist(), tensors.key[tensors.owner[plan.parts.box]].tolist(), strict=True
+        ):
+            keys[rank][tensors.keys[key]] = None
+        messages = []
+        for of_rank in keys:
+            pieces = {key: mapped.pieces[key] for key in of_rank if key in mapped.pieces}
             wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
             places = {name: layout.places[name] for name in wanted}
-            to = _WriteTo(self.temporary, pieces, mapped.tied, places)
-            prepared.append(SavePlan(plan.items, to, plan.planner_data))
-        return prepared
+            messages.append(_WriteTo(self.temporary, pieces, mapped.tied, places))
+        return messages
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes of all arrays and sync them.
+    def write_data(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
+        """Write this rank's boxes of all arrays and sync them; returns the number of bytes.
 
         Raises:
             OSError: the file system reports an error.
         """
-        to: _WriteTo = plan.storage_data
         self._write_to = to
-        by_file: dict[str, list[tuple[WriteItem, Piece]]] = defaultdict(list)
-        for item in plan.items:
-            for piece in to.pieces.get(item.index.fqn, ()):
-                if piece.box.overlap(_box_of(item)) is not None:
-                    by_file[to.places[piece.theirs].file].append((item, piece))
+        by_file: dict[str, list[tuple[Tensor, Box, Piece]]] = defaultdict(list)
+        for key, box, values in planner.parts():
+            for piece in to.pieces.get(key, ()):
+                if piece.box.overlap(box) is not None:
+                    by_file[to.places[piece.theirs].file].append((values, box, piece))
         written = 0
-        for file, parts in by_file.items():
+        for file, boxes in by_file.items():
             with shared_file(self._files, to.directory / file) as fd:
-                for item, piece in parts:
-                    values = planner.resolve_data(item)
-                    assert isinstance(values, Tensor)
-                    for part in _parts(values, _box_of(item), piece):
+                for values, box, piece in boxes:
+                    for part in _parts(values, box, piece):
                         array = to.places[piece.theirs].array
                         stored = part.stored(array.dtype)
                         written += write_region(self._files, fd, stored, part.region(), array.start)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), written, written)])
-        return future
+        return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, written: list[int]) -> None:
         """On the coordinator, write the index after all arrays.
 
         Raises:
@@ -170,9 +139,8 @@ class SafetensorsWriter(StorageWriter):
             OSError: the file system reports an error.
         """
         assert self._layout is not None
-        written = sum(result.storage_data for own in results for result in own)
-        if written != self._layout.nbytes:
-            raise CheckpointingException(f"{written} bytes were written, {self._layout.nbytes} were planned")
+        if sum(written) != self._layout.nbytes:
+            raise CheckpointingException(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
         content = self._layout.encode_index()
         if content is not None:
             write_file(self._files, self.temporary / INDEX, content)
@@ -203,9 +171,14 @@ class SafetensorsWriter(StorageWriter):
         self._directory.abandon()
 
 
-def _box_of(item: WriteItem) -> Box:
-    assert item.tensor_data is not None
-    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+def _described(tensors: HeldTensors) -> dict[str, Described]:
+    """Every tensor that ranks hold, by name."""
+    described: dict[str, Described] = {}
+    columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())
+    for key, dtype, ndim, shape in zip(*columns, strict=True):
+        own = Described(tuple(shape[:ndim]), dtype_from_name(tensors.dtype_names[dtype]))
+        described.setdefault(tensors.keys[key], own)
+    return described
 
 
 class _Part(NamedTuple):

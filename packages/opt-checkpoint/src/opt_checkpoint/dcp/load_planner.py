@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from opt_checkpoint.boxes.box import FlatBox, boxes_of
 from opt_checkpoint.boxes.reshard import Copy, StoredBoxes, first_overlap
@@ -22,9 +21,9 @@ from opt_checkpoint.dcp.stored_names import asked_plain, merged, plain_paths, st
 from opt_checkpoint.dcp.strictness import StrictHandling, judge_missing, judge_unexpected, warn_of_empty, warn_of_none
 from opt_checkpoint.disk.detect import read_object
 from opt_checkpoint.disk.dtype_names import converts_exactly
-from opt_checkpoint.disk.index import COMMON_KEY, COPIES, CheckpointIndex, Kind, StoredTensor
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES, CheckpointIndex, Kind, StoredChunk, StoredTensor
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.flat_state import FlatState, check_stages, flatten_state
 from opt_checkpoint.state.quantized import is_quantized, stand_in
@@ -58,13 +57,25 @@ class _Target(NamedTuple):
     held: FlatBox
 
 
-class _Wanted(NamedTuple):
-    """The keys that a rank requests: one bit per stored key, in sorted order."""
+class TensorRead(NamedTuple):
+    """Values of a stored chunk to read into the memory of a state.
 
-    asked: bytes
+    Args:
+        key: the stored name of the tensor.
+        dtype: its stored dtype.
+        chunk: where the values are stored.
+        target: index of the memory in the planner.
+        copy: the box of values, in the chunk and in the memory.
+    """
+
+    key: str
+    dtype: torch.dtype
+    chunk: StoredChunk
+    target: int
+    copy: Copy
 
 
-class ShardedLoadPlanner(LoadPlanner):
+class ShardedLoadPlanner:
     """Plans the load of one nested state of sharded types.
 
     Args:
@@ -91,7 +102,6 @@ class ShardedLoadPlanner(LoadPlanner):
         self._state, self._index, self._common = state, index, common
         self._strict, self._dtype, self._aliases = strict, dtype, aliases
         self._safe_globals = safe_globals
-        self._flat: FlatState | None = None
         self._targets: list[_Target] = []
         self._to_zero: list[ShardedTensor] = []
         self._stored_boxes: dict[str, StoredBoxes] = {}
@@ -99,32 +109,30 @@ class ShardedLoadPlanner(LoadPlanner):
         self._plain: dict[Path, Any] = {}
         self._stock_objects: set[str] = set()
         self._objects_within: dict[Path, dict[Path, Any]] = {}
-        self._names: dict[Path, str] = {}
         self._made: dict[Path, dict[Path, ShardedTensor]] = {}
         self._to_copy: list[tuple[Tensor, Tensor]] = []
         self._to_quantize: list[tuple[Tensor, Tensor]] = []
+        self.items: list[TensorRead | str] = []  # what to read: parts of tensors, and objects by key
         self.missing: list[str] = []
         self.unexpected: tuple[str, ...] = ()
         self.cast: list[str] = []
         self.dropped: set[Path] = set()
         self.assembled: Any = None
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Flatten the state. The arguments are ignored: state and index were given to the constructor."""
-        self._flat = flatten_state(self._state)
-        self._names = stored_names(self._flat, self._index, self._aliases)
-
-    @property
+    @cached_property
     def flat(self) -> FlatState:
         """The flattened state."""
-        if self._flat is None:
-            raise RuntimeError("set_up_planner has not been called")
-        return self._flat
+        return flatten_state(self._state)
 
-    def create_local_plan(self) -> LoadPlan:
-        """All reads of this rank.
+    @cached_property
+    def _names(self) -> dict[Path, str]:
+        return stored_names(self.flat, self._index, self._aliases)
+
+    def create_local_plan(self) -> bytes:
+        """Plan all reads of this rank, in `items`.
+
+        Returns:
+            The keys that this rank requests: one bit per stored key, in sorted order.
 
         Raises:
             CheckpointKeyError: keys are not stored, and `strict` does not allow that.
@@ -134,11 +142,12 @@ class ShardedLoadPlanner(LoadPlanner):
         check_stages(self.flat.tensors.values(), self._index.tensors, str(self._index.path))
         stored = [*self._index.tensors, *self._index.objects]
         judge_missing(self._strict, self.missing, stored, str(self._index.path))
-        items = [item for path, shard in self._wanted().items() for item in self._reads_of(path, shard)]
+        for path, shard in self._wanted().items():
+            self._plan_reads_of(path, shard)
         for path in self.flat.objects:
             if path not in self.dropped:
-                items += self._object_reads(self._names[path])
-        return LoadPlan(items, planner_data=_Wanted(self._asked_bits()))
+                self._plan_object(self._names[path])
+        return self._asked_bits()
 
     @property
     def stored_plain(self) -> dict[str, Path]:
@@ -157,14 +166,13 @@ class ShardedLoadPlanner(LoadPlanner):
             wanted.update({path + inner: tensor for inner, tensor in tensors.items()})
         return wanted
 
-    def _object_reads(self, key: str) -> list[ReadItem]:
+    def _plan_object(self, key: str) -> None:
         """Read an object of a foreign checkpoint now: whether it can be loaded must be known before memory changes."""
         if self._index.kind is not Kind.OURS:
             value = read_object(self._index, key, safe_globals=self._safe_globals)
             self._loaded_objects[key] = loaded_whole(value, key)
-            return []
-        where = MetadataIndex(key)
-        return [ReadItem(LoadItemType.BYTE_IO, where, _NONE, where, _NONE, _NONE)]
+        else:
+            self.items.append(key)
 
     def _find_missing(self) -> None:
         stored, objects = self._index.tensors, self._index.objects
@@ -226,7 +234,7 @@ class ShardedLoadPlanner(LoadPlanner):
         """All stored keys, and the paths of plain values; the same on all ranks."""
         return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(self.stored_plain)]
 
-    def _reads_of(self, path: Path, shard: ShardedTensor) -> list[ReadItem]:
+    def _plan_reads_of(self, path: Path, shard: ShardedTensor) -> None:
         key = self._names.get(path, shard.key)
         stored = self._index.tensors[key]
         self._check_description(shard, stored)
@@ -235,13 +243,12 @@ class ShardedLoadPlanner(LoadPlanner):
         elif is_quantized(shard.data):
             shard = self._dense(shard, shard.data)
         boxes = self._boxes_of(key, stored)
-        items: list[ReadItem] = []
         for held in boxes_of(shard):
             copies = list(boxes.copies_to(held.box))
             self._check_coverage(shard, stored, held, copies)
-            items += [self._read_item(key, len(self._targets), stored, copy) for copy in copies]
+            target = len(self._targets)
+            self.items += [TensorRead(key, stored.dtype, stored.chunks[copy.chunk], target, copy) for copy in copies]
             self._targets.append(_Target(shard, held))
-        return items
 
     def _dense(self, shard: ShardedTensor, quantized: Tensor) -> ShardedTensor:
         """The tensors with dense memory in place of quantised ones, which are quantised after all values are read."""
@@ -286,69 +293,51 @@ class ShardedLoadPlanner(LoadPlanner):
 
     def _check_coverage(self, shard: ShardedTensor, stored: StoredTensor, held: FlatBox, copies: list[Copy]) -> None:
         """Raise unless the stored chunks cover the requested box. They are disjoint, so adding up volumes suffices."""
-        found = sum(_numel(copy.sizes) for copy in copies)
+        found = sum(prod(copy.sizes) for copy in copies)
         if found != held.box.numel and shard.global_shape == stored.shape:
             raise CheckpointMismatchError(
                 f"{shard.key}: the checkpoint holds {found} of the {held.box.numel} elements of box {held.box}"
             )
 
-    def _read_item(self, key: str, target: int, stored: StoredTensor, copy: Copy) -> ReadItem:
-        chunk = stored.chunks[copy.chunk]
-        return ReadItem(
-            type=LoadItemType.TENSOR,
-            dest_index=MetadataIndex(key, index=target),
-            dest_offsets=torch.Size(copy.to_offsets),
-            storage_index=MetadataIndex(key, chunk.box.offsets, copy.chunk),
-            storage_offsets=torch.Size(copy.from_offsets),
-            lengths=torch.Size(copy.sizes),
-        )
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Send every rank the stored keys that no rank requests.
+    def unexpected_of(self, per_rank: Sequence[bytes]) -> tuple[str, ...]:
+        """The stored keys that no rank requests, from what `create_local_plan` has returned on all ranks.
 
         Raises:
             CheckpointKeyError: there are some, and `strict` does not allow that.
         """
         keys = self._stored_keys()
         asked = np.zeros(len(keys), dtype=np.uint8)
-        for plan in global_plan:
-            asked |= np.unpackbits(np.frombuffer(plan.planner_data.asked, dtype=np.uint8), count=len(keys))
+        for bits in per_rank:
+            asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
         copies = self._index.details.get(COPIES, ())
         unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
         judge_unexpected(self._strict, unexpected, str(self._index.path))
         warn_of_empty(map(path_text, self.flat.empty), unexpected, str(self._index.path))
         nones = (path_text(path) for path, value in self.flat.common.items() if value is None)
         warn_of_none(nones, unexpected, str(self._index.path))
-        return [LoadPlan(plan.items, plan.storage_data, unexpected) for plan in global_plan]
+        return unexpected
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Allocate the memory. After this, only reading can fail."""
-        self.unexpected = central_plan.planner_data
+    def finish_plan(self, unexpected: tuple[str, ...]) -> None:
+        """Begin to write memory, after all ranks have planned. From here on, only reading can fail."""
+        self.unexpected = unexpected
         for shard in self._to_zero:
             if shard.data is not None:
                 shard.data.detach().zero_()
         for template, value in self._to_copy:
             template.detach().copy_(value)
-        return central_plan
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, key: str, raw: bytes) -> None:
         """Keep an object that was read; only what `torch.load(weights_only=True)` accepts."""
-        key = read_item.dest_index.fqn
-        loaded = load_object(value.getvalue(), allowed=self._safe_globals)
+        loaded = load_object(raw, allowed=self._safe_globals)
         self._loaded_objects[key] = loaded_whole(self._index.kind.unwrapped(loaded), key)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The memory for one read, as a view."""
-        number = read_item.dest_index.index
-        if number is None:
-            raise CheckpointingException(f"{read_item.dest_index} is not a target of this plan")
-        view = view_of(*self._targets[number], self._targets[number].held.box)
-        for axis, (start, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+    def resolve_tensor(self, read: TensorRead) -> Tensor:
+        """The memory for a read, as a view."""
+        target = self._targets[read.target]
+        view = view_of(*target, target.held.box)
+        for axis, (start, size) in enumerate(zip(read.copy.to_offsets, read.copy.sizes)):
             view = view.narrow(axis, start, size)
         return view
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: values were read directly into their memory."""
 
     def assemble(self) -> None:
         """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""
@@ -363,16 +352,6 @@ class ShardedLoadPlanner(LoadPlanner):
             plain[path] = merged(plain.get(path), values, lists=self._index.kind is Kind.DCP)
         plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
-
-
-_NONE = torch.Size(())
-
-
-def _numel(sizes: Iterable[int]) -> int:
-    numel = 1
-    for n in sizes:
-        numel *= n
-    return numel
 
 
 def _check_memory(shard: ShardedTensor) -> None:

@@ -1,4 +1,4 @@
-"""The save planner for torch.distributed.checkpoint.
+"""Plans a save.
 
 Each rank lists its boxes. The coordinator checks that they tile every tensor, and assigns each part to a rank. Each
 rank resolves its parts to views of its memory.
@@ -12,17 +12,16 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from opt_checkpoint.boxes.box import Box, FlatBox
-from opt_checkpoint.dcp.global_plan import GlobalPlan
-from opt_checkpoint.dcp.local_contents import LocalContents, held_shards, local_contents
+from opt_checkpoint.dcp.global_plan import AssignedParts, GlobalPlan
+from opt_checkpoint.dcp.local_contents import HeldShard, LocalContents, held_shards, local_contents
 from opt_checkpoint.dcp.plan_cache import Agreement, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.dtype_names import is_storable
@@ -43,13 +42,6 @@ class Common(Enum):
     FIRST_RANK = "first_rank"  # take rank 0's, and log what differs
 
 
-class _HeldBox(NamedTuple):
-    """A held box and the shard whose data it is part of."""
-
-    shard: ShardedTensor
-    held: FlatBox
-
-
 class Planned(NamedTuple):
     """A plan with the objects that rank 0 writes for all.
 
@@ -62,16 +54,6 @@ class Planned(NamedTuple):
     plan: GlobalPlan
     objects: list[list[str]]
     stock_only: frozenset[str]
-
-
-class PlannedMetadata(Metadata):
-    """Carries the plan to the storage writer. Pickles as empty metadata, because `dcp.save` sends it to all ranks."""
-
-    def __init__(self, planned: Planned) -> None:
-        super().__init__({}, planned)
-
-    def __reduce__(self) -> tuple[type[Metadata], tuple[dict[str, Any]]]:
-        return Metadata, ({},)
 
 
 def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
@@ -101,11 +83,8 @@ def _data(shard: ShardedTensor) -> Tensor:
     return shard.data
 
 
-class ShardedSavePlanner(SavePlanner):
-    """Plans the save of one nested state of sharded types.
-
-    The state is given to the constructor; the `state_dict` that `dcp.save` passes is ignored. Plans are columns of
-    integers; DCP's objects are made only for what this rank writes.
+class ShardedSavePlanner:
+    """Plans the save of one nested state of sharded types. Plans are columns of integers.
 
     Args:
         state: nested dicts of sharded types and plain values.
@@ -121,13 +100,10 @@ class ShardedSavePlanner(SavePlanner):
         self._cache = cache or PlanCache()
         self._agreement = Agreement(plan=b"", is_remembered=False, equal_common=False)
         self._rank, self._cached = -1, CachedPlan()
-        self._flat: FlatState | None = None
-        self._boxes: list[_HeldBox] = []
-        self._parts: list[tuple[int, list[int], list[int]]] = []  # held box, offsets and sizes of what is written
-        self._contents: LocalContents | None = None
         self._plan: GlobalPlan | None = None
         self._first_ranks_objects: list[str] = []
         self._stock_values: dict[str, Any] = {}
+        self._assigned: AssignedParts | None = None
 
     def offer(self, rank: int) -> Offer:
         """Flatten the state, and describe what ranks must agree on before they plan.
@@ -138,7 +114,7 @@ class ShardedSavePlanner(SavePlanner):
         Raises:
             CheckpointingException: the state cannot be flattened or stored.
         """
-        contents = self._prepared()
+        contents = self._contents
         if contents.layout is None:
             raise RuntimeError("a rank has a layout of its own")
         common = hashlib.sha256("".join(sorted(map(repr, contents.common.items()))).encode("utf-8", "surrogatepass"))
@@ -149,44 +125,39 @@ class ShardedSavePlanner(SavePlanner):
         """Decide from the offers of all ranks whether to reuse a cached plan; without this call, none is reused."""
         self._agreement = Agreement.of(offers, self._policy.value)
 
-    def _prepared(self) -> LocalContents:
-        if self._contents is None:
-            self._flat = flatten_state(self._state)
-            separate_tensors_(self._flat, is_storable)
-            held = held_shards(self._flat)
-            self._boxes = [_HeldBox(h.shard, box) for h in held for box in h.boxes]
-            self._contents = local_contents(self._flat, held)
-        return self._contents
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Flatten the state; raises CheckpointingException if that fails."""
-        self._prepared()
-
-    @property
+    @cached_property
     def flat(self) -> FlatState:
         """The state by kind and path."""
-        if self._flat is None:
-            raise RuntimeError("set_up_planner was not called")
-        return self._flat
+        flat = flatten_state(self._state)
+        separate_tensors_(flat, is_storable)
+        return flat
 
-    def create_local_plan(self) -> SavePlan:
+    @cached_property
+    def _held(self) -> list[HeldShard]:
+        return held_shards(self.flat)
+
+    @cached_property
+    def _contents(self) -> LocalContents:
+        return local_contents(self.flat, self._held)
+
+    def create_local_plan(self) -> LocalContents:
         """Describe what this rank could write; with a cached plan, only what depends on values."""
-        contents = self._prepared()
+        contents = self._contents
         if self._agreement.is_remembered:
             contents = replace(contents, layout=None)
         if self._agreement.equal_common:
             contents = replace(contents, common={})
-        return SavePlan([], planner_data=contents)
+        return contents
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(self, contents: Sequence[LocalContents]) -> tuple[list[AssignedParts | None], Planned]:
         """Validate what all ranks hold and assign it to ranks; or reuse the plan that all ranks have cached.
+
+        Returns:
+            What each rank writes, None for what it has cached; and the plan.
 
         Raises:
             CheckpointingException: the states of the ranks do not fit together.
         """
-        contents: list[LocalContents] = [plan.planner_data for plan in all_plans]
         digests = np.concatenate([own.digests for own in contents])
         remembered = self._cached.plan if self._agreement.is_remembered else None
         layouts = remembered.layouts if remembered else [own.layout for own in contents if own.layout is not None]
@@ -196,13 +167,12 @@ class ShardedSavePlanner(SavePlanner):
         else:
             plan = remembered
             plan.check_values(digests)
-        assigned = [None] * len(contents) if remembered else plan.assigned()
+        assigned: list[AssignedParts | None] = [None] * len(contents) if remembered else [*plan.assigned()]
         self._plan, self._stock_values = plan, stock_values(self.flat)
         stock_only = self._stock_values.keys() - plan.held.keys
         self._first_ranks_objects = [COMMON_KEY, *(key for key in self._stock_values if key in stock_only)]
         objects = [[*plan.objects[0], *self._first_ranks_objects], *plan.objects[1:]]
-        planned = Planned(plan, objects, frozenset(stock_only))
-        return [SavePlan([], planner_data=own) for own in assigned], PlannedMetadata(planned)
+        return assigned, Planned(plan, objects, frozenset(stock_only))
 
     def _judge_common(self, contents: Sequence[LocalContents], plain: Sequence[Mapping[str, Path]]) -> None:
         if self._agreement.equal_common:
@@ -218,41 +188,46 @@ class ShardedSavePlanner(SavePlanner):
             )
         logger.warning("%s; rank 0's are stored", text)
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan with an item for each part and object, and the checksum of the parts; cache it."""
-        assigned = new_plan.planner_data or self._cached.assigned
-        if assigned is None:
+    def finish_plan(self, assigned: AssignedParts | None) -> None:
+        """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
+        self._assigned = assigned or self._cached.assigned
+        if self._assigned is None:
             raise RuntimeError("a rank without a cached plan agreed to use one")
         if self._agreement.plan:
-            self._cache.keep(CachedPlan(self._agreement.plan, self._rank, assigned, self._plan))
-        boxes = assigned.box.tolist()
-        self._parts = list(zip(boxes, assigned.offsets.tolist(), assigned.sizes.tolist(), strict=True))
-        tensors = [_tensor_item(self._boxes[box].shard.key, number) for number, box in enumerate(boxes)]
-        objects = map(_object_item, [*assigned.objects, *self._first_ranks_objects])
-        return SavePlan([*objects, *tensors], new_plan.storage_data, assigned.crc)
+            self._cache.keep(CachedPlan(self._agreement.plan, self._rank, self._assigned, self._plan))
 
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """A view of this rank's memory for a tensor; the bytes of an object.
+    @property
+    def assigned(self) -> AssignedParts:
+        """What this rank writes, after `finish_plan`."""
+        if self._assigned is None:
+            raise RuntimeError("finish_plan was not called")
+        return self._assigned
+
+    def objects(self) -> Iterator[tuple[str, bytes]]:
+        """The keys and bytes of the objects that this rank writes.
 
         Raises:
-            CheckpointingException: the plan does not fit what this rank holds, or an object cannot be stored.
+            CheckpointingException: an object cannot be stored.
         """
-        index = write_item.index
-        if write_item.type is WriteItemType.BYTE_IO or index.index is None:
-            if index.fqn in self._stock_values:
-                return _bare_archive(self._stock_values[index.fqn])
-            return io.BytesIO(self._dumped(index.fqn))
-        shard, held = self._boxes[self._parts[index.index][0]]
-        part = self.part_of(index.index)
-        if part != held.box and held.box.overlap(part) != part:
-            raise CheckpointingException(f"{shard.key}: the plan wants {part} of the box {held.box}")
-        return view_of(shard, held, part)
+        for key in (*self.assigned.objects, *self._first_ranks_objects):
+            is_bare = key in self._stock_values
+            yield key, _bare_archive(self._stock_values[key]) if is_bare else self._dumped(key)
 
-    def part_of(self, number: int) -> Box:
-        """The box of a planned part in its tensor, by the index of the part on this rank."""
-        box, offsets, sizes = self._parts[number]
-        axes = len(self._boxes[box].held.box.sizes)
-        return Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+    def parts(self) -> Iterator[tuple[str, Box, Tensor]]:
+        """The key, box and values of each part of a tensor that this rank writes; values are views of its memory.
+
+        Raises:
+            CheckpointingException: the plan does not fit what this rank holds.
+        """
+        boxes = [(own.shard, box) for own in self._held for box in own.boxes]
+        columns = (self.assigned.box.tolist(), self.assigned.offsets.tolist(), self.assigned.sizes.tolist())
+        for number, offsets, sizes in zip(*columns, strict=True):
+            shard, held = boxes[number]
+            axes = len(held.box.sizes)
+            part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
+            if part != held.box and held.box.overlap(part) != part:
+                raise CheckpointingException(f"{shard.key}: the plan wants {part} of the box {held.box}")
+            yield shard.key, part, view_of(shard, held, part)
 
     def _dumped(self, key: str) -> bytes:
         if key != COMMON_KEY:
@@ -267,11 +242,11 @@ class ShardedSavePlanner(SavePlanner):
             raise
 
 
-def _bare_archive(value: Any) -> io.BytesIO:
+def _bare_archive(value: Any) -> bytes:
     """A value as `torch.distributed.checkpoint` stores it. Encoding the common state has checked that it loads."""
     stream = io.BytesIO()
     torch.save(value, stream)
-    return stream
+    return stream.getvalue()
 
 
 def stock_values(flat: FlatState) -> dict[str, Any]:
@@ -298,12 +273,3 @@ def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_traversed(values: list[Any]) -> bool:
     """Whether stock DCP gives each element of a list a key; other lists, and all tuples, are objects."""
     return any(isinstance(v, Tensor | dict) or (isinstance(v, list) and _is_traversed(v)) for v in values)
-
-
-def _tensor_item(key: str, number: int) -> WriteItem:
-    """The write item of a part of a tensor, by the index of the part on this rank."""
-    return WriteItem(index=MetadataIndex(key, index=number), type=WriteItemType.SHARD)
-
-
-def _object_item(unique_key: str) -> WriteItem:
-    return WriteItem(index=MetadataIndex(unique_key), type=WriteItemType.BYTE_IO)

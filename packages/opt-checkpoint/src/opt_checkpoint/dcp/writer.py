@@ -7,20 +7,14 @@ does not exist; after it, the checkpoint is complete.
 
 from __future__ import annotations
 
-import io
-import os
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
-from opt_checkpoint.dcp.save_planner import Planned
+from opt_checkpoint.dcp.save_planner import Planned, ShardedSavePlanner
 from opt_checkpoint.dcp.written import WrittenFile, paths_of, stored_by
 from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32
 from opt_checkpoint.disk.data_file import file_header
@@ -35,7 +29,6 @@ from opt_checkpoint.disk.object_target import target_of
 from opt_checkpoint.disk.read_region import is_plain_memory
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
-from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import Location
 
 _SMALL_BYTES = 256 << 10
@@ -65,7 +58,7 @@ class _Placed(NamedTuple):
         return [self.sums] if isinstance(self.sums, int) else self.sums.settled().pieces
 
 
-class CheckpointWriter(StorageWriter):
+class CheckpointWriter:
     """Writes one checkpoint. Each save needs a new writer.
 
     Args:
@@ -90,6 +83,7 @@ class CheckpointWriter(StorageWriter):
         self._details = details
         self._files: Files = files or LocalFiles()
         self._target = target_of(path, save_id, self._files, replace=replace)
+        self._planned: Planned | None = None
         self.index: CheckpointIndex | None = None
 
     @property
@@ -97,70 +91,37 @@ class CheckpointWriter(StorageWriter):
         """The directory that is written to until the commit."""
         return self._target.temporary
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing for the target of this writer.
-
-        Raises:
-            CheckpointingException: `checkpoint_id` is another path.
-        """
-        if checkpoint_id is not None and str(checkpoint_id) != str(self.path):
-            raise CheckpointingException(f"this writer writes {self.path}; make another one for {checkpoint_id}")
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """True: any path is valid."""
-        return True
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Path and save id."""
-        return StorageMeta(checkpoint_id=str(self.path), save_id=self._save_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **options: Any) -> None:
-        """Do nothing: the plan must be known first."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def begin(self, planned: Planned) -> list[WriteTo]:
         """Create the temporary location and name the files; on the coordinator. Raises like `SaveTarget.begin`."""
         self._target.begin()
-        return [
-            SavePlan(plan.items, WriteTo(f"__{rank}_0.distcp", self._save_id), plan.planner_data)
-            for rank, plan in enumerate(plans)
-        ]
+        self._planned = planned
+        return [WriteTo(f"__{rank}_0.distcp", self._save_id) for rank in range(len(planned.objects))]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, to: WriteTo, planner: ShardedSavePlanner) -> WrittenFile:
         """Write this rank's file and sync it.
-
-        Returns:
-            One result, a `WrittenFile`.
 
         Raises:
             OSError: the file system reports an error.
         """
-        own: WriteTo = plan.storage_data
-        target = target_of(self.path, own.save_id, self._files)
-        with Hasher() as hasher, target.new_file(own.file) as file:
+        target = target_of(self.path, to.save_id, self._files)
+        with Hasher() as hasher, target.new_file(to.file) as file:
             output = DataFileWriter(output=file, hasher=hasher)
-            output.put(file_header(own.save_id))
-            resolve = planner.resolve_data
-            placed = [_put_item(output, item.index.fqn, resolve(item)) for item in plan.items]
+            output.put(file_header(to.save_id))
+            placed = [_put_object(output, key, raw) for key, raw in planner.objects()]
+            placed += [_put_tensor(output, key, values) for key, _, values in planner.parts()]
             whole = output.finish()
-        written = _written_file(own.file, whole, plan.planner_data, placed)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), whole.size, written)])
-        return future
+        return _written_file(to.file, whole, planner.assigned.crc, placed)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, written: list[WrittenFile]) -> None:
         """On the coordinator, write the manifest and commit.
 
         Raises:
             CheckpointingException: a planned item was not written; see also `SaveTarget.commit`.
             OSError: the file system reports an error.
         """
-        planned: Planned = metadata.planner_data
-        written: list[WrittenFile] = [result.storage_data for own in results for result in own]
+        planned = self._planned
+        if planned is None:
+            raise RuntimeError("begin was not called")
         stored, paths = stored_by(planned, written), paths_of(planned)
         index = CheckpointIndex(
             path=self.path,
@@ -189,10 +150,8 @@ class CheckpointWriter(StorageWriter):
         self._target.abandon()
 
 
-def _put_item(output: DataFileWriter, key: str, data: Tensor | io.BytesIO) -> _Placed:
-    if isinstance(data, Tensor):
-        return _put_tensor(output, key, data)
-    raw, start = data.getvalue(), output.position
+def _put_object(output: DataFileWriter, key: str, raw: bytes) -> _Placed:
+    start = output.position
     output.put(raw)
     return _Placed(key, start, output.position, -1, crc32(raw))
 

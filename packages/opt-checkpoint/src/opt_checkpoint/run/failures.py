@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 from opt_checkpoint.errors import (
     CheckpointFailedError,
@@ -14,7 +13,6 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 
-T = TypeVar("T")
 _NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
 
 
@@ -109,37 +107,3 @@ def as_ours(what: str, failures: Mapping[int, Failure], *, alone: bool) -> Check
     for rank, failure in ranked[:_NOTES]:
         error.add_note(failure.trace if alone else f"On rank {rank}:\n{failure.trace}")
     return error
-
-
-class Crossing:
-    """Wraps a planner or storage so that torch.distributed.checkpoint can send its exceptions to other ranks.
-
-    Args:
-        target: the planner or storage, to which all calls and attributes are forwarded.
-        interrupts: receives exceptions that are not errors, such as KeyboardInterrupt, to be raised on this rank.
-    """
-
-    def __init__(self, target: object, interrupts: list[BaseException]) -> None:
-        self._target, self._interrupts = target, interrupts
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if not callable(value):
-            return value
-
-        @functools.wraps(value)
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                return value(*args, **options)
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    self._interrupts.append(error)
-                raise FailureOnRank(Failure.of(error)) from error
-
-        setattr(self, name, call)  # found without this function next time
-        return call
-
-
-def crossing(target: T, interrupts: list[BaseException]) -> T:
-    """`Crossing(target, interrupts)`, typed as `target`."""
-    return cast(T, Crossing(target, interrupts))

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import LoadPlan
 
 from opt_checkpoint.boxes.box import boxes_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
@@ -30,7 +29,7 @@ from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, 
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
 from opt_checkpoint.run.ranks import Ranks, everyone
-from opt_checkpoint.run.save_load import LoadReport, error_of
+from opt_checkpoint.run.save_load import LoadReport, error_of, read_planned
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
@@ -76,10 +75,10 @@ def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files)
     planner = ShardedSavePlanner({**common, _BOXES: boxes, _OBJECTS: objects})
     writer = CheckpointWriter(path, save_id=uuid.uuid4().hex, details=MappingProxyType(details), files=files)
     try:
-        planner.set_up_planner({}, None, True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
-        plan = writer.prepare_global_plan(plans)[0]
-        writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).value()])
+        (assigned,), planned = planner.create_global_plan([planner.create_local_plan()])
+        (message,) = writer.begin(planned)
+        planner.finish_plan(assigned)
+        writer.finish([writer.write_data(message, planner)])
     except BaseException:
         writer.abandon()
         raise
@@ -157,26 +156,6 @@ def _plain_key(key: str) -> str:
     return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
 
 
-def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> LoadPlan:
-    """Plan to read from this rank's part; all ranks call this together.
-
-    Raises:
-        CheckpointMismatchError: the parts were saved in another layout: values that a rank requests are not in its own
-            part. Raised on every rank.
-        CheckpointingException: as `load`.
-    """
-    plans = []
-
-    def plan() -> None:
-        planner.set_up_planner({}, None)
-        plans.append(planner.create_local_plan())
-
-    error = error_of(plan)
-    _check_layout(ranks, planner, index)
-    everyone(ranks, error, f"loading {index.path}")
-    return plans[0]
-
-
 def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> None:
     """Raise if a key that is missing in the part of one rank is stored in the part of another: the layout differs."""
     missing = ranks.gather_everywhere(planner.missing)
@@ -194,6 +173,21 @@ def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIn
                 )
 
 
+def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> bytes:
+    """Plan to read from this rank's part, and return the keys that it requests; all ranks call this together.
+
+    Raises:
+        CheckpointMismatchError: the parts were saved in another layout: values that a rank requests are not in its own
+            part. Raised on every rank.
+        CheckpointingException: as `load`.
+    """
+    asked: list[bytes] = []
+    error = error_of(lambda: asked.append(planner.create_local_plan()))
+    _check_layout(ranks, planner, index)
+    everyone(ranks, error, f"loading {index.path}")
+    return asked[0]
+
+
 def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
     """Load from this rank's part. All ranks call this together, and write memory only after all have planned.
 
@@ -201,14 +195,8 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReade
         CheckpointMismatchError: as `plan_part`.
         CheckpointingException: as `load`.
     """
-    what = f"loading {reader.index.path}"
-    local = plan_part(ranks, planner, reader.index)
-    plans = []
-    everyone(ranks, error_of(lambda: plans.extend(planner.create_global_plan([local]))), what)
-
-    def read() -> None:
-        reader.read_data(planner.finish_plan(reader.prepare_local_plan(plans[0])), planner).wait()
-        planner.assemble()
-
-    everyone(ranks, error_of(read), f"{what} (while reading: tensors may be partly overwritten, load again before use)")
-    return LoadReport.of(planner, reader)
+    asked = plan_part(ranks, planner, reader.index)
+    unexpected: list[tuple[str, ...]] = []
+    error = error_of(lambda: unexpected.append(planner.unexpected_of([asked])))
+    everyone(ranks, error, f"loading {reader.index.path}")
+    return read_planned(ranks, planner, reader, unexpected[0])

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.failures import Failure, as_ours
 
+S = TypeVar("S")
 T = TypeVar("T")
 _FREEING_S = 0.01
-# Before this version, torch.distributed.checkpoint confuses rank 0 of a group with rank 0 of the world.
-ANY_GROUP = TorchVersion(torch.__version__) >= TorchVersion("2.8")
 
 
 class Ranks(Protocol):
@@ -44,6 +42,12 @@ class Ranks(Protocol):
     def gather_everywhere(self, value: T) -> list[T]:
         """Gather a value from every rank; returns the values by rank, on every rank."""
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        """Gather a value from every rank on rank 0; returns the values by rank there, and None elsewhere."""
+
+    def scatter_from_first(self, values: Sequence[T] | None) -> T:
+        """Return the value that rank 0 passes for this rank; other ranks pass None."""
+
 
 class OneProcess(NamedTuple):
     """A world of one rank, without torch.distributed."""
@@ -56,6 +60,13 @@ class OneProcess(NamedTuple):
     def gather_everywhere(self, value: T) -> list[T]:
         return [value]
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        return [value]
+
+    def scatter_from_first(self, values: Sequence[T] | None) -> T:
+        assert values is not None
+        return values[0]
+
 
 class GroupRanks(NamedTuple):
     """The ranks of a process group."""
@@ -67,32 +78,44 @@ class GroupRanks(NamedTuple):
 
     def gather_everywhere(self, value: T) -> list[T]:
         values: list[Any] = [None] * self.size
-        try:
+        with _answered():
             dist.all_gather_object(values, value, group=self.group)
-        except RuntimeError as error:  # gloo's and nccl's timeouts and lost connections
-            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
         return values
+
+    def gather_to_first(self, value: T) -> list[T] | None:
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _answered():
+            dist.gather_object(value, values, dst=_first_of(self.group), group=self.group)
+        return values
+
+    def scatter_from_first(self, values: Sequence[T] | None) -> T:
+        received: list[Any] = [None]
+        with _answered():
+            given = None if values is None else list(values)
+            dist.scatter_object_list(received, given, src=_first_of(self.group), group=self.group)
+        value: T = received[0]
+        return value
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Raise CheckpointFailedError for the timeouts and lost connections of gloo and nccl."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointFailedError(f"a rank did not answer: {error}") from error
+
+
+def _first_of(group: dist.ProcessGroup | None) -> int:
+    """Rank 0 of a group as a rank of the world."""
+    return 0 if group is None else dist.get_global_rank(group, 0)
 
 
 def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
-    """The ranks of a group, of the default group for None; this process alone without torch.distributed.
-
-    Raises:
-        CheckpointingException: this torch cannot save or load on such a group.
-    """
+    """The ranks of a group, of the default group for None; this process alone without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         return OneProcess()
-    if process_group is not None and not ANY_GROUP:
-        _check_leader(dist.get_global_rank(process_group, 0))
     return GroupRanks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
-
-
-def _check_leader(first: int) -> None:
-    if first != 0:
-        raise CheckpointingException(
-            f"the process group's first rank is rank {first} of the world; with torch {torch.__version__} it must be "
-            f"rank 0. Save or load with the group of all ranks, or with torch 2.8 or newer"
-        )
 
 
 def leave(group: dist.ProcessGroup) -> None:
@@ -150,8 +173,7 @@ def _raise_failures(ranks: Ranks, failures: dict[int, Failure], own: BaseExcepti
 
 def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
     box: list[Any] = [outcome]
-    source = 0 if ranks.group is None else dist.get_global_rank(ranks.group, 0)
-    dist.broadcast_object_list(box, src=source, group=ranks.group)
+    dist.broadcast_object_list(box, src=_first_of(ranks.group), group=ranks.group)
     received: _Outcome = box[0]
     return received
 
@@ -182,6 +204,37 @@ def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
     outcomes = ranks.gather_everywhere(outcome)
     _raise_failures(ranks, {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}, own, what)
     return [o.value for o in outcomes]
+
+
+def through_first(ranks: Ranks, compute: Callable[[], S], combine: Callable[[list[S]], Sequence[T]], what: str) -> T:
+    """Compute a value on each rank, combine the values on rank 0, and return each rank its result; or raise all errors.
+
+    Args:
+        ranks: all of them call this together.
+        compute: called on this rank; its value must pickle.
+        combine: called on rank 0, with the values by rank, if all ranks have one; returns a result for each rank.
+        what: named in the error.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    outcome, own = _outcome(compute)
+    outcomes = ranks.gather_to_first(outcome)
+    answers: list[tuple[Any, dict[int, Failure]]] | None = None
+    if outcomes is not None:
+        failures = {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}
+        results: Sequence[Any] = [None] * ranks.size
+        if not failures:
+            combined, own = _outcome(lambda: combine([o.value for o in outcomes]))
+            if combined.failure is None:
+                results = combined.value
+            else:
+                failures = {0: combined.failure}
+        answers = [(result, failures) for result in results]
+    result, failures = ranks.scatter_from_first(answers)
+    _raise_failures(ranks, failures, own, what)
+    value: T = result
+    return value
 
 
 def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:

@@ -6,23 +6,19 @@ import json
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from opt_checkpoint.dcp.global_plan import AssignedParts
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.local_contents import LocalContents
 from opt_checkpoint.dcp.plan_cache import Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
+from opt_checkpoint.dcp.save_planner import Common, Planned, ShardedSavePlanner
 from opt_checkpoint.dcp.stored_names import NESTED_KEYS
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
@@ -31,10 +27,9 @@ from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
-from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.errors import CheckpointingException
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
-from opt_checkpoint.run.failures import Failure, as_ours, crossing
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location
+from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location, through_first
 from opt_checkpoint.state.sharded import ShardedStateDict
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
@@ -179,12 +174,21 @@ def _check_details(details: Mapping[str, Any]) -> None:
             ) from error
 
 
-class _Abandonable(Protocol):
-    """A storage writer that fills a temporary directory."""
+class Writer(Protocol):
+    """Writes one save to a temporary directory."""
 
     @property
     def temporary(self) -> Location:
         """The directory."""
+
+    def begin(self, planned: Planned) -> list[Any]:
+        """On rank 0, create the directory; returns the message for each rank."""
+
+    def write_data(self, message: Any, planner: ShardedSavePlanner) -> Any:
+        """Write the parts of this rank; returns what rank 0 must know of them."""
+
+    def finish(self, written: list[Any]) -> None:
+        """On rank 0, complete the save after all ranks have written; gets what each rank has returned."""
 
     def abandon(self) -> None:
         """Remove it."""
@@ -192,8 +196,8 @@ class _Abandonable(Protocol):
 
 def carry_out_save(
     ranks: Ranks,
-    planner: SavePlanner,
-    writer: _Abandonable,
+    planner: ShardedSavePlanner,
+    writer: Writer,
     what: str,
     *,
     then: Callable[[], object] = lambda: None,
@@ -203,17 +207,29 @@ def carry_out_save(
     Args:
         ranks: those that save.
         planner: of this rank.
-        writer: a `StorageWriter`.
+        writer: of this rank.
         what: named in errors.
         then: called on every rank after all of them have written.
 
     Raises:
         CheckpointingException: as `save`.
     """
+
+    def assign(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
+        assigned, planned = planner.create_global_plan(contents)
+        return list(zip(assigned, writer.begin(planned), strict=True))
+
+    def write() -> Any:
+        planner.finish_plan(assigned)
+        return writer.write_data(message, planner)
+
+    def finish(written: list[Any]) -> list[None]:
+        writer.finish(written)
+        return [None] * ranks.size
+
     try:
-        with _failures_as_ours(ranks, what) as interrupts, _quiet_alone(ranks):
-            storage = cast(StorageWriter, crossing(writer, interrupts))
-            dcp_save({}, storage_writer=storage, planner=crossing(planner, interrupts), process_group=ranks.group)
+        assigned, message = through_first(ranks, planner.create_local_plan, assign, what)
+        through_first(ranks, write, finish, what)
         then()
     except BaseException:
         if ranks.rank == 0:
@@ -221,7 +237,7 @@ def carry_out_save(
         raise
 
 
-def _abandon(writer: _Abandonable) -> None:
+def _abandon(writer: Writer) -> None:
     """Clean up after a failed save. The next save removes files that cannot be removed now."""
     try:
         writer.abandon()
@@ -294,7 +310,7 @@ def load(
 
 def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
     """The reader of an open checkpoint; arguments as for `load`."""
-    return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify], describe=False)
+    return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify])
 
 
 def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
@@ -304,10 +320,32 @@ def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: Checkpoint
         CheckpointingException: as `load`.
     """
     what = f"loading {reader.index.path}"
-    with _failures_as_ours(ranks, what) as interrupts, _quiet_alone(ranks):
-        storage = cast(StorageReader, crossing(reader, interrupts))
-        dcp_load({}, storage_reader=storage, planner=crossing(planner, interrupts), process_group=ranks.group)
-    everyone(ranks, error_of(planner.assemble), what)
+
+    def plan() -> bytes:
+        asked = planner.create_local_plan()
+        reader.verify(planner)
+        return asked
+
+    unexpected = through_first(ranks, plan, lambda asked: [planner.unexpected_of(asked)] * ranks.size, what)
+    return read_planned(ranks, planner, reader, unexpected)
+
+
+def read_planned(
+    ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader, unexpected: tuple[str, ...]
+) -> LoadReport:
+    """Read what all ranks have planned; all ranks call this together.
+
+    Raises:
+        CheckpointingException: as `load`.
+    """
+
+    def read() -> None:
+        planner.finish_plan(unexpected)
+        reader.read_data(planner)
+        planner.assemble()
+
+    what = f"loading {reader.index.path} (while reading: tensors may be partly overwritten, load again before use)"
+    everyone(ranks, error_of(read), what)
     return LoadReport.of(planner, reader)
 
 
@@ -336,39 +374,3 @@ def error_of(compute: Callable[[], object]) -> BaseException | None:
     except BaseException as error:
         return error
     return None
-
-
-@contextmanager
-def _failures_as_ours(ranks: Ranks, what: str) -> Iterator[list[BaseException]]:
-    """Raise the errors that DCP collects from all ranks as one error of this package, with the type of the cause.
-
-    Yields a list for exceptions of this rank that are not errors; the first is raised as itself once all ranks know.
-    """
-    interrupts: list[BaseException] = []
-    try:
-        yield interrupts
-    except CheckpointException as failure:
-        if interrupts:
-            raise interrupts[0] from None
-        failures = {rank: Failure.of(error) for rank, (error, _) in failure.failures.items()}
-        if failure.args[0] == "read":  # DCP's name of the step after planning
-            what = f"{what} (while reading: tensors may be partly overwritten, load again before use)"
-        raise as_ours(what, failures, alone=ranks.alone) from failure
-    except CheckpointingException:
-        raise
-    except (RuntimeError, OSError) as error:
-        if interrupts:
-            raise interrupts[0] from None
-        raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
-
-
-@contextmanager
-def _quiet_alone(ranks: Ranks) -> Iterator[None]:
-    """Suppress torch's warning that a single process saves, which is intended."""
-    if not ranks.alone:
-        yield
-        return
-    with warnings.catch_warnings():
-        # torch 2.6 leaves out the first word.
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled, )?unavailable or uninitialized")
-        yield

@@ -381,7 +381,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         )
 
     def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
-        reader = CheckpointReader(opened.index, describe=False)
+        reader = CheckpointReader(opened.index)
         try:
             report = load_part(self._ranks, self._planner(state, opened, rules), reader)
         except CheckpointMismatchError as error:
