@@ -12,10 +12,11 @@ value.
 
 from __future__ import annotations
 
+import io
+import pickle
 import struct
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 from opt_checkpoint.errors import CheckpointCorruptError
 
@@ -35,12 +36,11 @@ class Made:
         args: the arguments of that call.
     """
 
-    __slots__ = ("args", "entries", "items", "of", "state")
+    __slots__ = ("args", "entries", "of", "state")
 
     def __init__(self, of: Any, args: Any) -> None:
         self.of, self.args = of, args
         self.state: Any = None
-        self.items: list[Any] = []
         self.entries: dict[Any, Any] = {}
 
     def is_a(self, module: str, name: str) -> bool:
@@ -52,9 +52,15 @@ class Made:
         """The attributes that its state sets; empty if the state has another form."""
         return self.state if type(self.state) is dict else {}
 
+    def extend(self, values: list[Any]) -> None:
+        """Ignore items of a list subclass, which no caller needs."""
+
+    append = extend
+
 
 PERSISTENT = Name("", "persistent id")  # creates a persistent id, which is its one argument
 _ATOMS = frozenset({str, int, bool, float, bytes, type(None), Name, Made})
+_ERRORS = (IndexError, KeyError, TypeError, ValueError, AttributeError, EOFError, struct.error, pickle.UnpicklingError)
 
 
 def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
@@ -69,191 +75,90 @@ def read_pickle(raw: bytes, what: str, known: Callable[[Name], bool]) -> Any:
         CheckpointCorruptError: it is damaged, uses an unknown name, or an opcode that no checkpoint needs.
     """
     try:
-        return _Reader(raw, what, known).read()
-    except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+        return _Reader(raw, what, known).load()
+    except _ERRORS as error:
         if isinstance(error, CheckpointCorruptError):
             raise
-        raise CheckpointCorruptError(f"{what} is damaged: it is not a pickle ({type(error).__name__})") from error
+        raise CheckpointCorruptError(
+            f"{what} is damaged: it is not a pickle of a checkpoint ({type(error).__name__}); nothing was run"
+        ) from error
 
 
-class _Mark:
-    """Marks the start of a run of items on the stack."""
+class _Reader(pickle._Unpickler):
+    """Python's own unpickler, whose memory is limited by the pickle, with a table of opcodes that run nothing."""
 
-
-_MARK = _Mark()
-
-
-class _Reader:
-    """The state of one reading: a stack of values, the memo, and the position."""
+    stack: list[Any]
+    append: Callable[[Any], None]  # to the stack
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(self, raw: bytes, what: str, known: Callable[[Name], bool]) -> None:
-        self.raw, self.what, self.known = raw, what, known
-        self.position = 0
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        super().__init__(io.BytesIO(raw))
+        self._what, self._known = what, known
 
-    def read(self) -> Any:
-        table, raw = _OPCODES, self.raw
-        while True:
-            opcode = raw[self.position]
-            self.position += 1
-            if opcode == _STOP:
-                return self.pop()
-            act = table.get(opcode)
-            if act is None:
-                self.fail(f"opcode {bytes([opcode])!r} at byte {self.position - 1} is in no checkpoint")
-            act(self)
-
-    def fail(self, problem: str) -> NoReturn:
-        raise CheckpointCorruptError(f"{self.what} is damaged: {problem}; nothing was run")
-
-    def take(self, count: int) -> bytes:
-        start, self.position = self.position, self.position + count
-        if count < 0 or self.position > len(self.raw):
-            self.fail("it ends early")
-        return self.raw[start : self.position]
-
-    def integer(self, count: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.take(count), "little", signed=signed)
-
-    def line(self) -> str:
-        end = self.raw.index(b"\n", self.position)
-        text = self.raw[self.position : end].decode()
-        self.position = end + 1
-        return text
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            self.fail("a mark is used as a value")
-        return value
-
-    def pop_to_mark(self) -> list[Any]:
-        place = len(self.stack) - 1
-        while self.stack[place] is not _MARK:
-            place -= 1
-            if place < 0:
-                self.fail("a mark is missing")
-        values = self.stack[place + 1 :]
-        del self.stack[place:]
-        return values
-
-    def name(self, module: Any, name: Any) -> None:
-        if type(module) is not str or type(name) is not str:
-            self.fail("a name is not text")
+    def find_class(self, module: str, name: str) -> Any:
         found = Name(module, name)
-        if not self.known(found):
+        if not self._known(found):
             raise CheckpointCorruptError(
-                f"{self.what} names {module[:80]}.{name[:80]}, which no checkpoint needs; nothing was run"
+                f"{self._what} names {module[:80]}.{name[:80]}, which no checkpoint needs; nothing was run"
             )
-        self.push(found)
+        return found
 
-    def global_name(self) -> None:
-        self.name(self.line(), self.line())
+    def persistent_load(self, pid: Any) -> Any:
+        return Made(PERSISTENT, (pid,))
 
-    def stack_name(self) -> None:
-        name, module = self.pop(), self.pop()
-        self.name(module, name)
+    def _make(self) -> None:
+        args, of = self.stack.pop(), self.stack.pop()
+        self.append(Made(of, args))
 
-    def make(self) -> None:
-        args, of = self.pop(), self.pop()
-        self.push(Made(of, args))
+    def _make_with_keywords(self) -> None:
+        self.stack.pop()
+        self._make()
 
-    def make_with_keywords(self) -> None:
-        self.pop()
-        self.make()
-
-    def persistent(self) -> None:
-        self.push(Made(PERSISTENT, (self.pop(),)))
-
-    def build(self) -> None:
-        state, target = self.pop(), self.stack[-1]
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not Made:
-            self.fail(f"it sets the state of a {type(target).__name__}")
+            raise CheckpointCorruptError(
+                f"{self._what} is damaged: it sets the state of a {type(target).__name__}; nothing was run"
+            )
         target.state = state
 
-    def append(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        if type(target) is Made:
-            target.items.extend(values)
-        elif type(target) is list:
-            target.extend(values)
-        else:
-            self.fail(f"it appends to a {type(target).__name__}")
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
 
-    def set_items(self, values: list[Any]) -> None:
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, values: list[Any]) -> None:
         target = self.stack[-1]
         entries = target.entries if type(target) is Made else target
         if type(entries) is not dict or len(values) % 2:
-            self.fail(f"it sets items of a {type(target).__name__}")
+            raise TypeError(f"it sets items of a {type(target).__name__}")
         for key, value in zip(values[::2], values[1::2]):
+            # Hashing a nested tuple may take time that is exponential in its depth.
             if type(key) not in _ATOMS and not (type(key) is tuple and all(type(k) in _ATOMS for k in key)):
-                self.fail(f"a key is a {type(key).__name__}")
+                raise TypeError(f"a key is a {type(key).__name__}")
             entries[key] = value
 
-    def tuple_of(self, count: int) -> None:
-        values = [self.pop() for _ in range(count)]
-        self.push(tuple(reversed(values)))
+    def _frozen_set(self) -> None:
+        items = self.pop_mark()
+        self.append(items)  # sets are read as lists, because their items may not be hashable
 
-    def add_items(self) -> None:
-        values = self.pop_to_mark()
-        if type(self.stack[-1]) is not list:
-            self.fail("it adds items to something other than a set")
-        self.stack[-1].extend(values)
-
-
-def _opcodes() -> dict[int, Callable[[_Reader], object]]:
-    """The action of each opcode. Sets are read as lists, because their items may not be hashable."""
-    return {
-        0x80: lambda r: r.take(1),  # PROTO
-        0x95: lambda r: r.take(8),  # FRAME
-        ord("("): lambda r: r.push(_MARK),
-        ord("0"): lambda r: r.stack.pop(),
-        ord("1"): lambda r: r.pop_to_mark(),
-        ord("N"): lambda r: r.push(None),
-        0x88: lambda r: r.push(True),
-        0x89: lambda r: r.push(False),
-        ord("J"): lambda r: r.push(r.integer(4, signed=True)),
-        ord("K"): lambda r: r.push(r.integer(1)),
-        ord("M"): lambda r: r.push(r.integer(2)),
-        0x8A: lambda r: r.push(r.integer(r.integer(1), signed=True)),
-        ord("G"): lambda r: r.push(struct.unpack(">d", r.take(8))[0]),
-        0x8C: lambda r: r.push(r.take(r.integer(1)).decode("utf-8", "surrogatepass")),
-        ord("X"): lambda r: r.push(r.take(r.integer(4)).decode("utf-8", "surrogatepass")),
-        0x8D: lambda r: r.push(r.take(r.integer(8)).decode("utf-8", "surrogatepass")),
-        ord("C"): lambda r: r.push(r.take(r.integer(1))),
-        ord("B"): lambda r: r.push(r.take(r.integer(4))),
-        ord(")"): lambda r: r.push(()),
-        0x85: lambda r: r.tuple_of(1),
-        0x86: lambda r: r.tuple_of(2),
-        0x87: lambda r: r.tuple_of(3),
-        ord("t"): lambda r: r.push(tuple(r.pop_to_mark())),
-        ord("]"): lambda r: r.push([]),
-        ord("a"): lambda r: r.append([r.pop()]),
-        ord("e"): lambda r: r.append(r.pop_to_mark()),
-        0x8F: lambda r: r.push([]),  # EMPTY_SET
-        0x90: lambda r: r.add_items(),
-        0x91: lambda r: r.push(r.pop_to_mark()),  # FROZENSET
-        ord("}"): lambda r: r.push({}),
-        ord("s"): lambda r: r.set_items([r.pop(), r.pop()][::-1]),
-        ord("u"): lambda r: r.set_items(r.pop_to_mark()),
-        ord("c"): _Reader.global_name,
-        0x93: _Reader.stack_name,
-        ord("R"): _Reader.make,
-        0x81: _Reader.make,  # NEWOBJ
-        0x92: _Reader.make_with_keywords,  # NEWOBJ_EX
-        ord("b"): _Reader.build,
-        ord("Q"): _Reader.persistent,
-        ord("q"): lambda r: r.memo.__setitem__(r.integer(1), r.stack[-1]),
-        ord("r"): lambda r: r.memo.__setitem__(r.integer(4), r.stack[-1]),
-        0x94: lambda r: r.memo.__setitem__(len(r.memo), r.stack[-1]),
-        ord("h"): lambda r: r.push(r.memo[r.integer(1)]),
-        ord("j"): lambda r: r.push(r.memo[r.integer(4)]),
+    _SAFE = (
+        "PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
+        "SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE "
+        "EMPTY_LIST APPEND APPENDS EMPTY_DICT GLOBAL STACK_GLOBAL BINPERSID BINPUT LONG_BINPUT MEMOIZE "
+        "BINGET LONG_BINGET"
+    )
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _SAFE.split())},
+        pickle.EMPTY_SET[0]: pickle._Unpickler.dispatch[pickle.EMPTY_LIST[0]],
+        pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]],
+        pickle.FROZENSET[0]: _frozen_set,
+        pickle.REDUCE[0]: _make,
+        pickle.NEWOBJ[0]: _make,
+        pickle.NEWOBJ_EX[0]: _make_with_keywords,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
     }
-
-
-_STOP = ord(".")
-_OPCODES = MappingProxyType(_opcodes())
