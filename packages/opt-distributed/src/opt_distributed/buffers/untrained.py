@@ -68,8 +68,10 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
     if (fp8 := quantized(tensor)) is not None:
         yield from (fp8.codes, fp8.scales, *fp8.extra().values())
     elif is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, Tensor):  # a DTensor of newer versions of torch names its mesh, too
+                yield from _parts(part)
     elif tensor.is_quantized:
         yield tensor.dequantize()  # a copy, so that these are compared after a broadcast, but not broadcast
     elif tensor.layout is torch.sparse_coo:
