@@ -1,7 +1,6 @@
-"""`torch.compile`: a step is one operation of the graph, which sees every new value."""
+"""`torch.compile`: the graph breaks at a step, which sees every new value."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_kernels.optim import AdamW
-from opt_stack import get_optimizer, in_graphs
+from opt_stack import get_optimizer
 
 
 def drop_in(model: nn.Module) -> Any:
@@ -59,17 +58,6 @@ def trained(model: nn.Module, optimizer: Any, step: Callable[[Tensor], Tensor]) 
     return [*found, *(param.detach().clone() for param in model.parameters())]
 
 
-def within(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    """A function that computes before and after the step."""
-
-    def run(x: Tensor) -> Tensor:
-        before = x * 2
-        optimizer.step()
-        return (before + x).sum()
-
-    return run
-
-
 @ON_BOTH
 def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
     torch._dynamo.reset()
@@ -84,20 +72,6 @@ def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
     model, optimizer = made(build)
     expected = trained(model, optimizer, lambda x: (optimizer.step(), x)[1])
     assert all(map(torch.equal, found, expected))
-
-
-@ON_BOTH
-def test_a_compiled_function_without_breaks_has_the_bits_of_the_step(build: Callable[[nn.Module], Any]) -> None:
-    """Two graphs: for the first learning rate, and for any other."""
-    torch._dynamo.reset()
-    compiler = Counted()
-    model, optimizer = made(build)
-    run = torch.compile(within(model, optimizer), backend=compiler, fullgraph=True)
-    found = trained(model, optimizer, run)
-    model, optimizer = made(build)
-    expected = trained(model, optimizer, within(model, optimizer))
-    assert all(map(torch.equal, found, expected))
-    assert compiler.num_graphs == 2
 
 
 MODES = {
@@ -149,39 +123,14 @@ def steps_of(
     return [*found, *(param.detach().clone() for param in model.parameters())], list(map(tuple, results))
 
 
-@contextmanager
-def without_breaks() -> Iterator[None]:
+@pytest.mark.parametrize("mode", MODES)
+def test_the_stacks_compiled_step_has_the_weights_and_results_of_the_step(mode: str) -> None:
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    assert not torch._dynamo.utils.counters["graph_break"]
-    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
-
-
-@pytest.mark.parametrize(("mode", "backend"), [("fp32", "eager"), *((mode, "aot_eager") for mode in MODES)])
-def test_the_stacks_step_in_a_graph_has_the_weights_and_results_of_the_step(mode: str, backend: str) -> None:
-    """`aot_eager` gives the operation copies of weights and gradients that the function has changed."""
     changes_weights = mode not in WITH_COPIES
-    with without_breaks():
-        weights, results = steps_of(*of_mode(mode), backend=backend, changes_weights=changes_weights)
+    weights, results = steps_of(*of_mode(mode), backend="aot_eager", changes_weights=changes_weights)
     expected, expected_results = steps_of(*of_mode(mode), changes_weights=changes_weights)
     assert all(map(torch.equal, weights, expected))
     assert results == expected_results
-
-
-def test_a_result_of_a_compiled_step_is_read_late_and_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_graphs, "KEPT_RESULTS", 2)
-    torch._dynamo.reset()
-    model, optimizer = of_mode("fp32")
-    compiled = torch.compile(optimizer.step, backend=Counted(), fullgraph=True)
-    results = []
-    for number in (1, 2, 3):
-        for param in model.parameters():
-            param.grad = torch.full_like(param, float(number))
-        results.append(compiled())
-    assert [result.grad_norm for result in results[1:]] == pytest.approx([2 * 8**0.5, 3 * 8**0.5])
-    with pytest.raises(RuntimeError, match="result of compiled step 0 was not read for 2 steps"):
-        results[0].success  # noqa: B018
 
 
 @ON_BOTH
@@ -189,7 +138,7 @@ def test_errors_of_a_compiled_step_are_those_of_the_step(build: Callable[[nn.Mod
     """Gradients stayed disabled in the whole process after such an error."""
     torch._dynamo.reset()
     model, optimizer = made(build)
-    compiled = torch.compile(optimizer.step, backend=Counted(), fullgraph=True)
+    compiled = torch.compile(optimizer.step, backend=Counted())
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     compiled()
@@ -198,34 +147,6 @@ def test_errors_of_a_compiled_step_are_those_of_the_step(build: Callable[[nn.Mod
     with pytest.raises(ValueError, match="betas"):
         compiled()
     assert torch.is_grad_enabled()
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def wrapped() -> tuple[nn.Module, Any]:
-    """The gradients in its buffer are being reduced when the step begins."""
-    net = nn.Linear(3, 2)
-    chunk = DistributedDataParallel(DistributedDataParallelConfig(overlap_grad_reduce=True), net)
-    return net, get_optimizer(OptimizerConfig(lr=0.1), [chunk])
-
-
-def with_a_closure(optimizer: Any) -> Callable[[], Any]:
-    return lambda: optimizer.step(lambda: 0.0)
-
-
-@pytest.mark.parametrize(
-    ("model_and_optimizer", "step"),
-    [(wrapped, lambda optimizer: optimizer.step), (lambda: made(whole_stack), with_a_closure)],
-    ids=["wrapped", "closure"],
-)
-def test_steps_that_break_the_graph_are_refused_without_breaks(model_and_optimizer: Any, step: Any) -> None:
-    torch._dynamo.reset()
-    model, optimizer = model_and_optimizer()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    before = [param.detach().clone() for param in model.parameters()]
-    compiled = torch.compile(step(optimizer), backend=Counted(), fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled()
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -238,10 +159,10 @@ def flat_shards(comm: ThreadComm, *, backend: Any = None) -> tuple[list[Tensor],
     return steps_of(model, get_optimizer(config, [model], {}, pg_collection=roles_over(comm)), backend=backend)
 
 
-def test_the_step_in_a_graph_reduces_and_gathers_over_ranks() -> None:
+def test_a_compiled_step_reduces_and_gathers_over_ranks() -> None:
     expected = run_threads(2, flat_shards)
-    with without_breaks():
-        found = run_threads(2, partial(flat_shards, backend="aot_eager"))
+    torch._dynamo.reset()
+    found = run_threads(2, partial(flat_shards, backend="aot_eager"))
     for (weights, results), of_step in zip(found, expected, strict=True):
         assert all(map(torch.equal, weights, of_step[0]))
         assert results == of_step[1]
@@ -287,10 +208,10 @@ def of_wrapped(comm: ThreadComm, *, wrapping: str, backend: Any) -> tuple[list[T
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("wrapping", WRAPPED)
-def test_a_step_of_a_wrapped_chunk_in_a_graph_is_the_step(wrapping: str, backend: str) -> None:
+def test_a_compiled_step_of_a_wrapped_chunk_is_the_step(wrapping: str, backend: str) -> None:
     expected = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=None))
-    with without_breaks():
-        found = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=backend))
+    torch._dynamo.reset()
+    found = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=backend))
     for (tensors, results), of_step in zip(found, expected, strict=True):
         assert all(map(torch.equal, tensors, of_step[0]))
         assert results == of_step[1]

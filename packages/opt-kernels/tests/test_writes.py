@@ -6,17 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends import writes
-from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.writes import Writes
-
-
-@pytest.fixture(autouse=True, params=["compiled", "in Python"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "in Python":
-        monkeypatch.setattr(writes, "compiled_snapshot", lambda: None)
-    elif not usable():
-        pytest.skip("no C++ compiler")
 
 
 class Subclass(Tensor):
@@ -38,7 +28,6 @@ def test_a_write_is_counted_once(kind: str) -> None:
     known.count()
     assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
     assert known.are_all_own()
-    assert known.of_others() == [0, 0]
 
 
 @pytest.mark.parametrize("kind", MADE)
@@ -49,25 +38,23 @@ def test_writes_of_others_are_noticed(kind: str) -> None:
     with torch.no_grad():
         tensors[1].add_(1).mul_(2)
     assert not known.are_all_own()
-    assert known.of_others() == [0, 2]
     known.count()
     assert known.are_all_own()
 
 
-@pytest.mark.parametrize("place", [0, 6, 13, 19])
-def test_a_write_to_one_of_many_is_noticed(place: int) -> None:
-    """More tensors than compiled code fetches ahead."""
-    tensors = [torch.zeros(2) for _ in range(20)]
-    known = Writes(tensors)
-    for number in range(1, 3):
-        known.count()
-        assert [tensor._version for tensor in tensors] == [number] * 20
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_an_assignment_to_data_is_noticed_also_at_the_same_address(in_inference_mode: bool) -> None:
+    """The version stays as it was, and an allocator may return memory that an assignment has released."""
+    memory = bytearray(64)
+    with torch.inference_mode(in_inference_mode):
+        tensor, others = torch.zeros(4), [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]
+        known = Writes([torch.zeros(2), tensor])
         assert known.are_all_own()
-    tensors[place].add_(1)
-    assert not known.are_all_own()
-    assert known.of_others() == [int(other == place) for other in range(20)]
-    known.accept()
-    assert known.are_all_own()
+        while others:
+            tensor.data = others.pop()
+            assert not known.are_all_own()
+            known.accept()
+            assert known.are_all_own()
 
 
 def test_accepted_writes_are_own() -> None:
@@ -84,4 +71,3 @@ def test_nobody_counts_writes_to_tensors_of_inference_mode() -> None:
     known = Writes([tensor, torch.zeros(2)])
     known.count()
     assert known.are_all_own()
-    assert known.of_others() == [0]

@@ -45,9 +45,21 @@ def fill(weight):
     weight.fill_(3.0)
 
 
+def assign(weight):
+    weight.data = torch.full_like(weight, 3.0)
+
+
+def set_from_vector(weight):
+    torch.nn.utils.vector_to_parameters(torch.full((weight.numel(),), 3.0, dtype=weight.dtype), [weight])
+
+
+def move_within_its_storage(weight):
+    weight.data = torch.cat([weight.detach(), torch.full_like(weight, 3.0)])[len(weight) :]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("write", [load, fill])
+@pytest.mark.parametrize("write", [load, fill, assign, set_from_vector, move_within_its_storage])
 def test_a_step_goes_on_from_written_weights(rule, dtype, write):
     """The next step restored the weights of before the load, without a word."""
     model, optimizer = trained(rule, dtype)
@@ -72,6 +84,57 @@ def test_elements_that_are_written_with_the_value_they_have_keep_their_main(back
     assert torch.equal(main[1, 1:], wanted[1, 1:])
     assert (main[0] - 2.0).abs().max() < 1e-5
     assert main[1, 0].isnan()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mains", ["float32", "remainder"])
+def test_a_parameter_that_is_moved_keeps_the_low_bits_of_its_main(backend, mains):
+    (model, optimizer), (other, undisturbed) = (trained(backend=backend, mains=mains) for _ in range(2))
+    model.weight.data = model.weight.detach().clone()
+    step(model, optimizer, 2)
+    step(other, undisturbed, 2)
+    for state, wanted in zip(optimizer.state[model.weight].values(), undisturbed.state[other.weight].values()):
+        assert torch.equal(state, wanted)
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_weights_that_are_assigned_before_a_skipped_step_or_to_a_parameter_without_a_gradient(is_reused):
+    model, optimizer = trained(max_norm=1.0)
+    assign(model.weight)
+    model.weight.grad = torch.full_like(model.weight, torch.inf) if is_reused else None
+    optimizer.step()
+    step(model, optimizer, 2)
+    assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
+
+
+def overlapping():
+    data = torch.zeros(12)
+    return [nn.Parameter(data[:8]), nn.Parameter(data[6:])]
+
+
+def tied():
+    data = torch.zeros(4)
+    return [nn.Parameter(data), nn.Parameter(torch.zeros(3)), nn.Parameter(data)]
+
+
+@pytest.mark.parametrize("made", [overlapping, tied])
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_parameters_that_share_memory_are_refused(made, in_groups):
+    """One of the two updates was lost."""
+    params = made()
+    with pytest.raises(ValueError, match=r"share memory; tie parameters by using one nn\.Parameter twice"):
+        optim.AdamW([{"params": [param]} for param in params] if in_groups else params)
+
+
+def test_parameters_that_are_parts_of_one_vector_are_trained():
+    data = torch.zeros(12)
+    params = [nn.Parameter(data[:8]), nn.Parameter(data[8:8]), nn.Parameter(data[8:])]
+    optimizer = optim.AdamW(params, lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert (data != 0).all()
 
 
 def test_a_write_before_a_skipped_step_is_followed_in_the_next():

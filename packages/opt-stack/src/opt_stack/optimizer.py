@@ -18,11 +18,8 @@ from opt_distributed.finalize import unfinalized
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_kernels.backends.kept.objects import same_objects
-from opt_kernels.optim.in_graphs import handle_of
-from opt_kernels.optim.observed import observed
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
-from opt_stack.in_graphs import GraphResults, fits_graphs, step_in_graph
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.live_state import LiveState
@@ -97,9 +94,6 @@ class Optimizer(GradientStatistics, StateDicts):
             averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
             has_replicas=roles.everyone.size > 1,
         )
-        self.graph_results, self.last_graph_result = GraphResults(), 0
-        self._handle = handle_of(self)
-        self._fits_graphs = fits_graphs(self._params, wrapped)
         self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
 
     @property  # type: ignore[override]  # torch's is a defaultdict
@@ -116,19 +110,14 @@ class Optimizer(GradientStatistics, StateDicts):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As in torch, which wraps `step` with it."""
-        return observed(func)
-
+    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
     def step(  # type: ignore[override]  # torch's returns the loss of the closure
         self, closure: Callable[[], float] | None = None
     ) -> StepResult:
         """Run `closure` with gradients enabled, if it is given, then take one step. Every rank gets the same result.
 
-        Under torch.compile a step is one operation of the graph, see `opt_stack.in_graphs`; with a closure, chunks
-        wrapped with an overlap, or parameters of tensor subclasses, the graph breaks here. Warns once if parameters
-        were unfrozen after the optimizer was built: they are not trained.
+        Under torch.compile the graph breaks here. Warns once if parameters were unfrozen after the optimizer was built:
+        they are not trained.
 
         Raises:
             ValueError: the loss scale is set, and `closure` has not read it.
@@ -137,18 +126,6 @@ class Optimizer(GradientStatistics, StateDicts):
                 parameters of a wrapped model were frozen since it was built.
             ReplicaError: on every rank, in the first step, if replicas differ after a load.
         """
-        if closure is None and self._fits_graphs and torch.compiler.is_compiling():
-            return step_in_graph(self, self._handle)
-        result: StepResult = self._step(closure)
-        return result
-
-    def _update_(self) -> None:
-        """Take one step as an operation of a graph."""
-        self.last_graph_result = self.graph_results.keep(self._step(None))
-        self.loaded_weights.accept_graph()
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
-    def _step(self, closure: Callable[[], float] | None) -> StepResult:
         self.check_ready("a step")
         if closure is not None:
             self._loss_scale.was_read = False

@@ -99,7 +99,7 @@ class _Wait:
     def __reduce__(self) -> Any:
         return _no_hook, ()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch annotates it in some versions only
+    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo when this is imported
     def _wait(self, *, is_compiled: bool) -> None:
         self._sync.wait_for(self._below if is_compiled else self._first)
 

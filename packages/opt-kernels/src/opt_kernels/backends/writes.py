@@ -1,61 +1,95 @@
-"""Writes to tensors, as autograd counts them.
+"""Writes to tensors by other code: seen as another version, another address, or another storage at the same address.
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
-raise, as after a step of torch's optimizers.
+raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
+memory at the address of the storage that it releases, so the storage is compared as well.
 """
 
-import ctypes
-from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from opt_kernels.backends.cpp.snapshot import NUM_SEEN, Counted, compiled_snapshot
+
+class Mark(NamedTuple):
+    """The version and the memory of a tensor at one time."""
+
+    version: int  # 0 for a tensor made in inference mode: nothing counts its writes
+    address: int  # 0 for a wrapper subclass, such as DTensor, whose elements are in other tensors
+    storage: StorageWeakRef | None  # does not keep the memory
 
 
 class Writes:
-    """Counts the writes of the owner to some tensors, and notices those of others. Keeps the tensors alive."""
+    """Counts the writes of the owner to some tensors, and notices those of others."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Tensors made in inference mode, whose writes are not counted, are left out."""
-        self.tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._versions = array("I", bytes(4 * len(self.tensors)))
-        self._seen = array("Q", bytes(8 * NUM_SEEN * len(self.tensors)))
-        self._compiled = compiled_snapshot()
-        if self._compiled is not None:
-            at, seen = self._versions.buffer_info()[0], self._seen.buffer_info()[0]
-            self._counted = ctypes.byref(Counted(len(self.tensors), self._compiled.objects, at, seen))
+        self.tensors = list(tensors)
+        self._counted = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._placed = [tensor for tensor in tensors if _has_memory(tensor)]
+        self._version: Callable[[Tensor], int] = _VERSION if len(self._counted) == len(self.tensors) else _version
+        self._address = Tensor.data_ptr if len(self._placed) == len(self.tensors) else _address
+        self._versions: list[int] = []
+        self._addresses: list[int] = []
+        self._storages: list[StorageWeakRef | None] = []
+        self._numbers: list[int] = []  # of the storages, in torch
         self.accept()
 
     def count(self) -> None:
         """Count one more write of the owner to each, and accept the writes of others until now."""
-        count, num_counted = len(self.tensors), 0
-        if not count:
-            return
-        if self._compiled is not None:
-            num_counted = self._compiled.count_writes(self.tensors, self._counted)
-        if num_counted < count:
-            torch.autograd.graph.increment_version(self.tensors[num_counted:])
-            self.accept()
+        torch.autograd.graph.increment_version(self._counted)
+        self.accept()
 
     def accept(self) -> None:
         """Take the writes until now for the owner's."""
-        self._versions[:] = array("I", self._present())
+        self._versions = list(map(self._version, self.tensors))
+        if not self._storages or not self._are_in_place():
+            self._addresses = list(map(self._address, self.tensors))
+            self._storages = [_storage(tensor) for tensor in self.tensors]
+            self._numbers = [storage.cdata for storage in self._storages if storage is not None]
 
     def are_all_own(self) -> bool:
-        """Whether no other code has written to the tensors."""
-        if self._compiled is not None and self._compiled.same_versions(self.tensors, self._counted):
-            return True
-        return self._present() == self._versions.tolist()
+        """Whether no other code has written to the tensors or moved them."""
+        return list(map(self._version, self.tensors)) == self._versions and self._are_in_place()
 
-    def of_others(self) -> list[int]:
-        """The number of writes of others to each."""
-        return [now - before for now, before in zip(self._present(), self._versions, strict=True)]
+    @property
+    def marks(self) -> list[Mark]:
+        """The accepted marks of the tensors."""
+        return list(map(Mark, self._versions, self._addresses, self._storages))
+
+    def _are_in_place(self) -> bool:
+        return list(map(self._address, self.tensors)) == self._addresses and not any(map(_IS_RELEASED, self._numbers))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a Writes holds addresses of tensors, so it is not copied or pickled; make another")
 
-    def _present(self) -> list[int]:
-        return [tensor._version for tensor in self.tensors]
+
+def is_unwritten(tensor: Tensor, mark: Mark) -> bool:
+    """Whether no other code has written to `tensor` or moved it since `mark`."""
+    is_in_place = mark.storage is None or not mark.storage.expired()
+    return is_in_place and (_version(tensor), _address(tensor)) == mark[:2]
+
+
+_VERSION: Callable[[Tensor], int] = attrgetter("_version")
+_IS_RELEASED: Callable[[int], bool] = torch.UntypedStorage._expired
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # made in inference mode, or its data
+        return 0
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr() if _has_memory(tensor) else 0
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    return StorageWeakRef(tensor.untyped_storage()) if _has_memory(tensor) else None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return not hasattr(type(tensor), "__tensor_flatten__")

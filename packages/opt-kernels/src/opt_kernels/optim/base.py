@@ -8,7 +8,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.kept.snapshot import are_plain
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
@@ -16,9 +15,7 @@ from opt_kernels.optim.checked import CheckedOptimizer
 from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
 from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loaded_groups, params_with_groups
 from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
-from opt_kernels.optim.in_graphs import handle_of, step_in_graph
 from opt_kernels.optim.mains import parse_mains
-from opt_kernels.optim.observed import before_load, observed
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, scaling_of
 from opt_kernels.optim.param_rows import ParamRows, params_of
 from opt_kernels.optim.params import check_available, spans_of
@@ -78,8 +75,6 @@ class RuleOptimizer(CheckedOptimizer):
         self._param_rows: ParamRows | None = None  # rebuilt whenever parameters, gradients or states changed
         self._entries = None
         self._states_may_change = False  # True once `state` was read
-        self._fits_graphs = True  # whether torch.compile can take a step as one operation
-        self._handle = handle_of(self)
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
         self._check_effects()
@@ -110,41 +105,24 @@ class RuleOptimizer(CheckedOptimizer):
         states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
         return states
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As in torch, which wraps `step` with it."""
-        return observed(func)
-
     @overload
     def step(self, closure: None = None) -> None: ...
 
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. Runs `closure` first, if given, and returns its loss.
 
-        Under torch.compile a step is one operation of the graph, see `opt_kernels.optim.in_graphs`; with a closure, or
-        parameters of tensor subclasses, the graph breaks here.
+        Under torch.compile the graph breaks here.
         """
-        if closure is None and self._fits_graphs and torch.compiler.is_compiling():
-            step_in_graph(self, self._handle)
-            return None
-        loss: float | None = self._step(closure)
-        return loss
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # takes a tenth of the time of `torch.no_grad`
-        try:
+        with torch.no_grad():
             self._update_()
-        finally:
-            torch._C._set_grad_enabled(records)
         return loss
 
     def upload_groups(self) -> None:
@@ -195,7 +173,7 @@ class RuleOptimizer(CheckedOptimizer):
         StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved with an
         option that is not supported here.
         """
-        loaded = before_load(self, state_dict)
+        loaded = _before_load(self, state_dict)
         groups = loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
         warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
@@ -214,19 +192,12 @@ class RuleOptimizer(CheckedOptimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def add_param_group(self, param_group: ParamGroup) -> None:
-        """As in `CheckedOptimizer`. Also notes whether torch.compile can still take a step as one operation."""
-        super().add_param_group(param_group)
-        self._fits_graphs = self._fits_graphs and are_plain(self.param_groups[-1]["params"])
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_param_rows" in self.__dict__:
             self._forget_rows()
         super().__setstate__({"_states_may_change": True} | state | {"_param_rows": None})
         self.defaults.pop("differentiable", None)  # added by torch; no group has it
         self._entries = self._new_entries()
-        self._fits_graphs = are_plain(params_of(self.param_groups))
-        self._handle = handle_of(self)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("rule", "mains", "max_norm", "grad_norm", "hooks", "capturable")
@@ -313,3 +284,12 @@ class RuleOptimizer(CheckedOptimizer):
         if names := getattr(rule, "hyper_names", ()):
             numbers["own"] = {name: group[name] for name in names if name in group}
         return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)
+
+
+def _before_load(optimizer: RuleOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `state_dict`, or its replacement by the hooks that run before a load."""
+    loaded = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, loaded)
+        loaded = loaded if replaced is None else replaced
+    return loaded

@@ -13,6 +13,7 @@ from opt_kernels.optim.entries import SCHEDULED, GroupEntries
 from opt_kernels.optim.groups import (
     NEUTRAL,
     ParamGroup,
+    check_apart,
     check_distinct,
     check_fixed,
     check_flags,
@@ -69,6 +70,7 @@ class CheckedOptimizer(torch.optim.Optimizer, ABC):
             check_distinct(self.param_groups[-1]["params"])
             for param in self.param_groups[-1]["params"]:
                 self._check_param(self.param_groups[-1], param)
+            check_apart([param for group in self.param_groups for param in group["params"]])
         except ValueError:
             del self.param_groups[-1]
             raise

@@ -5,10 +5,13 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Signature
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
+from opt_kernels.dtensor import local
 from opt_kernels.formulas.numbers import Number
 from opt_kernels.optim.state import StateDictError
 
@@ -125,6 +128,24 @@ def check_distinct(params: Sequence[Tensor]) -> None:
             raise ValueError(
                 f"parameter {index} of a group, of shape {tuple(param.shape)}, is also parameter {first[param]}; pass "
                 "each parameter once"
+            )
+
+
+def check_apart(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for parameters that share memory: each update would be overwritten by the other one, or race
+    with it. The elements of each fill their memory."""
+    spans = []
+    for index, param in enumerate(params):
+        if not is_lazy(param) and (shard := local(param)).numel():
+            begin = shard.data_ptr()
+            spans.append((str(shard.device), begin, begin + shard.numel() * shard.itemsize, index))
+    spans.sort()
+    for (device, _, end, one), (other_device, begin, _, other) in pairwise(spans):
+        if device == other_device and begin < end and begin != 0:  # 0: has no memory
+            shapes = [tuple(params[index].shape) for index in sorted((one, other))]
+            raise ValueError(
+                f"parameters {min(one, other)} and {max(one, other)}, of shapes {shapes[0]} and {shapes[1]}, share "
+                "memory; tie parameters by using one nn.Parameter twice, or pass only one of them"
             )
 
 

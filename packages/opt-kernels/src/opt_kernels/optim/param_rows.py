@@ -51,7 +51,7 @@ class ParamRows:
                     members.append(member_of(position, index, param, first))
                 position, first = position + 1, first + param.numel()
         self._rows = _rows(members, steps_on_device=steps_on_device)
-        followed: Mapping[Tensor, int] = {} if before is None else before.written.followed
+        followed = {} if before is None else before.written.followed
         self.written: WrittenParams = WrittenParams(
             members, {param: followed[param] for param in self._params if param in followed}
         )

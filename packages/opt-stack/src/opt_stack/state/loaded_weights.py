@@ -50,8 +50,6 @@ class LoadedWeights:
         self._writes = Writes(list(dict.fromkeys(tensor for param in params for tensor in _counted(param))))
         self._has_written = False  # the result of `has_written` in a step that was not made
         self._has_state = False  # whether state was loaded since the last step
-        self._is_in_graph = False  # whether the last step was an operation of a graph
-        self._added_by_graph: list[int] | None = None  # to versions, after such a step; seen after the first
         self._trained = trained  # all parameters of the optimizer, and their names
         self._are_new = False  # whether weights were loaded since the last step
         self._num_loads = 0
@@ -94,22 +92,17 @@ class LoadedWeights:
     def _count_writes(self) -> None:
         self._writes.count()
         self._uncompared.count()
-        self._has_state = self._is_in_graph = False
+        self._has_state = False
 
     def has_written(self) -> bool:
         """Whether other code wrote weights or state since the last step that was made. Call it before `problem`."""
         self._has_written = self._has_written or self._has_state or self.are_new
         return self._has_written
 
-    def accept_graph(self) -> None:
-        """Note that the last step was an operation of a graph, after which torch counts a write to each parameter."""
-        self._is_in_graph = True
-
     @property
     def are_new(self) -> bool:
         """Whether others wrote weights since the last step that was made."""
-        if not self._are_new and not self._writes.are_all_own():
-            self._are_new = not (self._is_in_graph and self._writes.of_others() == self._added_by_graph)
+        self._are_new = self._are_new or not self._writes.are_all_own()
         return self._are_new
 
     @contextmanager
@@ -169,9 +162,7 @@ class LoadedWeights:
                 "the parameters, or load the optimizer's state of the same checkpoint; do not update a parameter by "
                 "two optimizers"
             )
-        if self._is_in_graph and self._added_by_graph is None:
-            self._added_by_graph = self._writes.of_others()
-        elif not self._has_state:
+        if not self._has_state:
             self._warn_of_averaged()
         self._are_new = False
         self._count_writes()
