@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.calls import UpdateCall
 from opt_kernels.backends.triton.grad_stats import grad_stats
 from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.scalars import fill_arguments
 from opt_kernels.backends.triton.sweep import launch_options, sweeps
 from opt_kernels.backends.triton.update import state_options, update_
 from opt_kernels.codecs import Plain, codec_for
@@ -201,10 +201,10 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     batches = [Batch(Hyper(lr=1e-4, step=3), [one])]
     [(formats, table, _)] = sweeps(batches, codecs)
     kernels = kernels_of(ADAM)
-    call = UpdateCall(
-        kernels, batches, codecs, lambda formats: state_options(formats, codecs), grad_scale=1.0, skip=None
-    )
-    block = call.filled(one.grad.device)
+    hyper = batches[0].hyper
+    rows = [(hyper.lr, hyper.weight_decay, hyper.step, 1.0, *[read(hyper) for read in kernels.own])]
+    block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=one.grad.device)
+    kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=None, device=one.grad.device))
     options = launch_options(formats, table) | state_options(formats, codecs) | {"STOCHASTIC_ROUNDING": False} | changed
     return lambda: kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 

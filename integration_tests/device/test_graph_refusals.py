@@ -44,7 +44,7 @@ def numbers_are_frozen(patch: pytest.MonkeyPatch) -> None:
 
 
 def counts_are_new_tensors(patch: pytest.MonkeyPatch) -> None:
-    def advance(count: StepCount, skip: Tensor, proceeds: Any = None) -> None:
+    def advance(count: StepCount, skip: Tensor) -> None:
         count._next, count.known = count.next() + ~skip, None
 
     patch.setattr(StepCount, "advance", advance)

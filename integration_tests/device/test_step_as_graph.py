@@ -45,8 +45,7 @@ from torch import nn
 
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import scaler, stats
-from opt_kernels.backends.verdict import triton_kernels
+from opt_distributed.step import stats
 from opt_stack import Optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -170,7 +169,6 @@ def test_the_host_code_of_triton_kernels_can_be_captured(
     """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
     queue_kernels(monkeypatch)
     monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
-    monkeypatch.setattr(scaler, "verdict_kernels", lambda device: triton_kernels())
     case = replace(ALONE, numbers=numbers, rule=rule, spread=Spread.WHOLE if rule == "muon" else Spread.REPLICATED)
 
     def with_triton(optimizer: Optimizer) -> None:

@@ -36,11 +36,10 @@ from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step import scaler, stats, verdict
+from opt_distributed.step import stats
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.sources import BufferedGrads
-from opt_kernels.backends.verdict import triton_kernels
 from opt_stack import Optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -349,8 +348,6 @@ def test_the_host_code_of_triton_kernels_reads_nothing(numbers: Numbers, monkeyp
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
     monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
-    for module in (scaler, stats, verdict):
-        monkeypatch.setattr(module, "verdict_kernels", lambda device: triton_kernels())
     case = replace(FLAT, size=1, numbers=numbers, spread=Spread.REPLICATED)
 
     def build(comm: Comm) -> tuple[nn.Module, Optimizer]:

@@ -19,7 +19,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step import stats
 from opt_kernels.backends.grad_stats import GradStats
-from opt_kernels.works import Batch, Hyper, Works
+from opt_kernels.works import Batch, Hyper
 from opt_stack import Optimizer, StepResult, get_optimizer
 
 NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "1"))
@@ -65,18 +65,13 @@ class LaunchedRule:
         launched = [(hyper, with_present_grads(works)) for hyper, works in batches]
 
         def update() -> None:
-            numbers = [Batch(on_host(hyper), works) for hyper, works in launched]
+            numbers = [Batch(on_host(hyper), works) for hyper, works in batches]
             given = [of_work for _, works in numbers for work in works for of_work in (work.main, work.out)]
             written = tuple(tensor for tensor in given if tensor is not None)
             with torch.autograd._unsafe_preserve_version_counter(written):  # torch does not count a kernel's writes
                 self._rule.update_(numbers, grad_scale=grad_scale, skip=skip)
 
         device.mode.queue("update", update, ())
-
-
-def with_present_grads(works: Any) -> Any:
-    """Works with the gradients of now: a kernel has their addresses when it is launched, not when it runs."""
-    return works.with_grads(list(works.grads), unchanged=None) if isinstance(works, Works) else works
 
 
 def on_host(hyper: Hyper) -> Hyper:

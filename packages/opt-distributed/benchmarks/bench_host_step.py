@@ -26,10 +26,9 @@ from torch import nn
 from opt_config import OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Host
-from opt_distributed.step import stats, verdict
+from opt_distributed.step import stats
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import update as update_kernels
-from opt_kernels.backends.triton import verdict as verdict_kernels
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.formulas.adam import ADAM
 from opt_stack import get_optimizer
@@ -55,10 +54,7 @@ def take_for_an_accelerator() -> None:
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
     vars(stats_kernels).update(stats_sweep=Unlaunched(), stats_total=Unlaunched())
-    vars(verdict_kernels).update(total=Unlaunched(), decide=Unlaunched())
     vars(stats)["grad_stats"] = stats_kernels.grad_stats
-    for module in (stats, verdict):
-        vars(module)["verdict_kernels"] = lambda device: verdict_kernels.KERNELS
 
 
 def step_of(num_params: int, numel: int) -> Callable[[], object]:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.kept import layouts
-from opt_kernels.backends.kept.layouts import Layouts
+from opt_kernels.backends import layouts
+from opt_kernels.backends.layouts import Layouts
 
 
 def known() -> list[Tensor]:

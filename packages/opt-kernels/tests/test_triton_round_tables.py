@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Unchanged, Work, Works
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Work, Works
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -17,11 +17,11 @@ SCALED = MuonRule(backend="triton", num_ns_steps=1, extra_scale_factor=3.0)
 OF_HEADS = MatrixSpec(split_rows=(2,), by_group=True)
 
 
-def works_of(split: MatrixSpec, unchanged: Unchanged | None, tensors: list[list[Tensor]]) -> Works:
+def works_of(split: MatrixSpec, tensors: list[list[Tensor]]) -> Works:
     grads, mains, momenta = tensors
     return Works(
         grads, mains=mains, states=[{"momentum_buffer": momentum} for momentum in momenta],
-        matrices=[split] * len(mains), unchanged=unchanged, grads_at=tuple(map(Tensor.data_ptr, grads)),
+        matrices=[split] * len(mains),
     )  # fmt: skip
 
 
@@ -30,14 +30,12 @@ def tensors() -> list[list[Tensor]]:
     return [[torch.randn(4, 6, generator=generator) for _ in range(3)] for _ in range(3)]
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_rounds_of_the_same_tensors_may_differ(is_kept: bool) -> None:
+def test_rounds_of_the_same_tensors_may_differ() -> None:
     """Two rules and two splits take turns on the same memory."""
     turns = [(PLAIN, MatrixSpec()), (SCALED, MatrixSpec()), (PLAIN, OF_HEADS), (SCALED, OF_HEADS)] * 2
-    shared, unchanged = tensors(), {split: Unchanged() for split in (MatrixSpec(), OF_HEADS)}
-    fresh = tensors()
+    shared, fresh = tensors(), tensors()
     for rule, split in turns:
-        rule.update_([Batch(HYPER, works_of(split, unchanged[split] if is_kept else None, shared))])
+        rule.update_([Batch(HYPER, works_of(split, shared))])
         fresh = [[tensor.clone() for tensor in column] for column in fresh]
         works = [
             Work(grad=grad, main=main, state={"momentum_buffer": momentum}, matrix=split)
@@ -48,10 +46,9 @@ def test_rounds_of_the_same_tensors_may_differ(is_kept: bool) -> None:
 
 
 def test_gradients_that_moved_are_read_where_they_are() -> None:
-    shared, unchanged = tensors(), Unchanged()
-    expected = tensors()
+    shared, expected = tensors(), tensors()
     for _ in range(3):
         shared[0] = [grad.clone() for grad in shared[0]]
-        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), unchanged, shared))])
-        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), None, expected))])
+        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), shared))])
+        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), expected))])
     assert all(map(torch.equal, shared[1], expected[1]))

@@ -27,7 +27,7 @@ from opt_kernels.backends.triton.multi_tensor import (
     moved,
     record_width,
 )
-from opt_kernels.works import Hyper, Unchanged, Works
+from opt_kernels.works import Hyper, Works
 
 COLUMNS = (Column(item_bytes=4), Column(item_bytes=2), Column(item_bytes=4, elements=128))
 
@@ -268,16 +268,15 @@ def test_numbers_on_the_device_are_not_read() -> None:
 
 def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     main, grad = torch.zeros(8), torch.ones(8)
-    pieces = [(0, Works([grad], mains=[main], states=[{}], unchanged=Unchanged(), grads_at="here"))]
-    kept = sweep.KeptSweeps(main.device, {}, None)
-    kept.launches("here", lambda: pieces)
+    pieces = [(0, Works([grad], mains=[main], states=[{}]))]
+    sweep.cut_sweeps(pieces, {})
     monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
-    [launch] = kept.launches("here", lambda: pieces) or []
+    [launch] = sweep.cut_sweeps(pieces, {}) or []
     table = weakref.ref(launch.table.grads)
     monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: False)
     sweep.known_calls(main.device)._tables.clear()  # as if other works had used all room
     sweep.known_calls(main.device)._last = None
-    del kept, launch
+    del launch
     pieces.clear()
     gc.collect()
     assert table() is not None

@@ -116,20 +116,6 @@ class Work:
     )
 
 
-class Unchanged:
-    """A caller's guarantee that the tensors of its works have not moved since the last call with this object.
-
-    All columns except the gradients have the same tensors, addresses and layouts as in every earlier `Works` with this
-    object; gradients have the same layouts. Sweeps cache their look-ups in it. Create a new one as soon as a tensor has
-    moved.
-    """
-
-    __slots__ = ("cache",)
-
-    def __init__(self) -> None:
-        self.cache: dict[Hashable, Any] = {}
-
-
 class Works(Sequence[Work]):
     """Works of one kind, stored as columns. Indexing creates a `Work`.
 
@@ -137,13 +123,11 @@ class Works(Sequence[Work]):
     host's work. A column that none of the works has is None.
     """
 
-    __slots__ = (
-        "_grads", "firsts", "grads_at", "mains", "matrices", "outs", "remainders", "states", "stays", "unchanged",
-    )  # fmt: skip
+    __slots__ = ("firsts", "grads", "mains", "matrices", "outs", "remainders", "states")
 
     def __init__(
         self,
-        grads: Sequence[Tensor] | Callable[[], Sequence[Tensor]],  # a function is called only if a caller reads them
+        grads: Sequence[Tensor],
         *,
         mains: Sequence[Tensor] | None,
         states: Sequence[Mapping[str, Tensor]],
@@ -151,49 +135,14 @@ class Works(Sequence[Work]):
         remainders: Sequence[Tensor] | None = None,
         matrices: Sequence[MatrixSpec] | None = None,
         firsts: tuple[int, ...] | None = None,  # None: all begin at 0
-        unchanged: Unchanged | None = None,  # None: tensors may have moved since the last call
-        grads_at: Hashable = None,  # with `unchanged`: equal to that of an earlier call if all gradients were there
-        stays: bool = False,  # with `unchanged`: the next call has these works again if no gradient has moved either,
-        # with the same `Hyper` object if its numbers have only been written in place. Such works hold no gradients.
     ) -> None:
-        self._grads = grads
+        self.grads = grads
         self.mains = mains
         self.states = states
         self.outs = outs
         self.remainders = remainders
         self.matrices = matrices
         self.firsts = firsts
-        self.unchanged = unchanged
-        self.grads_at = grads_at
-        self.stays = stays
-
-    @property
-    def grads(self) -> Sequence[Tensor]:
-        """The gradients."""
-        if callable(self._grads):
-            self._grads = self._grads()
-        return self._grads
-
-    @property
-    def anchors(self) -> Sequence[Tensor]:
-        """A tensor of each work: the main, else the out. Reads no gradients if there is either."""
-        found = self.outs if self.mains is None else self.mains
-        return self.grads if found is None else found
-
-    def with_grads(
-        self,
-        grads: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
-        *,
-        unchanged: Unchanged | None,
-        grads_at: Hashable = None,
-        stays: bool = False,
-    ) -> "Works":
-        """The same columns with these gradients."""
-        return Works(
-            grads, mains=self.mains, states=self.states, outs=self.outs, remainders=self.remainders,
-            matrices=self.matrices, firsts=self.firsts, unchanged=unchanged, grads_at=grads_at,
-            stays=stays,
-        )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.states)

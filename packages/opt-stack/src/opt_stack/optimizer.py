@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
 from opt_distributed.buffers.binding import UnusableGradientError
@@ -17,7 +18,6 @@ from opt_distributed.comm.groups import Roles
 from opt_distributed.finalize import unfinalized
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
-from opt_kernels.backends.kept.objects import same_objects
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
@@ -110,7 +110,7 @@ class Optimizer(GradientStatistics, StateDicts):
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
+    @_disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
     def step(  # type: ignore[override]  # torch's returns the loss of the closure
         self, closure: Callable[[], float] | None = None
     ) -> StepResult:
@@ -211,7 +211,7 @@ class Optimizer(GradientStatistics, StateDicts):
         """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
         would follow either."""
         present = [params if type(params) is list else list(params) for params in map(_PARAMS, self.param_groups)]
-        if len(present) == len(self._by_group) and all(map(same_objects, present, self._by_group)):
+        if len(present) == len(self._by_group) and all(map(_same_objects, present, self._by_group)):
             return None
         return ReplacedParamsError(
             "param_groups hold other parameters than those that this optimizer was built with, as after "
@@ -356,6 +356,10 @@ class Optimizer(GradientStatistics, StateDicts):
 
 
 MegatronOptimizer = Optimizer  # Megatron-Core's name
+
+
+def _same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

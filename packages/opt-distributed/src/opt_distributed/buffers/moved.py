@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.stored import address, stored_dtype
-from opt_kernels.backends.kept.layouts import Layouts
+from opt_kernels.backends.layouts import Layouts
 from opt_paramgroups import ParamId
 
 

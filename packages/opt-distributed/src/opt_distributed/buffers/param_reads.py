@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from opt_distributed.buffers.param_sync import ParamSync
@@ -99,7 +100,7 @@ class _Wait:
     def __reduce__(self) -> Any:
         return _no_hook, ()
 
-    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo when this is imported
+    @_disable_dynamo  # `torch.compiler.disable` would load dynamo when this is imported
     def _wait(self, *, is_compiled: bool) -> None:
         self._sync.wait_for(self._below if is_compiled else self._first)
 

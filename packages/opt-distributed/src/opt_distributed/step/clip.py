@@ -1,7 +1,5 @@
 """The clip coefficient, by which all gradients of a norm slot are multiplied, and other factors."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -18,31 +16,6 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 def times(numbers: Tensor, factor: float | Tensor) -> Tensor:
     """`numbers * factor`; without an operation on the device if the host knows that it would change nothing."""
     return numbers if isinstance(factor, float) and factor == 1.0 else numbers * factor
-
-
-class Products:
-    """Products of the scales of norm slots and other factors. On a device, each is in the same memory at every step, so
-    that launches that read it can be repeated as they are."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, float], Tensor] = {}  # on a device, by slot and factor
-
-    def of(self, scale_of_slot: Sequence[float | Tensor], slot: int, factor: float) -> float | Tensor:
-        """`scale_of_slot[slot] * factor`; on a device, the next call with this slot and factor overwrites it."""
-        scale = scale_of_slot[slot]
-        if not isinstance(scale, Tensor):
-            return scale * factor
-        if factor == 1.0:
-            return scale
-        if (slot, factor) not in self._kept:
-            with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
-                self._kept[slot, factor] = torch.empty_like(scale)
-        return torch.mul(scale, factor, out=self._kept[slot, factor])
-
-    def write_(self, scale_of_slot: Sequence[float | Tensor]) -> None:
-        """Compute all products on a device again."""
-        for slot, factor in self._kept:
-            self.of(scale_of_slot, slot, factor)
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

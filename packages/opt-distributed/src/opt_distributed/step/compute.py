@@ -16,7 +16,7 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
 from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
-from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Repeatable, Rule, sums_gradients
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
 from opt_kernels.rules.base import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
@@ -195,13 +195,11 @@ def update_(
     grad_scale: float | Tensor,
     stages: Sequence[ComputeStage],
     skip: Tensor | None = None,
-) -> Sequence[Repeatable] | None:
-    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between.
-
-    Returns what `rule.update_` returns, None with stages.
-    """
+) -> None:
+    """Call `rule.update_`, then the phases of the rule on the matrices of `stages`, which are gathered in between."""
     if not stages:
-        return rule.update_(batches, grad_scale=grad_scale, skip=skip)
+        rule.update_(batches, grad_scale=grad_scale, skip=skip)
+        return
     assert isinstance(rule, MatrixRule)
     here: list[Batch] = []
     staged: dict[ComputeStage, list[Task]] = {stage: [] for stage in stages}

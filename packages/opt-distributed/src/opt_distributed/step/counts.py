@@ -45,13 +45,10 @@ class StepCount:
         assert self.known is not None
         return self.known + 1
 
-    def advance(self, skip: Tensor | None, proceeds: Tensor | None = None) -> None:
-        """Count an update, unless `skip` (a 0-d bool on the device) is true; None stands for false.
-
-        `proceeds` is `~skip`, if the caller has it.
-        """
+    def advance(self, skip: Tensor | None) -> None:
+        """Count an update, unless `skip` (a 0-d bool on the device) is true; None stands for false."""
         if skip is not None:
-            self._on(skip.device).add_(~skip if proceeds is None else proceeds)
+            self._on(skip.device).add_(~skip)
             self.known = None
             return
         if self._next is not None:

@@ -211,7 +211,7 @@ class _StableGrads:
         """Return `ready` with gradients that are in the same memory at every step."""
         moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
         if not moving:
-            return ready.unproved()
+            return ready
         grads = list(ready.grads)
         for at in moving:
             if at not in self._copies or not _are_alike(self._copies[at], grads[at]):
@@ -219,7 +219,7 @@ class _StableGrads:
         torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
         for at in moving:
             grads[at] = self._copies[at]
-        return ready.unproved()._replace(grads=grads)
+        return ready._replace(grads=grads)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

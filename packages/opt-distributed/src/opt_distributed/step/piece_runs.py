@@ -11,11 +11,9 @@ from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.ready import LiveGrads, Ready
 from opt_distributed.step.sources import Source
-from opt_kernels.backends.kept.works import KeptWorks, is_launched
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Unchanged, Works
+from opt_kernels.works import Works
 
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
@@ -42,10 +40,7 @@ class PieceRun:
     count: StepCount = field(init=False)  # shared by its pieces from now on
     opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
-    kept: KeptWorks = field(init=False)
     hyper: KeptHyper = field(init=False)  # the numbers of its group
-    _of: Unchanged | None = None  # proof under which works were kept
-    _last: tuple[Ready, Works] | None = None  # what stays in the next step if nothing moves
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
@@ -57,43 +52,15 @@ class PieceRun:
         self.columns = Works(
             (),
             mains=_column([main.main for main in mains]),
-            states=[piece.own_state for piece in self.pieces],
+            states=[piece.state for piece in self.pieces],
             outs=_column([main.out for main in mains]),
             remainders=_column([main.remainder for main in mains]),
             matrices=[piece.matrix for piece in self.pieces],
         )
-        self.kept = KeptWorks(
-            lambda: self.columns,
-            positions=self.indices,
-            params=[main.target for main in mains],
-            states=self.columns.states,
-            mains=[tensor for main in mains for tensor in main.kept()],
-            is_possible=is_launched(self.rule, mains[0].target.device) and not self.opened,
-        )
 
-    def works(self, ready: Ready, *, states_may_change: bool) -> Works:
+    def works(self, grads: Sequence[Tensor]) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
-        if self._last is not None and ready is self._last[0]:
-            return self._last[1]
-        if ready.unchanged is not None and ready.unchanged is self._of:
-            return self._proved(ready)
-        works = self._checked(ready.grads, states_may_change=states_may_change)
-        self._of, self._last = ready.unchanged if works.unchanged is not None else None, None
-        return works
-
-    def _proved(self, ready: Ready) -> Works:
-        pick = self.kept.pick
-        grads = ready.grads.at(self.indices) if isinstance(ready.grads, LiveGrads) else pick(ready.grads)
-        works = self.kept.proved(grads, tuple(pick(ready.grads_at)), stays=ready.stays)
-        self._last = (ready, works) if ready.stays else None
-        return works
-
-    def _checked(self, grads: Sequence[Tensor], *, states_may_change: bool) -> Works:
-        if not self.kept.hold(grads, states_may_change=states_may_change):
-            self.kept.begin(grads, states_may_change=states_may_change)
-        kept, of = self.kept.works(grads), self.columns
-        if kept is not None:
-            return kept
+        of = self.columns
         return Works(
             [grads[index] for index in self.indices],
             mains=[main.open_() for main in self.opened] if self.opened else of.mains,
@@ -133,7 +100,7 @@ def runs_of(pieces: Sequence[OwnedPiece], rule: Rule) -> list[PieceRun]:
     num_decoded = 0
     for index, piece in enumerate(pieces):
         step = piece.count if piece.count.known is None else piece.count.known
-        num_decoded += piece.own_main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
+        num_decoded += piece.main.shape.numel() if isinstance(piece.moved, CodedMain) else 0
         call = num_decoded // DECODED_NUMEL
         found.setdefault(RunKey(piece.source, piece.norm_slot, piece.group, step, call), []).append(index)
     return [

@@ -22,24 +22,20 @@ from opt_paramgroups import ParamId
 class Touched:
     """What was done to the pieces of a unit outside of its updates."""
 
-    states: bool = False  # other code has had access to main values or state, and may move them at any time
     counts: int = 0  # how often pieces were given another count of updates
 
 
 @dataclass(slots=True, kw_only=True)
 class OwnedPiece:
-    """The part of one parameter that this rank owns: gradient source, main values and state.
-
-    Outside of the unit, read `main` and `state`, which let the unit check in every later step where these are.
-    """
+    """The part of one parameter that this rank owns: gradient source, main values and state."""
 
     id: ParamId
     param: nn.Parameter
     of_param: slice  # flat elements of the (local) parameter
     group: int  # index in `param_groups`
     source: Source  # of its gradient
-    own_main: Main | CodedMain | HostMain | QuantizedMain
-    own_state: dict[str, Tensor]
+    main: Main | CodedMain | HostMain | QuantizedMain
+    state: dict[str, Tensor]
     norm_slot: int = 0  # the gradient norm of the step to which it contributes
     counted: bool = True  # False if another rank counts these elements in norms and zeros
     inspected: bool = True  # whether this rank checks the gradient for infinities and NaNs; true if it counts
@@ -53,21 +49,9 @@ class OwnedPiece:
     touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
 
     @property
-    def main(self) -> Main | CodedMain | HostMain | QuantizedMain:
-        """The main values."""
-        self.touched.states = True
-        return self.own_main
-
-    @property
-    def state(self) -> dict[str, Tensor]:
-        """The rule's state, by name."""
-        self.touched.states = True
-        return self.own_state
-
-    @property
     def moved(self) -> Main | CodedMain | QuantizedMain:
         """The main values that the rule updates: those in host memory if the unit is there."""
-        return self.own_main.moved if isinstance(self.own_main, HostMain) else self.own_main
+        return self.main.moved if isinstance(self.main, HostMain) else self.main
 
     @property
     def step(self) -> int:

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from opt_config import ConstantScale, DynamicScale, NoScale
 from opt_distributed.comm.device import Device
-from opt_kernels.backends.verdict import verdict_kernels
 
 
 class Scaler(Protocol):
@@ -157,13 +156,7 @@ class DynamicScaler:
         else:
             assert self._on_device is not None
             before = self._on_device
-        rule, kernels = self.rule, verdict_kernels(found_inf.device)
-        if kernels is None:
-            return _rescaled(before, found_inf, unless, rule)
-        return kernels.rescaled(
-            before, found_inf, unless=unless, growth=rule.growth, backoff=rule.backoff, minimum=rule.minimum,
-            window=rule.window, hysteresis=rule.hysteresis,
-        )  # fmt: skip
+        return _rescaled(before, found_inf, unless, self.rule)
 
     def state_dict(self) -> dict[str, Any]:
         scale, clean, forgiven = self.state
@@ -195,7 +188,7 @@ class _State(NamedTuple):
 
 
 def _rescaled(before: Tensor, found_inf: Tensor, unless: Tensor | None, rule: DynamicScale) -> Tensor:
-    """`rescaled` of `opt_kernels.backends.triton.loss_scale` in torch operations."""
+    """The next state (4,) of the scale, as `before`, in new memory. Nothing changes if `unless` is true."""
     where = torch.where
     scale, clean, forgiven, _ = before.unbind()
     grows = clean + 1 >= rule.window

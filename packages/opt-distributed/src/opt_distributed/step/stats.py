@@ -4,9 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +18,7 @@ from opt_distributed.step.pieces import Kind, kinds_of
 from opt_distributed.step.ready import Ready
 from opt_distributed.step.sources import Source
 from opt_kernels.backends.grad_stats import grad_stats
-from opt_kernels.backends.verdict import VerdictKernels, verdict_kernels
 from opt_paramgroups import ParamId
-
-if TYPE_CHECKING:
-    from opt_kernels.backends.triton.verdict import RowOfSums, Summand
 
 Upload = Callable[[Callable[[], Tensor]], Tensor]
 """Uploads the host tensor that a function returns to the device of the step, without blocking the host."""
@@ -69,7 +63,6 @@ def reduce_stats(
     count_zeros: bool,
     known: Tensor,
     upload: Upload,
-    kept: "KeptSums | None" = None,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce. No two ranks count the same element.
 
@@ -81,16 +74,12 @@ def reduce_stats(
 
     `known` is the result of `known_numbers`, on the device, and is reduced with the rest. `upload` copies other numbers
     of the host to the device, which are the same at every step in which the same parameters have gradients. The host
-    reads nothing, except in `Source.resolve_`. Returns `Sums` as one tensor, float64 on the device; with `kept`, the
-    next step may overwrite it.
+    reads nothing, except in `Source.resolve_`. Returns `Sums` as one tensor, float64 on the device.
 
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
-    local = None if kept is None else kept.write_(ready, known, num_slots=num_slots, count_zeros=count_zeros)
-    if local is None:
-        swept = _swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros)
-        local = torch.cat([swept, known])
+    local = torch.cat([_swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros), known])
     if not [source for family in families for source in family.sources if source.unresolved]:
         _sum_(local, everyone)
         return local
@@ -137,54 +126,6 @@ class Known:
             self._place.copy_(self._device.upload(host_numbers(numbers)))
         self._numbers = numbers
         return self._place
-
-
-class KeptSums:
-    """This rank's sums, computed by kernels into the same memory at every step, while no tensor has moved."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._last: tuple[Any, ...] = ()  # the arguments of the last call, if they say that the row stays
-        self._of: list[Any] = []  # what the sums depend on
-        self._row: RowOfSums | None = None
-
-    def write_(self, ready: Sequence[Ready], known: Tensor, *, num_slots: int, count_zeros: bool) -> Tensor | None:
-        """Sums of gradients, then `known`, (num_slots + 2 + len(known),) float64; None if kernels cannot sum them."""
-        if self._row is not None and self._last and all(map(is_, self._last, (ready, known, num_slots))):
-            return self._row.write_(known, count_zeros=count_zeros)
-        kernels = verdict_kernels(self._device)
-        if kernels is None or any(of_unit.unchanged is None for of_unit in ready):
-            return None
-        of = [num_slots, known.numel(), *chain.from_iterable((one.unchanged, one.grads_at) for one in ready)]
-        if of != self._of:
-            summands = self._summands(ready, kernels)
-            self._of, self._row = of, None
-            if summands:
-                self._row = kernels.RowOfSums(
-                    summands, num_slots=num_slots, num_known=known.numel(), device=self._device
-                )
-        self._last = (ready, known, num_slots) if all(one.stays for one in ready) else ()
-        if self._row is None:
-            return None
-        return self._row.write_(known, count_zeros=count_zeros)
-
-    def _summands(self, ready: Sequence[Ready], kernels: VerdictKernels) -> "list[Summand] | None":
-        """The sweeps; None if some gradients cannot be swept in place, or are on another device."""
-        given: list[tuple[list[Tensor], int | None, float]] = [
-            (grads, slot, source.grad_scale**2)
-            for source, of_slots in _by_source(ready).items()
-            for slot, grads in of_slots.items()
-        ]
-        given += [(copies, None, 1.0)] if (copies := _uncounted_copies(ready)) else []
-        if any(grad.device != self._device for grads, _, _ in given for grad in grads):
-            return None
-        summands = []
-        for grads, slot, scale in given:
-            sweep = kernels.sweep_of(grads)
-            if sweep is None:
-                return None
-            summands.append(kernels.Summand(sweep, slot, scale))
-        return summands
 
 
 def moved_parameter(families: Iterable[Family]) -> ParamId | None:

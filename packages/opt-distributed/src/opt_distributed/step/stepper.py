@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step.graphed import GraphedStep
@@ -35,18 +35,18 @@ from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import (
     Family,
-    KeptSums,
     Known,
     counted_grads,
     known_numbers,
+    moved_parameter,
     reduce_norm,
     reduce_stats,
     reduce_zeros,
 )
-from opt_distributed.step.steady import Steady
 from opt_distributed.step.unit import Unit, begin_units_
-from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict, Verdicts
+from opt_distributed.step.verdict import DeviceVerdict, Objections, Terms, Verdict, verdict_of
 from opt_distributed.step.write_check import WriteCheck
+from opt_paramgroups import ParamId
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -57,6 +57,14 @@ class _Prepared(NamedTuple):
     verdict: Verdict
     of_units: list[Ready]  # one for each unit
     max_norm: float  # to which gradients are clipped
+
+
+class _Present(NamedTuple):
+    """What a step finds before it computes anything."""
+
+    ready: list[Ready]  # one for each unit
+    moved: ParamId | None  # a parameter that has left the memory that updates write to
+    sparse: SparseGradientError | None  # for gradients that were left out
 
 
 class Stepper:
@@ -91,10 +99,7 @@ class Stepper:
         self.empty_slots: frozenset[int] = frozenset()  # norm slots without parameters on any rank
         self._queues = devices.device_of(device)
         self._applied = sorted({piece.group for unit in self.units for piece in unit.pieces})
-        self._steady = Steady(self.units, self.families)
         self._known = Known(self._queues)
-        self._sums = KeptSums(device)
-        self._verdicts = Verdicts(device)
         self._ready: _Prepared | None = None
         self.last = LastVerdict()
         self._group_check: GroupCheck | None = None
@@ -127,12 +132,8 @@ class Stepper:
 
         Raises the errors of `prepare_grads` and `step_with_ready_grads`.
         """
-        records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # takes a tenth of the time of `torch.no_grad`
-        try:
+        with torch.no_grad():
             verdict = self._made(groups) if self._graphed is None else self._replayed(self._graphed, groups)
-        finally:
-            torch._C._set_grad_enabled(records)
         if verdict.is_own and self.everyone.size == 1:
             self.last.read(verdict)  # raises; with other ranks, all of them raise it in the same call
         return StepResult.later(lambda: self._result(verdict))
@@ -167,8 +168,7 @@ class Stepper:
         is_refused = ready.verdict.findings.is_refused
         if not is_refused:
             self.check_groups(groups)
-            of_units = [of_unit.unproved() for of_unit in ready.of_units]  # the caller's code has run since
-            self._update(ready._replace(of_units=of_units), groups)
+            self._update(ready, groups)
         return not is_refused
 
     @torch.no_grad()
@@ -256,7 +256,7 @@ class Stepper:
         limits, check = self.limits, self._group_check
         wrong = self._wrong_groups(groups)
         refused = self._reduce() or wrong
-        ready, moved, sparse = self._steady.look()
+        ready, moved, sparse = self._look()
         refused = refused or sparse
         if (id := graphed.lacking(ready)) is not None and refused is None:
             refused = UnusableGradientError(
@@ -308,7 +308,7 @@ class Stepper:
     ) -> tuple[Verdict, list[Ready]]:
         refused = self._reduce() or wrong
         with self.spans("optimizer-unscale-and-check-inf"):
-            ready, moved, sparse = self._steady.look()
+            ready, moved, sparse = self._look()
             objections = Objections(refused or sparse, moved, self._group_check, groups)
             numbers = reduce_stats(
                 self.families,
@@ -319,9 +319,14 @@ class Stepper:
                 count_zeros=self.limits.count_zeros,
                 known=self._known.write_(self._known_numbers(objections)),
                 upload=lambda make: self._queues.upload(make()),
-                kept=self._sums,
             )
-            return self._verdicts.of(numbers, objections, inv_scale, self.limits), ready
+            return verdict_of(numbers, objections, inv_scale, self.limits, self._queues), ready
+
+    def _look(self) -> "_Present":
+        """Read the gradients, and look where parameters are."""
+        ready = [unit.ready(unit.read_grads()) for unit in self.units]
+        errors = [error for unit in self.units if (error := unit.take_error()) is not None]
+        return _Present(ready, moved_parameter(self.families), errors[0] if errors else None)
 
     def _known_numbers(self, objections: Objections) -> list[float]:
         refused, moved, check, groups = objections
@@ -359,7 +364,6 @@ class Stepper:
                     groups,
                     scale_of_slot=scales,
                     skip=verdict.skip,
-                    proceeds=verdict.proceeds,
                     begun=of_hooks,
                 )
             self._publish(unit)

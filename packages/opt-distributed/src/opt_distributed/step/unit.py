@@ -10,21 +10,19 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError
-from opt_distributed.step.clip import Products
+from opt_distributed.step.clip import times
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
-from opt_distributed.step.kept_update import Inputs, KeptUpdate, checked_launches
 from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
 from opt_distributed.step.ready import Grads, Ready
 from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
-from opt_kernels.backends.kept.works import is_launched
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.works import Batch, Unchanged
+from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
 
 _LAYOUT = attrgetter("layout")
@@ -48,14 +46,12 @@ class Unit:
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
     _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
     _error: SparseGradientError | None = field(init=False, default=None)
-    _kept: KeptUpdate | None = field(init=False, default=None)  # the last update, if the next one may repeat it
     _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
-    _products: Products = field(init=False, default_factory=Products)  # of the scales of slots and of sources
 
     def __post_init__(self) -> None:
         self.read_grads = _reader(self.pieces)
         self._kinds = kinds_of(self.pieces)
-        self._touched = Touched(states=any(piece.touched.states for piece in self.pieces))
+        self._touched = Touched()
         for piece in self.pieces:
             piece.touched = self._touched
 
@@ -86,27 +82,6 @@ class Unit:
         """Return why the gradients that `ready` saw must not be used, and forget it; None if they may be used."""
         error, self._error = self._error, None
         return error
-
-    def steady_ready(self, grads: Sequence[Tensor], unchanged: Unchanged, grads_at: tuple[int, ...]) -> Ready:
-        """`ready` where every piece has a gradient and `Steady` has proved that no tensor has moved."""
-        return Ready(self.pieces, grads, self._kinds, unchanged, grads_at)
-
-    @property
-    def states_may_change(self) -> bool:
-        """Whether other code has had access to main values or states, and may move them at any time."""
-        return self._touched.states
-
-    @property
-    def states(self) -> list[dict[str, Tensor]]:
-        """The state of each piece."""
-        return [piece.own_state for piece in self.pieces]
-
-    @property
-    def is_launched(self) -> bool:
-        """Whether sweeps update it that read addresses from a table, which can be kept."""
-        return self.host is None and all(
-            is_launched(self.rule, device) for device in {piece.own_main.target.device for piece in self.pieces}
-        )
 
     @property
     def begins(self) -> bool:
@@ -165,18 +140,17 @@ class Unit:
         *,
         scale_of_slot: Sequence[float | Tensor],  # by which the gradients of each norm slot are multiplied
         skip: Tensor | None = None,  # 0-d bool on the device; if it is set, nothing is written or counted
-        proceeds: Tensor | None = None,  # `~skip`, if the caller has it
         begun: HookedStep | None = None,  # the result of `begin_`, with the sums of cut parameters reduced
     ) -> None:
         """Update the ready pieces by one step of the rule. The caller has turned gradients off."""
         if self.host is None:
-            self._update_(ready, groups, scale_of_slot, skip, proceeds, begun)
+            self._update_(ready, groups, scale_of_slot, skip, begun)
             return
         is_made, grads, scales = self.host.wait(ready.pieces, ready.grads)
         if not is_made:
             return
         with self.host.device.on_host():
-            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, None, begun)
+            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
         self.host.return_(ready.pieces)
 
     def _update_(
@@ -185,35 +159,18 @@ class Unit:
         groups: Sequence[Mapping[str, Any]],
         scale_of_slot: Sequence[float | Tensor],
         skip: Tensor | None,
-        proceeds: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
-        inputs = Inputs(self.rule, ready, scale_of_slot, skip, self._runs)
-        if self._repeats_(inputs, groups, proceeds):
-            return
-        self._kept = None
         if begun is not None:
             begun.finish_(skip=skip)
-        by_scale = self._runs_by_scale(ready, scale_of_slot)
-        kept = KeptUpdate(inputs._replace(runs=self._runs), self._products) if ready.stays else None
-        for scale, runs in by_scale:
+        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
             for together in self._calls(runs):
                 if begun is None:
                     batches = self._batches(together, ready, groups)
-                    returned = update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
-                    launches = checked_launches(self.rule, returned)
-                    if kept is not None and launches:
-                        kept.add(together, batches, launches)
+                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
                 for run in together:
                     run.close_(skip=skip)
-                    run.count.advance(skip, proceeds)
-        self._kept = kept if kept is not None and kept.is_complete else None
-
-    def _repeats_(self, inputs: Inputs, groups: Sequence[Mapping[str, Any]], proceeds: Tensor | None) -> bool:
-        """Make the last update again, if this one is the same. Return whether it was made."""
-        if self._kept is None or self._num_counts != self._touched.counts:
-            return False
-        return self._kept.repeat_(inputs, groups, proceeds)
+                    run.count.advance(skip)
 
     def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
         """The runs that each call of the rule updates.
@@ -234,18 +191,18 @@ class Unit:
             # Whether two tensors have the same value is unknown to the host.
             key = (slot, by) if isinstance(scale, Tensor) else scale * by
             if key not in found:
-                found[key] = _Scaled(self._products.of(scale_of_slot, slot, by), [])
+                product = times(scale, by) if isinstance(scale, Tensor) else scale * by
+                found[key] = _Scaled(product, [])
             found[key].runs.append(run)
         return list(found.values())
 
     def _batches(self, runs: Sequence[PieceRun], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
         batches = []
         for run in runs:
-            works = run.works(ready, states_may_change=self._touched.states)
+            works = run.works(ready.grads)
             hyper = run.hyper.read(groups[run.key.group], step=run.count.next())
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
-            iterates = self.rule.needs is Needs.MATRICES and works.unchanged is None
-            batches.append(Batch(hyper, list(works) if iterates else works))
+            batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
@@ -267,12 +224,12 @@ class Unit:
     def memory(self) -> Sequence[Tensor]:
         """All tensors that an update of all pieces writes."""
         if not self._memory:
-            self._memory = [tensor for piece in self.pieces for tensor in (piece.own_main.target, *_kept(piece))]
+            self._memory = [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
         return self._memory
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces before the first step."""
-        return init_state(self.rule, piece.own_main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
+        return init_state(self.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
 
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
@@ -336,5 +293,5 @@ class _Scaled(NamedTuple):
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
-    yield from piece.own_state.values()
-    yield from piece.own_main.kept()
+    yield from piece.state.values()
+    yield from piece.main.kept()

@@ -6,24 +6,19 @@ tensors, from which the update takes its skip flag and scales. Both follow the s
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.stored import StorageError
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.step.clip import clip_coefficient, clip_coefficients, times
 from opt_distributed.step.group_check import GroupCheck, Groups
 from opt_distributed.step.limits import Limits
 from opt_distributed.step.stats import Sums
-from opt_kernels.backends.verdict import MAX_SLOTS, verdict_kernels
 from opt_paramgroups import ParamId
-
-if TYPE_CHECKING:
-    from opt_kernels.backends.triton.verdict import Decisions
 
 
 class Findings(NamedTuple):
@@ -56,7 +51,6 @@ class Verdict:
     """The verdict on one step, as the host reads it."""
 
     skip: Tensor | None = None  # 0-d bool on the device: the update must write nothing; None if the host decides
-    proceeds: Tensor | None = None  # `~skip`, where a kernel has computed it
 
     def __init__(self, numbers: Tensor, objections: Objections, terms: Terms, device: Device):
         self._objections, self._terms = objections, terms
@@ -128,13 +122,6 @@ class Verdict:
         return [inv_scale * (clip_coefficient(norm, max_norm) if clips else 1.0) for norm, clips in norms]
 
 
-class Clipped(NamedTuple):
-    """Factors of gradients that are clipped to this norm."""
-
-    max_norm: float
-    scales: Sequence[Tensor]  # for each norm slot
-
-
 class Decided(NamedTuple):
     """A verdict that is decided on the device: tensors there, 0-d unless a shape is given."""
 
@@ -144,8 +131,6 @@ class Decided(NamedTuple):
     overflow: Tensor
     has_error: Tensor  # whether `Verdict.findings` will raise
     skip: Tensor  # the update must write nothing
-    proceeds: Tensor | None = None  # `~skip`, if it is computed
-    clipped: "Clipped | None" = None  # the result of `scales` for the norm of the limits, if it is known
 
     @classmethod
     def of(cls, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> "Decided":
@@ -165,8 +150,6 @@ class Decided(NamedTuple):
 
     def scales(self, max_norm: float, clips: Sequence[bool]) -> Sequence[Tensor]:
         """See `Verdict.scales`."""
-        if self.clipped is not None and self.clipped.max_norm == max_norm:
-            return self.clipped.scales
         coefficients = clip_coefficients(self.norms, max_norm).unbind()
         by_slot = zip(coefficients, clips, strict=True)
         return [times(one if clips else torch.ones_like(one), self.inv_scale) for one, clips in by_slot]
@@ -178,7 +161,7 @@ class DeviceVerdict(Verdict):
     def __init__(self, decided: Decided, objections: Objections, terms: Terms, device: Device):
         super().__init__(decided.numbers, objections, terms, device)
         self._decided = decided
-        self.skip, self.proceeds = decided.skip, decided.proceeds
+        self.skip = decided.skip
 
     @property
     def overflow(self) -> Tensor:
@@ -192,67 +175,14 @@ class DeviceVerdict(Verdict):
         return self._decided.scales(max_norm, clips)
 
 
-class KeptDecisions:
-    """Decides in one kernel, where there is one, in the same memory at every step."""
-
-    def __init__(self, limits: Limits, device: torch.device):
-        self.limits = limits
-        self._device = device
-        self._decisions: Decisions | None = None
-        self._num_groups = -1  # that the decisions compare
-        self._decided: Decided | None = None  # the last result
-
-    def of(self, numbers: Tensor, group_check: GroupCheck | None, terms: Terms) -> Decided:
-        """`Decided.of`; the next step overwrites all but `numbers`."""
-        made = self._for(0 if group_check is None else group_check.num_compared)
-        if made is None:
-            return Decided.of(numbers, group_check, terms)
-        inv_scale = terms.inv_scale
-        made.write_(numbers, inv_scale)
-        last = self._decided
-        if last is None or last.numbers is not numbers or last.skip is not made.skip or not _same(last, inv_scale):
-            clipped = Clipped(self.limits.max_norm, made.scales)
-            last = self._decided = Decided(
-                numbers, inv_scale, made.norms, made.overflow, made.has_error, made.skip, made.proceeds, clipped
-            )
-        return last
-
-    def _for(self, num_groups: int) -> "Decisions | None":
-        kernels, limits = verdict_kernels(self._device), self.limits
-        if kernels is None or len(limits.slots) > MAX_SLOTS:
-            return None
-        if self._decisions is None or self._num_groups != num_groups:
-            self._num_groups = num_groups
-            self._decisions = kernels.Decisions(
-                num_slots=len(limits.slots), num_groups=num_groups, max_norm=limits.max_norm, clips=limits.clips,
-                skip_above=limits.skip_above, device=self._device,
-            )  # fmt: skip
-        return self._decisions
-
-
-class Verdicts:
-    """Makes the verdict of each step: on the device if it is asynchronous, else on the host."""
-
-    def __init__(self, device: torch.device):
-        self._device, self._queues = device, devices.device_of(device)
-        self._decisions: KeptDecisions | None = None
-
-    def of(self, numbers: Tensor, objections: Objections, inv_scale: float | Tensor, limits: Limits) -> Verdict:
-        """The verdict on `numbers`, the result of `reduce_stats`."""
-        terms = Terms(len(limits.slots), inv_scale, limits.skip_above)
-        if not self._queues.is_asynchronous:
-            return Verdict(numbers, objections, terms, self._queues)
-        if self._decisions is None or self._decisions.limits is not limits:
-            self._decisions = KeptDecisions(limits, self._device)
-        decided = self._decisions.of(numbers, objections.group_check, terms)
-        return DeviceVerdict(decided, objections, terms, self._queues)
-
-
-def _same(decided: Decided, inv_scale: float | Tensor) -> bool:
-    """Whether a decision used this scale. Values of tensors are not read."""
-    if isinstance(inv_scale, Tensor) or isinstance(decided.inv_scale, Tensor):
-        return decided.inv_scale is inv_scale
-    return decided.inv_scale == inv_scale
+def verdict_of(
+    numbers: Tensor, objections: Objections, inv_scale: float | Tensor, limits: Limits, device: Device
+) -> Verdict:
+    """The verdict on `numbers`, the result of `reduce_stats`: on the device if it is asynchronous, else on the host."""
+    terms = Terms(len(limits.slots), inv_scale, limits.skip_above)
+    if not device.is_asynchronous:
+        return Verdict(numbers, objections, terms, device)
+    return DeviceVerdict(Decided.of(numbers, objections.group_check, terms), objections, terms, device)
 
 
 def _judged(sums: Sums, *, inv_scale: float, skip_above: float) -> Findings:

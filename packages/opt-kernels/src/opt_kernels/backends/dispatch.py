@@ -110,7 +110,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
     """One tensor of the batches, if there is any, to determine the device."""
     for _, works in batches:
         if works:
-            return [works.anchors[0] if isinstance(works, Works) else works[0].grad]
+            return [works.grads[0] if isinstance(works, Works) else works[0].grad]
     return []
 
 

@@ -7,7 +7,7 @@ memory at the address of the storage that it releases, so the storage is compare
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -68,12 +68,12 @@ class Writes:
 
 def is_unwritten(tensor: Tensor, mark: Mark) -> bool:
     """Whether no other code has written to `tensor` or moved it since `mark`."""
-    is_in_place = mark.storage is None or not mark.storage.expired()
+    is_in_place = mark.storage is None or not _IS_RELEASED(mark.storage.cdata)
     return is_in_place and (_version(tensor), _address(tensor)) == mark[:2]
 
 
 _VERSION: Callable[[Tensor], int] = attrgetter("_version")
-_IS_RELEASED: Callable[[int], bool] = torch.UntypedStorage._expired
+_IS_RELEASED = cast(Callable[[int], bool], torch.UntypedStorage._expired)
 
 
 def _version(tensor: Tensor) -> int:
@@ -88,7 +88,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef | None:
-    return StorageWeakRef(tensor.untyped_storage()) if _has_memory(tensor) else None
+    return cast(Any, StorageWeakRef)(tensor.untyped_storage()) if _has_memory(tensor) else None
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -40,7 +40,7 @@ class AveragedOptimizer(FormulaOptimizer):
         """Write the averaged weights to the parameters, and keep a copy of the trained weights until `train()`."""
         if self.is_training:
             for group, param in params_with_groups(self.param_groups):
-                if float(self._states.get(param, {}).get(STEP, 0)):
+                if float(self.state.get(param, {}).get(STEP, 0)):
                     self._trained[param] = local(param).detach().clone()
                     local(param).copy_(self._evaluated(group, param, back=False))
             self._set_mode(training=False)
@@ -74,7 +74,7 @@ class AveragedOptimizer(FormulaOptimizer):
 
     def _evaluated(self, group: ParamGroup, param: Tensor, *, back: bool) -> Tensor:
         """The averaged weights computed from the trained weights, or with `back` the reverse, in float32."""
-        shard, state = local(param).detach(), self._states[param]
+        shard, state = local(param).detach(), self.state[param]
         main = saved_main(shard, state)
         values = shard.to(torch.promote_types(shard.dtype, torch.float32)) if main is None else main
         rule = self.rule_of(group, param)

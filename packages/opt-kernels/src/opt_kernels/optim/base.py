@@ -1,12 +1,12 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
@@ -74,36 +74,10 @@ class RuleOptimizer(CheckedOptimizer):
         self.grad_norm: float | Tensor | None = None
         self._param_rows: ParamRows | None = None  # rebuilt whenever parameters, gradients or states changed
         self._entries = None
-        self._states_may_change = False  # True once `state` was read
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
         self._check_effects()
         self._entries = self._new_entries()
-
-    @property
-    def state(self) -> defaultdict[Tensor, dict[str, Tensor]]:
-        """The states by parameter, as in torch.optim. A caller that has read it may move or replace states, so every
-        later step checks where all of them are."""
-        self._states_may_change = True
-        return self._states
-
-    @state.setter
-    def state(self, value: defaultdict[Tensor, dict[str, Tensor]]) -> None:
-        self._forget_rows()
-        self.__dict__["state"] = value
-
-    def _forget_rows(self) -> None:
-        if self._param_rows is not None:
-            self._param_rows.write_steps_()
-        self._param_rows = None
-
-    @property
-    def _states(self) -> defaultdict[Tensor, dict[str, Tensor]]:
-        """The states, for callers that only read values."""
-        if self._param_rows is not None:
-            self._param_rows.write_steps_()
-        states: defaultdict[Tensor, dict[str, Tensor]] = self.__dict__["state"]
-        return states
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -111,7 +85,7 @@ class RuleOptimizer(CheckedOptimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch._disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
+    @_disable_dynamo  # `torch.compiler.disable` would load dynamo, which takes a second, when this is imported
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update every parameter that has a gradient. Runs `closure` first, if given, and returns its loss.
 
@@ -153,6 +127,9 @@ class RuleOptimizer(CheckedOptimizer):
             self._on_device.notice_stale_numbers(self.param_groups)
         super().zero_grad(set_to_none)
 
+    def _forget_rows(self) -> None:
+        self._param_rows = None
+
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them.
 
@@ -160,9 +137,9 @@ class RuleOptimizer(CheckedOptimizer):
         """
         packed = super().state_dict()
         for index, (group, param) in enumerate(params_with_groups(self.param_groups)):
-            if param in self._states:
+            if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
-                packed["state"][index] = saved_state(codecs, param, self._states[param])
+                packed["state"][index] = saved_state(codecs, param, self.state[param])
         record_hooks_(packed["param_groups"], self.hooks)
         return packed
 
@@ -193,9 +170,7 @@ class RuleOptimizer(CheckedOptimizer):
             after(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_param_rows" in self.__dict__:
-            self._forget_rows()
-        super().__setstate__({"_states_may_change": True} | state | {"_param_rows": None})
+        super().__setstate__(state | {"_param_rows": None})
         self.defaults.pop("differentiable", None)  # added by torch; no group has it
         self._entries = self._new_entries()
 
@@ -248,22 +223,20 @@ class RuleOptimizer(CheckedOptimizer):
         if rows is None:
             rows = self._param_rows = self._new_rows()
         rows.written.begin_update_()
-        return rows.batches(self._hyper_of, made, write_steps=self._states_may_change)
+        return rows.batches(self._hyper_of, made)
 
     def _end_update_(self) -> None:
         if self._param_rows is not None:
             self._param_rows.written.end_update_()
 
     def _new_rows(self) -> ParamRows:
-        states, before = self._states, self._param_rows
-        return ParamRows(self.param_groups, states, self._member_of, steps_on_device=self.capturable, before=before)
+        before = self._param_rows
+        return ParamRows(self.param_groups, self.state, self._member_of, steps_on_device=self.capturable, before=before)
 
     def _current_rows(self) -> ParamRows | None:
         """The rows of the last step, if they are up to date."""
-        rows, state = self._param_rows, self.__dict__["state"]
-        if rows is None or not rows.hold(self.param_groups, state, states_may_change=self._states_may_change):
-            return None
-        return rows
+        rows = self._param_rows
+        return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
         groups = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
@@ -273,7 +246,7 @@ class RuleOptimizer(CheckedOptimizer):
         """The row entry of `param`, whose state is created if it has none."""
         of_group = self.param_groups[group]
         rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
-        state = self._states[param]
+        state = self.state[param]
         if not state:
             state.update(init_state(rule, self.mains, param, matrix))
         return Member(position, group, param, state, rule, matrix, first, spans_of(rule, self.mains, param))

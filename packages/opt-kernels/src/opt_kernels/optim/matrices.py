@@ -147,7 +147,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         init_state(self.rule, like, self.matrix_of(group, param))
 
     def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
-        for param in filter(self._states.get, group["params"]):
+        for param in filter(self.state.get, group["params"]):
             rule = self.rule_of(before, param)
             if self.rule_of(group, param) != rule:
                 raise MatrixError(

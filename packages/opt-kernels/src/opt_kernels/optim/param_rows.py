@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.kept.objects import same_objects
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.mains import MAIN, REMAINDER
 from opt_kernels.optim.rows import Member, Row, Steps, Sweep
 from opt_kernels.optim.state import STEP
-from opt_kernels.optim.steady_rows import SteadyRows, steady_rows
 from opt_kernels.optim.written_params import WrittenParams
 from opt_kernels.works import Batch, Hyper, Works
 
-_GRAD = attrgetter("grad")
+_GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _PARAMS = itemgetter("params")
 
 
@@ -39,9 +37,8 @@ class ParamRows:
     ) -> None:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
-        self._of_groups = [list(group["params"]) for group in groups]
+        self._sizes = [len(group["params"]) for group in groups]
         self._missing = [param.grad is None for param in self._params]
-        self._without_grad = [position for position, is_missing in enumerate(self._missing) if is_missing]
         members = []
         position = first = 0
         for index, group in enumerate(groups):
@@ -59,66 +56,36 @@ class ParamRows:
         self._of_members = [member.state for member in members]
         self._steps = [state[STEP] for state in self._of_members]
         self._distributed = any(map(is_dtensor, self._params))
-        self._steady: SteadyRows | None = None  # once a second step has found the same rows
 
-    def hold(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Tensor, dict[str, Tensor]],
-        *,
-        states_may_change: bool = True,  # False: no other code had access to them
-    ) -> bool:
-        """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states.
-        Where sweeps depend on addresses and layouts, `SteadyRows` compares those."""
-        if len(groups) != len(self._of_groups) or not all(map(same_objects, map(_PARAMS, groups), self._of_groups)):
-            return False
-        params = self._params
-        if any(params[position].grad is not None for position in self._without_grad):
-            return False  # its first gradient
-        if states_may_change and not self._has_states_of(state):
-            return False
-        if self._steady is not None and self._steady.with_states == states_may_change and self._steady.hold():
-            return True
-        self._steady = None
-        if list(map(is_, map(_GRAD, params), repeat(None))) != self._missing:
-            return False
-        if states_may_change and not same_objects([of_member[STEP] for of_member in self._of_members], self._steps):
-            return False
-        if not all(row.holds(params[row.positions[0]].grad) for row in self._rows):
-            return False
-        self._steady = steady_rows(self._rows, with_states=states_may_change)
-        return True
-
-    def _has_states_of(self, state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
-        return same_objects(list(state.values()), self._states) and all(
-            row.steps.are_as_counted() for row in self._rows
+    def hold(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
+        and step counts."""
+        return (
+            list(map(len, map(_PARAMS, groups))) == self._sizes
+            and _same(params_of(groups), self._params)
+            and list(map(is_, map(_GRAD, self._params), repeat(None))) == self._missing
+            and _same(list(state.values()), self._states)
+            and _same([of_member.get(STEP) for of_member in self._of_members], self._steps)
+            and all(row.holds(self._params[row.positions[0]].grad) for row in self._rows)
         )
 
     def batches(
-        self,
-        hyper: Callable[[int, Sweep, float | Tensor], Hyper],
-        made: Tensor | None = None,
-        *,
-        write_steps: bool = True,
+        self, hyper: Callable[[int, Sweep, float | Tensor], Hyper], made: Tensor | None = None
     ) -> dict[Sweep, list[Batch]]:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
-        `Hyper`; `made` is passed to `Steps.count`. Without `write_steps`, call `write_steps_` to update the states."""
+        `Hyper`; `made` is passed to `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
-        all_works = map(self._works, self._rows) if self._steady is None else self._steady.works()
-        for row, works in zip(self._rows, all_works, strict=True):
-            step = row.steps.count(made, write=write_steps)
+        for row in self._rows:
+            works, step = self._works(row), row.steps.count(made)
             found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
         return found
-
-    def write_steps_(self) -> None:
-        """Write the step counts to the `step` states."""
-        for row in self._rows:
-            row.steps.write_()
 
     def _works(self, row: Row) -> Works:
         """The works of a row, for tensors at any address."""
         params: list[Tensor] = row.params
         of_row: list[Any] = list(map(_GRAD, params))
+        for grad in () if set(map(_LAYOUT, of_row)) <= {torch.strided} else of_row:
+            _refuse(grad)
         if self._distributed:
             params, of_row = list(map(local, params)), list(map(local, of_row))
         return row.works(params, of_row)
@@ -127,6 +94,10 @@ class ParamRows:
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """All parameters, in order."""
     return list(chain.from_iterable(map(_PARAMS, groups)))
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _refuse(grad: Tensor) -> None:

@@ -1,6 +1,5 @@
 """Rows: parameters that are updated together, stored as columns, with a common step count."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -40,41 +39,27 @@ class Steps:
         # float32 as in torch.optim; on the host unless a device is given
         self._all = torch.full((count,), step, device=device)
         self._on_host: float | None = step if device is None else None
-        self._is_written = True
         self.elements = self._all.unbind()
         self._version = self._all._version
 
-    def are_even(self) -> bool:
-        """Whether no other code has changed any of them since they were counted."""
-        return self._all._version == self._version
-
     def are_as_counted(self) -> bool:
-        """Like `are_even`, but also compares values on the host: collectives, `.data` and NumPy write without
-        increasing the version counter."""
-        if not self.are_even():
-            return False
-        return self._on_host is None or not self._is_written or bool((self._all == self._on_host).all())
+        """Whether no other code has changed any of them since they were counted. Also compares values on the host:
+        collectives, `.data` and NumPy write without increasing the version counter."""
+        is_written = self._all._version != self._version
+        return not is_written and (self._on_host is None or bool((self._all == self._on_host).all()))
 
-    def count(self, made: Tensor | None = None, *, write: bool = True) -> float | Tensor:
+    def count(self, made: Tensor | None = None) -> float | Tensor:
         """Count a step, unless `made` (0-d, on the device) is zero. Returns the number of the attempted step, without
-        synchronizing. Without `write`, call `write_` to update the states of a count on the host."""
+        synchronizing."""
         if self._on_host is not None:
             self._on_host += 1
-            self._is_written = False
-            if write:
-                self.write_()
+            self._all.fill_(self._on_host)
+            self._version = self._all._version
             return self._on_host
         before = None if made is None else self._all[0] + 1
         self._all.add_(1 if made is None else made)
         self._version = self._all._version
         return self._all[0] if before is None else before
-
-    def write_(self) -> None:
-        """Write the count to the states."""
-        if not self._is_written and self._on_host is not None:
-            self._all.fill_(self._on_host)
-            self._version = self._all._version
-            self._is_written = True
 
 
 class Row(NamedTuple):
@@ -93,19 +78,15 @@ class Row(NamedTuple):
 
     def holds(self, grad: Tensor | None) -> bool:
         """Whether all have the same step count, and are on the device of their first gradient."""
-        return self.steps.are_even() and grad is not None and grad.device == self.sweep.device
+        return self.steps.are_as_counted() and grad is not None and grad.device == self.sweep.device
 
     def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
         """The works of these tensors, which are the local shards of DTensors."""
         if self.spans is not None:
             return self._works_by_span(params, grads, self.spans)
-        return self.columns(params).with_grads(grads, unchanged=None)
-
-    def columns(self, params: Sequence[Tensor]) -> Works:
-        """All columns except the gradients."""
         kept = params if self.kind is None else [state[self.kind] for state in self.states]
         return Works(
-            (),
+            grads,
             mains=None if self.kind == REMAINDER else kept,
             states=self.states,
             outs=None if self.kind is None else params,

@@ -34,7 +34,7 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """The rule with a momentum buffer if the group has momentum, or had it when the state was created."""
-        has_buffer = bool(group["momentum"]) or MOMENTUM in self._states.get(param, {})
+        has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
         formula = self.rule.formula.with_constants(has_momentum=has_buffer)
         return for_dtype(replace(self.rule, formula=formula), param)
 
@@ -47,7 +47,7 @@ class MomentumOptimizer(FormulaOptimizer):
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
-        state, of_group = self._states[param], self.param_groups[group]
+        state, of_group = self.state[param], self.param_groups[group]
         if state and of_group["momentum"] and MOMENTUM not in state:
             if of_group["dampening"] and float(state[STEP]):
                 raise ValueError(

@@ -22,19 +22,6 @@ class Needs(Enum):
     MATRICES = auto()  # whole matrices only
 
 
-class Repeatable(Protocol):
-    """Launches of an update that follow later writes to the tensors of its works, its hyper-parameters, its gradient
-    scale and its skip flag. The next update may repeat them if all of these are the same tensors in the same places."""
-
-    def holds(self) -> bool:
-        """Whether the launches may be repeated now."""
-        ...
-
-    def launch(self) -> None:
-        """Launch without synchronizing."""
-        ...
-
-
 class Rule(Protocol):
     """An optimizer's update. Implementations are frozen dataclasses without hyper-parameters."""
 
@@ -64,11 +51,8 @@ class Rule(Protocol):
         *,
         grad_scale: float | Tensor = 1.0,  # factor of every gradient: 1 / loss scale, times the clip coefficient
         skip: Tensor | None = None,  # 0-d; if it is not zero, nothing is written
-    ) -> Sequence[Repeatable] | None:
-        """Write `main`, `out`, `remainder` and `state` of every work. `grad` is only read.
-
-        Returns all launches of this update if they can be repeated where `Works.stays`; else None or ().
-        """
+    ) -> None:
+        """Write `main`, `out`, `remainder` and `state` of every work. `grad` is only read."""
         ...
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +11,7 @@ from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.numbers import unknown
-from opt_kernels.rules.base import Needs, Repeatable
+from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, Hyper, StateSpec
 
 StateDtypes = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...]
@@ -102,20 +101,15 @@ class ElementwiseRule:
 
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
-    ) -> Sequence[Repeatable]:
+    ) -> None:
         sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
         codecs, scale = self.codecs, -grad_scale if self.maximize else grad_scale
         by_formula: dict[Formula, list[Batch]] = {}
         for batch in batches:
             by_formula.setdefault(self.formula_at(batch.hyper), []).append(batch)
-        launched: list[Sequence[Repeatable]] = []
         for formula, same in by_formula.items():
             kept: Mapping[str, StateCodec] = {state.name: codecs[state.name] for state in formula.states}
-            calls = sweep(
-                same, formula, kept, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip
-            )
-            launched.append(calls or ())
-        return list(chain.from_iterable(launched)) if all(launched) and scale is grad_scale else ()
+            sweep(same, formula, kept, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
 
 
 def _is_zero(number: object) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.muon import Adapt, Decay, Inputs, OfLayouts, Transform
+from opt_kernels.matrices.muon import Adapt, Decay, Inputs, Transform
 from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
@@ -88,7 +88,7 @@ class MuonRule:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        self.step_(batches, transform=OfLayouts(self.directions), adapt_=None, grad_scale=grad_scale, skip=skip)
+        self.step_(batches, transform=self.directions, adapt_=None, grad_scale=grad_scale, skip=skip)
 
     def step_(
         self,

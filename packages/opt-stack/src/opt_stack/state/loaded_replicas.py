@@ -82,8 +82,8 @@ def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:
 
 def _tensors(held: Held) -> Iterator[tuple[str, Tensor]]:
     whole = {spec.name for spec in held.unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
-    for name, tensor in held.piece.own_state.items():
+    for name, tensor in held.piece.state.items():
         if name not in whole:
             yield name, tensor
-    for number, tensor in enumerate(held.piece.own_main.kept()):
+    for number, tensor in enumerate(held.piece.main.kept()):
         yield f"main {number}", tensor

@@ -203,7 +203,7 @@ def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
 
 def _is_copied(piece: OwnedPiece) -> bool:
     """Whether main values are a copy of the parameter in another format. fp8 codes depend on their scales as well."""
-    return piece.own_main.numbers in _COPIES and not isinstance(piece.own_main, QuantizedMain)
+    return piece.main.numbers in _COPIES and not isinstance(piece.main, QuantizedMain)
 
 
 def _counted(param: Tensor) -> Iterator[Tensor]:
@@ -218,7 +218,7 @@ def _counted(param: Tensor) -> Iterator[Tensor]:
 @torch.no_grad()
 def _agrees(piece: OwnedPiece) -> bool:
     """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
-    main = piece.own_main
+    main = piece.main
     assert not isinstance(main, QuantizedMain)
     target = main.device.to_host(main.target) if isinstance(main, HostMain) else main.target
     rounded: Tensor = main.value().to(target.dtype)

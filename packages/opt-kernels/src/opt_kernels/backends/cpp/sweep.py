@@ -1,9 +1,8 @@
 """Calls of an update sweep in C++ for batches of works: one per combination of formats, over all groups."""
 
 from array import array
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ctypes import CDLL
-from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -25,7 +24,6 @@ UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
 HEADERS = ("formats.h", "update.h")
 HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
 REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
-GRADS = 2  # the field of gradients in a `Run`
 SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
 
 _DTYPE, _SHAPE, _IS_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
@@ -125,22 +123,14 @@ class Columns(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class Runs:
+class Runs(NamedTuple):
     """The runs of works in one combination of formats: the fields of `struct Run`, except its row, in columns."""
 
     formats: Formats
     # Addresses of mains, outs, gradients, and of the codes and scales of each state; then numel and first.
     fields: list["array[int]"]
     numel: int
-    tensors: Columns | None  # kept alive until the call, because the fields are addresses; None: their owner keeps them
-    grads_at: Hashable = None  # `Works.grads_at`, where these runs are kept
-
-    def move_grads(self, works: Works) -> None:
-        """Follow the gradients, whose layouts are the same."""
-        if works.grads_at != self.grads_at:
-            self.fields[GRADS] = array("q", map(Tensor.data_ptr, works.grads))
-            self.grads_at = works.grads_at
+    tensors: Columns  # kept alive until the call, because the fields are addresses
 
 
 class _Call:
@@ -149,7 +139,7 @@ class _Call:
     def __init__(self, num_states: int) -> None:
         self._fields: list[array[int]] = [array("q") for _ in range(6 + 2 * num_states)]
         self._numel = 0
-        self._kept: list[Columns | None] = []  # keeps the tensors alive
+        self._kept: list[Columns] = []  # keeps the tensors alive
         self.works: list[tuple[int, Sequence[Work]]] = []  # with their rows of the table of hyper-parameters
 
     def add(self, runs: Runs, works: Sequence[Work], row: int) -> None:
@@ -196,7 +186,7 @@ def update_(
                 others.append(Batch(hyper, same))
             else:
                 call = calls.setdefault((formats, types), _Call(len(codecs)))
-                call.add(found if isinstance(found, Runs) else _runs(formats, same, found, codecs), same, index)
+                call.add(_runs(formats, same, found, codecs), same, index)
     if not calls:
         return others
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, grad_scale)])
@@ -217,13 +207,9 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
 
 def _by_formats(
     works: Sequence[Work], codecs: Mapping[str, StateCodec]
-) -> Iterator[tuple[Formats, Sequence[Work], Columns | Runs]]:
-    """`works` by their formats, with their tensors as columns, or with the runs that are kept of them."""
+) -> Iterator[tuple[Formats, Sequence[Work], Columns]]:
+    """`works` by their formats, with their tensors as columns."""
     if isinstance(works, Works) and works:
-        if kept := _kept_runs(works, codecs):
-            kept.move_grads(works)
-            yield kept.formats, works, kept
-            return
         columns = _columns(works, codecs)
         if all(len(set(map(_DTYPE, column))) == 1 for column in columns.all()):
             yield _formats(works[0], codecs), works, columns
@@ -235,23 +221,10 @@ def _by_formats(
         yield formats, same, _columns(same, codecs)
 
 
-def _kept_runs(works: Works, codecs: Mapping[str, StateCodec]) -> Runs | None:
-    """The runs of an earlier call with tensors that have not moved since."""
-    return None if works.unchanged is None else works.unchanged.cache.get(_key_of(codecs))
-
-
-def _key_of(codecs: Mapping[str, StateCodec]) -> Hashable:
-    return Runs, tuple(codecs.items())
-
-
 def _runs(formats: Formats, works: Sequence[Work], columns: Columns, codecs: Mapping[str, StateCodec]) -> Runs:
-    """The runs of works in CPU memory, which are kept if their tensors may be found unchanged later."""
+    """The runs of works in CPU memory."""
     flat = _checked(columns, works, codecs)
-    runs = Runs(formats, _fields(flat), sum(map(Tensor.numel, flat.grads)), flat)
-    if flat is columns and isinstance(works, Works) and works.unchanged is not None:
-        # The owner of `unchanged` keeps these tensors alive, and checks before every call that they have not moved.
-        works.unchanged.cache[_key_of(codecs)] = replace(runs, tensors=None, grads_at=works.grads_at)
-    return runs
+    return Runs(formats, _fields(flat), sum(map(Tensor.numel, flat.grads)), flat)
 
 
 def _fields(columns: Columns) -> list["array[int]"]:

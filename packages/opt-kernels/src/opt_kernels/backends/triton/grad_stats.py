@@ -7,14 +7,13 @@ program adds the chunks in float64, both in a fixed order. `kernels/grad_stats.m
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.kept.layouts import Layouts
+from opt_kernels.backends.layouts import Layouts
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
@@ -175,7 +174,14 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     if not tables:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     device = grads[0].device
-    sums, counts = StatsSweep(tables, device).launch(norm_type=norm_type)
+    counts_of_tables = [table.records.shape[0] for table in tables]
+    sums = torch.empty(sum(counts_of_tables), dtype=torch.float64, device=device)
+    counts = torch.empty(sums.numel(), 2, dtype=torch.int32, device=device)
+    parts = zip(tables, torch.split(sums, counts_of_tables), torch.split(counts, counts_of_tables), strict=True)
+    for table, of_table, counted in parts:
+        stats_sweep[(of_table.numel(),)](
+            table.records, of_table, counted, MAXIMUM=math.isinf(norm_type), **_options(table)
+        )  # fmt: skip
     power = torch.empty((), dtype=torch.float64, device=device)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     stats_total[(1,)](
@@ -189,45 +195,6 @@ class _Table(NamedTuple):
     fmt: _Format
     records: Tensor
     chunk: int
-
-
-class ChunkSums(NamedTuple):
-    """The result of a sweep."""
-
-    sums: Tensor  # (chunks,) float64
-    counts: Tensor  # (chunks, 2) int32: zeros, non-finite
-
-
-class StatsSweep:
-    """A sweep over gradients that stay in place, which writes the same memory every time."""
-
-    def __init__(self, tables: Sequence["_Table"], device: torch.device):
-        self.num_chunks: int = sum(table.records.shape[0] for table in tables)
-        self._chunks = ChunkSums(
-            torch.empty(self.num_chunks, dtype=torch.float64, device=device),
-            torch.empty(self.num_chunks, 2, dtype=torch.int32, device=device),
-        )
-        self._grids = [(table.records.shape[0],) for table in tables]
-        ends = list(accumulate(table.records.shape[0] for table in tables))
-        places = [slice(end - table.records.shape[0], end) for table, end in zip(tables, ends)]
-        self._launches = [
-            (table.records, self._chunks.sums[place], self._chunks.counts[place], _options(table))
-            for table, place in zip(tables, places)
-        ]
-
-    @classmethod
-    def of(cls, grads: Sequence[Tensor]) -> "StatsSweep | None":
-        """The sweep of these gradients, valid while they stay in place. None if one of them is not contiguous."""
-        with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
-            tables = _tables(grads)
-            return cls(tables, grads[0].device) if tables else None
-
-    def launch(self, *, norm_type: float = 2.0) -> ChunkSums:
-        """Sweep the gradients, on the current device."""
-        maximum = math.isinf(norm_type)
-        for grid, (records, sums, counts, options) in zip(self._grids, self._launches, strict=True):
-            stats_sweep[grid](records, sums, counts, MAXIMUM=maximum, **options)
-        return self._chunks
 
 
 def _options(table: "_Table") -> dict[str, Any]:

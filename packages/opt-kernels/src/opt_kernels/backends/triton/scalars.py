@@ -161,14 +161,6 @@ def fill_arguments(rows: Sequence[Row], *, skip: Tensor | None, device: torch.de
     return to_device(host, device), None, None, None, None, skip
 
 
-def are_live(arguments: FillArguments, rows: Sequence[Row], *, skip: Tensor | None) -> bool:
-    """Whether the `fill_arguments` of these rows follow later writes to the device tensors among their numbers."""
-    read = {column.data_ptr() for column in arguments[1:] if column is not None}
-    given = [number for row in rows for number in row[: NUM_CHANGING + 1] if isinstance(number, Tensor)]
-    are_copied = any(isinstance(number, Tensor) for row in rows for number in row[NUM_CHANGING + 1 :])
-    return arguments[-1] is skip and not are_copied and all(number.data_ptr() in read for number in given)
-
-
 def _mixed(
     rows: Sequence[Row], device: torch.device
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:

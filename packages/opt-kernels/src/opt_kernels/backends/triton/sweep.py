@@ -4,7 +4,7 @@ The tables of a launch are cached by the addresses and layouts of its tensors. T
 a step: it processes whole columns and creates no object per tensor.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 from operator import or_
 from typing import Any, NamedTuple, Protocol
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.kept.layouts import Layouts
-from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends.layouts import Layouts
 from opt_kernels.backends.triton.columns import (
     Call,
     Item,
@@ -74,7 +73,7 @@ class Launches(list[Launch]):
 
 
 class Cutting(Protocol):
-    """How works are cut into runs. Compared by identity where tensors have not moved."""
+    """How works are cut into runs."""
 
     @property
     def key(self) -> Hashable:
@@ -158,39 +157,7 @@ def cut_sweeps(
     cutting: Cutting | None = None,  # None: every work is one run
 ) -> Launches | None:
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
-    if pieces and all(works.unchanged is not None and len(works) > 0 for _, works in pieces):
-        return _unchanged_sweeps(pieces, codecs, cutting)
     return _found(pieces, codecs, cutting).launches
-
-
-def _unchanged_sweeps(
-    pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None
-) -> Launches | None:
-    """Like `cut_sweeps`, for works whose tensors have not moved: only the addresses of gradients are compared."""
-    first = pieces[0][1]
-    assert first.unchanged is not None
-    which = (tuple([(row, works.unchanged) for row, works in pieces]), tuple(codecs.items()), cutting)
-    kept: KeptSweeps | None = first.unchanged.cache.get(which)
-    if kept is None:
-        kept = first.unchanged.cache[which] = KeptSweeps(first.anchors[0].device, codecs, cutting)
-    return kept.launches(tuple([works.grads_at for _, works in pieces]), lambda: pieces)
-
-
-class KeptSweeps:
-    """The launches of works whose tensors have not moved, by the addresses of gradients."""
-
-    def __init__(self, device: torch.device, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> None:
-        self._device, self._codecs, self._cutting = device, codecs, cutting
-        self._tables: DeviceTables[_Found] = DeviceTables(device, capacity=8)
-
-    def launches(self, grads_at: Hashable, pieces: Callable[[], list[tuple[int, Works]]]) -> Launches | None:
-        """Like `cut_sweeps`. `pieces` is called if there are no launches for gradients at these addresses yet."""
-
-        def found() -> _Found:
-            return _found(pieces(), self._codecs, self._cutting)
-
-        # A graph may be replayed after these works are gone: it uses the tables of the process.
-        return (found() if multi_tensor.is_capturing(self._device) else self._tables.get(grads_at, found)).launches
 
 
 def _found(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _Found:

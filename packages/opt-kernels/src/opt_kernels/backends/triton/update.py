@@ -4,12 +4,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.calls import UpdateCall, may_repeat
+from opt_kernels import devices
+from opt_kernels.backends.triton.columns import in_order, pieces_of
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
+from opt_kernels.backends.triton.scalars import fill_arguments
+from opt_kernels.backends.triton.sweep import cut_sweeps, launch_options, sweeps
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch
@@ -23,20 +27,30 @@ def update_(
     stochastic_rounding: bool = False,
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
-) -> list[UpdateCall]:
+) -> None:
     """Do what `reference.update_` does, on the device of the tensors, without synchronizing; may be captured.
 
-    Returns the launches for `Rule.update_`.
+    One launch for the scalar block, and one of the sweep for every combination of dtypes among the works.
 
     Raises LayoutError for a dtype that Triton cannot sweep, and FrozenHyperError for host numbers in a capture.
     """
-    of_codecs = tuple(codecs.items())
-    call = UpdateCall(
-        kernels_of(formula), batches, codecs, lambda formats: _options(formats, of_codecs, stochastic_rounding),
-        grad_scale=grad_scale, skip=skip,
-    )  # fmt: skip
-    call.launch()
-    return [call] if call.is_in_place and may_repeat(batches) and call.holds() else []
+    launches = cut_sweeps(pieces_of(batches), codecs)
+    if launches is None:
+        batches = in_order(batches)  # tables hold addresses only: the copies live until the launch
+        launches = sweeps(batches, codecs)
+    if not launches:
+        return
+    device, kernels, of_codecs = launches[0].table.grads.device, kernels_of(formula), tuple(codecs.items())
+    with devices.launching_on(device):
+        rows = [
+            (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
+            for hyper, _ in batches
+        ]
+        block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
+        kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
+        for formats, table, _ in launches:
+            options = {**_options(formats, of_codecs, stochastic_rounding), **launch_options(formats, table)}
+            kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 
 
 @cache

@@ -1,7 +1,6 @@
 """The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,7 @@ from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.works import Task, Work
 
-__all__ = ["Adapt", "Decay", "Factors", "Inputs", "OfLayouts", "Transform"]
+__all__ = ["Adapt", "Decay", "Factors", "Inputs", "Transform"]
 
 
 class Decay(NamedChoice):
@@ -33,18 +32,6 @@ class Inputs(NamedTuple):
 
 # Returns directions from works of one layout, their matrices (len(tasks), *shape), and whether these are normalised.
 Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class OfLayouts:
-    """A `Transform` that depends only on the layouts of works, not on their gradients, states or hyper-parameters."""
-
-    transform: Transform
-
-    def __call__(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
-        return self.transform(tasks, inputs, normalised)
-
-
 # Changes one direction (*shape) before it is scaled.
 Adapt = Callable[[Task, Tensor], None]
 # Returns s e of each split part of a work, or of the whole matrix.

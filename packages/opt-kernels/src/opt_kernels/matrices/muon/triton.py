@@ -17,10 +17,9 @@ from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, s
 from opt_kernels.backends.triton.quantize import GROUP, read_state, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, OfLayouts, Transform
-from opt_kernels.matrices.muon.kept_rounds import kept_rounds, rounds_of
+from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
 from opt_kernels.matrices.muon.round_tables import RoundTables, tables_of
-from opt_kernels.matrices.muon.rounds import Round, Stack, with_ordered_grads
+from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, pieces_of, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch, Work
 
 SUM_BLOCK = 1024  # chunks that are added at a time
@@ -223,13 +222,10 @@ def muon_(
     matrices in the format that `inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a matrix
     that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
-    kept = None
-    if adapt_ is None and isinstance(transform, OfLayouts):
-        kept = kept_rounds(batches, inputs, factors, momentum_codec)
-    if kept is None:
-        batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
+    batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
-    for one, launches in rounds_of(batches, inputs, factors, momentum_codec) if kept is None else kept:
+    for one in rounds(batches, inputs, factors):
+        launches = swept(pieces_of(one, hypers), SlotRuns(one, momentum_codec))
         device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)

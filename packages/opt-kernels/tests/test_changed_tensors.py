@@ -1,6 +1,6 @@
-"""A step reuses what it kept from the last one only while that still holds: every way to invalidate it, one by one.
+"""Everything that can happen to tensors between two steps: the next step reads and writes them where they are then.
 
-Each case runs twice: with an optimizer that keeps its plan, and with a twin that makes a new plan in every step.
+Each case runs twice: as usual, and with a twin that forgets all rows and tables of addresses before every step.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,9 @@ from opt_kernels.optim import SGD, AdamW, Muon
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from opt_kernels.backends.triton import grad_stats, sweep
+from opt_kernels.matrices.muon import round_tables
+
 pytestmark = pytest.mark.needs_extra
 
 SHAPES = ((8, 8), (6, 4), (5,))
@@ -30,6 +33,12 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "rounded stochastically": (torch.bfloat16, {"stochastic_rounding": True}),
     "codes": (torch.float32, {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}),
 }
+
+
+def forget(optimizer: Any) -> None:
+    optimizer._forget_rows()
+    for tables in (sweep.known_calls, grad_stats.known_tables, round_tables.known_tables):
+        tables.cache_clear()
 
 
 def new_grads(params: list[nn.Parameter], step: int) -> None:
@@ -207,22 +216,20 @@ def muon(groups: Any, **options: Any) -> Any:
     return Muon(groups, lr=0.1, backend="triton", scalar_optimizer="adam", nesterov=False, **options)
 
 
-def run(disturb: Disturb, form: str, *, kept: bool, looked_at: bool = False, build: Any = adamw) -> list[Any]:
+def run(disturb: Disturb, form: str, *, usual: bool, build: Any = adamw) -> list[Any]:
     """Weights, states and errors over steps, with `disturb` between two of them."""
     dtype, options = FORMS[form]
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.2}]
     optimizer = build(groups, **options)
-    if looked_at:
-        assert not optimizer.state
     found: list[Any] = []
     for step in range(5):
         new_grads([param for param in params if param.requires_grad], step)
         if step == 3:
             disturb(optimizer, params)
-        if not kept:
-            optimizer._forget_rows()
+        if not usual:
+            forget(optimizer)
         try:
             optimizer.step()
         except ValueError as error:
@@ -251,34 +258,25 @@ def nothing(_: Any, __: list[nn.Parameter]) -> None:
 
 @ON_BACKENDS
 @pytest.mark.parametrize("disturb", [nothing, *DISTURBED])
-def test_a_kept_plan_is_used_only_while_it_holds(disturb: Disturb, build: Any) -> None:
-    expected = run(disturb, "float32", kept=False, build=build)
-    assert same(run(disturb, "float32", kept=True, build=build), expected)
-    assert same(run(disturb, "float32", kept=True, looked_at=True, build=build), expected)
+def test_a_step_reads_tensors_where_they_are(disturb: Disturb, build: Any) -> None:
+    expected = run(disturb, "float32", usual=False, build=build)
+    assert same(run(disturb, "float32", usual=True, build=build), expected)
 
 
 @pytest.mark.parametrize("disturb", [grad_elsewhere, weight_elsewhere, state_elsewhere, loaded])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "float32"])
 @ON_BACKENDS
 def test_the_same_in_every_form(disturb: Disturb, form: str, build: Any) -> None:
-    assert same(run(disturb, form, kept=True, build=build), run(disturb, form, kept=False, build=build))
+    assert same(run(disturb, form, usual=True, build=build), run(disturb, form, usual=False, build=build))
 
 
 @pytest.mark.parametrize("disturb", [grad_gone, grad_transposed, grad_wider])
 def test_the_same_where_torch_has_no_guards(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opt_kernels.backends.kept.layouts._GUARDS", None)
-    monkeypatch.setattr("opt_kernels.backends.kept.snapshot.compiled_snapshot", lambda: None)
-    assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
+    monkeypatch.setattr("opt_kernels.backends.layouts._GUARDS", None)
+    assert same(run(disturb, "float32", usual=True), run(disturb, "float32", usual=False))
 
 
-@pytest.mark.parametrize("disturb", DISTURBED)
-def test_the_same_where_nothing_is_compiled(disturb: Disturb, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("objects", "snapshot"):
-        monkeypatch.setattr(f"opt_kernels.backends.kept.{module}.compiled_snapshot", lambda: None)
-    assert same(run(disturb, "float32", kept=True), run(disturb, "float32", kept=False))
-
-
-def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Parameter], list[float]]:
+def late_gradient(build: Any, late: int, *, usual: bool) -> tuple[list[nn.Parameter], list[float]]:
     """Weights and step counts after six steps, in which one parameter has gradients only in the fourth and fifth."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
@@ -286,8 +284,8 @@ def late_gradient(build: Any, late: int, *, kept: bool) -> tuple[list[nn.Paramet
     for step in range(6):
         params[late].grad = None
         new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
-        if not kept:
-            optimizer._forget_rows()
+        if not usual:
+            forget(optimizer)
         optimizer.step()
     return params, [float(optimizer.state[param]["step"]) for param in params]
 
@@ -304,11 +302,11 @@ def muon_on_triton(params: Any, lr: float) -> Any:
 @pytest.mark.parametrize("late", range(len(SHAPES)))
 def test_a_first_gradient_that_comes_late_is_used(build: Any, late: int) -> None:
     """It was ignored as long as the other gradients had their old layouts."""
-    params, counts = late_gradient(build, late, kept=True)
+    params, counts = late_gradient(build, late, usual=True)
     assert counts == [2.0 if place == late else 6.0 for place in range(len(SHAPES))]
-    assert same([*params], [*late_gradient(build, late, kept=False)[0]])
+    assert same([*params], [*late_gradient(build, late, usual=False)[0]])
     if build is not muon_on_triton:
-        torch.testing.assert_close(params, late_gradient(torch.optim.AdamW, late, kept=True)[0])
+        torch.testing.assert_close(params, late_gradient(torch.optim.AdamW, late, usual=True)[0])
 
 
 def muons_state_elsewhere(optimizer: Any, params: list[nn.Parameter]) -> None:
@@ -324,12 +322,12 @@ OF_MUON = [
 
 @pytest.mark.parametrize("disturb", OF_MUON)
 def test_the_same_for_the_rounds_of_muon(disturb: Disturb) -> None:
-    expected = run(disturb, "bfloat16 with remainders", kept=False, build=muon)
-    assert same(run(disturb, "bfloat16 with remainders", kept=True, build=muon), expected)
+    expected = run(disturb, "bfloat16 with remainders", usual=False, build=muon)
+    assert same(run(disturb, "bfloat16 with remainders", usual=True, build=muon), expected)
 
 
 @pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
-def test_what_is_kept_keeps_no_gradients_alive(build: Any) -> None:
+def test_tables_keep_no_gradients_alive(build: Any) -> None:
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
     optimizer = build(params)
     for step in range(4):
@@ -342,9 +340,9 @@ def test_what_is_kept_keeps_no_gradients_alive(build: Any) -> None:
 
 @pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
 def test_gradients_at_new_and_old_places_are_read_where_they_are(build: Any) -> None:
-    """Launches are kept for some sets of addresses: here more than there is room for, in no order."""
+    """Tables are kept for some sets of addresses: here more than there is room for, in no order."""
 
-    def trained(*, kept: bool) -> list[Any]:
+    def trained(*, usual: bool) -> list[Any]:
         params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         optimizer = build([{"params": params[1:]}, {"params": params[:1], "lr": 0.2}])
         places = [[torch.zeros(shape) for shape in SHAPES] for _ in range(10)]
@@ -352,30 +350,12 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(build: Any) -> 
             for param, grad in zip(params, places[step], strict=True):
                 param.grad = grad
             new_grads(params, step)
-            if not kept:
-                optimizer._forget_rows()
+            if not usual:
+                forget(optimizer)
             optimizer.step()
         return params
 
-    assert same(trained(kept=True), trained(kept=False))
-
-
-@pytest.mark.parametrize("build", [adamw, adamw_in_cpp, muon])
-def test_a_steady_step_reads_no_gradient_in_python(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    optimizer = build([{"params": params}])
-    for step in range(3):
-        new_grads(params, step)
-        optimizer.step()
-    monkeypatch.setattr("opt_kernels.works.Works.grads", property(lambda works: pytest.fail("a gradient was read")))
-    before = [param.clone() for param in params]
-    optimizer.step()
-    assert not any(map(torch.equal, before, params))
-    moved = params[0].grad
-    assert moved is not None
-    params[0].grad = moved.clone()
-    with pytest.raises(pytest.fail.Exception, match="a gradient was read"):
-        optimizer.step()
+    assert same(trained(usual=True), trained(usual=False))
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
