@@ -62,7 +62,6 @@ class LaunchedRule:
         assert isinstance(skip, Tensor)
         device = devices.device_of(skip.device)
         assert isinstance(device, DeferredDevice)
-        launched = [(hyper, with_present_grads(works)) for hyper, works in batches]
 
         def update() -> None:
             numbers = [Batch(on_host(hyper), works) for hyper, works in batches]
