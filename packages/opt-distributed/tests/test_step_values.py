@@ -73,8 +73,19 @@ def test_copies_of_a_count_on_the_device_are_separate() -> None:
     count = StepCount(3)
     count.advance(torch.tensor(False))
     copied = count.copy()
-    copied.advance(torch.tensor(False), torch.tensor(True))
+    copied.advance(torch.tensor(False))
     assert (int(count), int(copied)) == (4, 5)
+
+
+def test_a_count_of_replays_is_read_from_the_device_every_time() -> None:
+    """A replay counts without the host."""
+    count = StepCount(3)
+    count.stay_on(torch.device("cpu"))
+    for number in (3, 4, 5):
+        assert int(count) == number
+        next_number = count.next()
+        assert isinstance(next_number, torch.Tensor)
+        next_number.add_(1)
 
 
 def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:

@@ -1,4 +1,4 @@
-"""Step hooks and profiler ranges work as in torch.optim, though steps without them skip torch's wrapper."""
+"""Step hooks and profiler ranges work as in torch.optim."""
 
 from collections.abc import Callable
 from typing import Any

@@ -267,7 +267,9 @@ def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, State
                 f"backend='cpp' with tensors on {devices}: it sweeps CPU memory, and one sweep has one device"
             )
     for (name, codec), scales in zip(codecs.items(), columns.scales, strict=True):
-        for grad, scale in zip(columns.grads, scales or ()):
+        if scales is None or _are_scales(scales, columns.grads, codec.block):
+            continue
+        for grad, scale in zip(columns.grads, scales):
             expected = -(-grad.numel() // codec.block)
             if scale.shape != (expected,) or scale.dtype is not torch.float32 or not scale.is_contiguous():
                 raise LayoutError(
@@ -275,6 +277,14 @@ def _checked(columns: Columns, works: Sequence[Work], codecs: Mapping[str, State
                     f"allowed is contiguous torch.float32 of shape ({expected},), as init_state makes it"
                 )
     return columns
+
+
+def _are_scales(scales: Sequence[Tensor], grads: Sequence[Tensor], block: int) -> bool:
+    return (
+        list(map(_SHAPE, scales)) == [(-(-numel // block),) for numel in map(Tensor.numel, grads)]
+        and set(map(_DTYPE, scales)) <= {torch.float32}
+        and all(map(Tensor.is_contiguous, scales))
+    )
 
 
 def _columns(works: Sequence[Work | Run], codecs: Mapping[str, StateCodec]) -> Columns:
