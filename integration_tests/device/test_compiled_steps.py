@@ -185,7 +185,9 @@ def of_wrapped(comm: ThreadComm, *, wrapping: str, backend: Any) -> tuple[list[T
             param.copy_(torch.arange(param.numel()).view_as(param) / 4)
     config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **WRAPPED[wrapping])
     chunk = DistributedDataParallel(config, model, groups=roles)
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True), [chunk], {}, pg_collection=roles)
+    shards = config.use_distributed_optimizer
+    of_step = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=shards)
+    optimizer = get_optimizer(of_step, [chunk], {}, pg_collection=roles)
 
     def run(x: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():

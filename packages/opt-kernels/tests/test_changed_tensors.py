@@ -382,3 +382,17 @@ def test_a_momentum_that_is_set_later_gets_its_buffer() -> None:
         param.grad = torch.ones(4)
         optimizer.step()
     assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full((4,), 1.9))
+
+
+def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted() -> None:
+    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
+    optimizer = AdamW([{"params": [param]} for param in params], lr=0.1)
+    for step in range(3):
+        new_grads(params, step)
+        optimizer.step()
+    before = [param.detach().clone() for param in params]
+    params[1].grad = torch.ones(3).to_sparse()
+    with pytest.raises(ValueError, match="a sparse gradient"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+    assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]

@@ -75,8 +75,9 @@ class ParamRows:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
         `Hyper`; `made` is passed to `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
-        for row in self._rows:
-            works, step = self._works(row), row.steps.count(made)
+        all_works = list(map(self._works, self._rows))  # raises before any step is counted
+        for row, works in zip(self._rows, all_works, strict=True):
+            step = row.steps.count(made)
             found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
         return found
 
