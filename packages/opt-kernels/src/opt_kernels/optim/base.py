@@ -181,7 +181,7 @@ class RuleOptimizer(CheckedOptimizer):
 
     def _update_(self) -> None:
         self._adopt_changes()
-        if not self.__dict__["state"] and only_makes_state(self.param_groups):
+        if not self.state and only_makes_state(self.param_groups):
             self._param_rows = self._new_rows()
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
