@@ -5,6 +5,7 @@
 Positional parameters are those of Megatron-Core; additional ones are keyword-only.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,6 @@ from opt_stack.factory import (
     logger,
     with_matrix_rule,
 )
-from opt_stack.megatron.absent import absent
 from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.kinds import (
     ChainedOptimizer,
@@ -73,6 +73,7 @@ from opt_stack.megatron.kinds import (
     get_megatron_muon_optimizer,
 )
 from opt_stack.megatron.layer_wise import get_megatron_optimizer, layer_wise
+from opt_stack.megatron.names import absent, add_modules_
 from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.rules.registry import Registry
@@ -126,6 +127,7 @@ __all__ = [
 ]
 
 _matches = matches
+add_modules_(sys.modules[__name__])
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,18 @@
 """Megatron-Core's names for layer-wise sharding: `use_distributed_optimizer` with a matrix rule, and `dist_muon`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from functools import wraps
+from inspect import signature
+from typing import ParamSpec
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.comm.find import Given
-from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Needs
-from opt_stack.factory import Overrides, get_optimizer
-from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.factory import get_optimizer
+from opt_stack.optimizer import Optimizer
 from opt_stack.rules.registry import Registry
+
+Arguments = ParamSpec("Arguments")
 
 
 def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> OptimizerConfig:
@@ -34,37 +34,18 @@ def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> Optimi
     return replace(config, optimizer=name, use_distributed_optimizer=False, use_layer_wise_distributed_optimizer=True)
 
 
-def get_megatron_optimizer(
-    config: OptimizerConfig,
-    model_chunks: Sequence[nn.Module],
-    config_overrides: Overrides | None = None,
-    use_gloo_process_groups: bool = True,
-    pg_collection: Given = None,
-    dump_param_to_param_group_map: str | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    broadcast_params: bool = False,
-    rules: Registry | None = None,
-    hooks: GivenHooks = (),
-    allow_unmatched: bool = False,
-    extra_group_keys: Collection[str] = (),
-) -> MegatronOptimizer:
-    """Build the optimizer of a model, as `opt_stack.get_optimizer`, which describes the arguments and errors.
+def _with_layer_wise(build: Callable[Arguments, Optimizer]) -> Callable[Arguments, Optimizer]:
+    """Return `build` with `layer_wise` applied to its argument `config`."""
 
-    As in Megatron-Core, `use_distributed_optimizer=True` with a rule of matrices means layer-wise sharding: see
-    `layer_wise`.
-    """
-    return get_optimizer(
-        layer_wise(config, rules),
-        model_chunks,
-        config_overrides,
-        use_gloo_process_groups,
-        pg_collection,
-        dump_param_to_param_group_map,
-        mesh=mesh,
-        broadcast_params=broadcast_params,
-        rules=rules,
-        hooks=hooks,
-        allow_unmatched=allow_unmatched,
-        extra_group_keys=extra_group_keys,
-    )
+    @wraps(build)
+    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Optimizer:
+        given = signature(build).bind(*args, **kwargs)
+        given.arguments["config"] = layer_wise(given.arguments["config"], given.arguments.get("rules"))
+        return build(*given.args, **given.kwargs)
+
+    return built
+
+
+get_megatron_optimizer = _with_layer_wise(get_optimizer)
+"""`opt_stack.get_optimizer`, except that `use_distributed_optimizer=True` with a rule of matrices means layer-wise
+sharding, as in Megatron-Core: see `layer_wise`."""
