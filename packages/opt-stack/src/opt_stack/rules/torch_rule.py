@@ -84,6 +84,7 @@ class TorchRule:
     state_specs: tuple[StateSpec, ...]
     step_type: type[Any] | None  # type of the step count in the state of the class; None: it has no step count
     counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
+    hyper_names: tuple[str, ...] = ()  # of `numbers`, those that are in `Hyper.own`
 
     @property
     def needs(self) -> Needs:
@@ -126,6 +127,8 @@ class TorchRule:
         if skip is not None and bool(skip):
             return
         for hyper, works in batches:
+            if not works:
+                continue
             mains = [_main(work) for work in works]
             optimizer = self.cls(mains, **_numbers(hyper, self.numbers), **self.options)
             if self.counts_in_group and int(hyper.step) > 1:
@@ -157,8 +160,9 @@ class TorchRule:
                 f"torch_rule({self.name!r}, {self.cls.__name__}, momentum=...)"
             )
         for spec in self.state_specs:
-            if state[spec.name] is not work.state[spec.name]:
-                work.state[spec.name].copy_(state[spec.name])
+            value = state.get(spec.name)  # SGD keeps none while the group's momentum is 0
+            if value is not None and value is not work.state[spec.name]:
+                work.state[spec.name].copy_(value)
         if work.out is not None and work.remainder is not None:
             split_(work.out, work.remainder, main)
         elif work.out is not None:
@@ -186,6 +190,7 @@ def _numbers(hyper: Hyper, names: Sequence[str]) -> dict[str, Any]:
         "betas": hyper.betas,
         "eps": hyper.eps,
         "momentum": hyper.momentum,
+        **hyper.own,
     }
     return {name: found[name] for name in names}
 
