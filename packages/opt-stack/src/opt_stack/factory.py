@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,12 +36,12 @@ from opt_stack.chunks.memory import check_materialised, check_memory
 from opt_stack.chunks.torch_ddp import averaged_by_torch
 from opt_stack.chunks.wrapped import (
     check_blocks,
+    check_patterns,
     check_same_groups,
     check_wrapped,
     with_wrappers_fields,
     wrapped_buffers,
 )
-from opt_stack.chunks.wrapper_fields import check_patterns
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.choices import record_choices_
@@ -112,34 +112,15 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    chunks = _chunks(config, model_chunks)
-    config = with_wrappers_fields(config, chunks)
-    roles = _roles(config, chunks, pg_collection, mesh)
-    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
-    overrides = agreed(roles.everyone, lambda: with_matrix_rule(config, config_overrides, known))
+    setup = _setup(config, model_chunks, pg_collection, mesh, rules, hooks, broadcast_params, extra_group_keys)
+    everyone = setup.roles.everyone
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
-    check_same_config(config, roles.everyone, asked=asked)
-    groups = get_param_groups(
-        chunks,
-        config,
-        overrides,
-        gather=roles.everyone.gather_objects,
-        allow_unmatched=allow_unmatched,
-        extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
-    )
-    check_standard_overrides(config, config_overrides, groups, roles.everyone)
-    optimizer = _build(
-        config,
-        chunks,
-        groups,
-        roles,
-        known,
-        hooks=hooks,
-        broadcast_params=broadcast_params,
-        extra_group_keys=extra_group_keys,
-    )
+    check_same_config(setup.config, everyone, asked=asked)
+    groups = grouped(setup.config, setup.chunks, config_overrides, setup.rules, everyone, allow_unmatched)
+    check_standard_overrides(setup.config, config_overrides, groups, everyone)
+    optimizer = _build(setup, groups)
     if dump_param_to_param_group_map is not None:
-        write_group_map(dump_param_to_param_group_map, groups, everyone=roles.everyone)
+        write_group_map(dump_param_to_param_group_map, groups, everyone=everyone)
     return optimizer
 
 
@@ -173,25 +154,33 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    chunks = _chunks(config, model_chunks)
-    config = with_wrappers_fields(config, chunks)
-    roles = _roles(config, chunks, pg_collection, mesh)
-    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    setup = _setup(config, model_chunks, pg_collection, mesh, rules, hooks, broadcast_params, extra_group_keys)
+    chunks, everyone = setup.chunks, setup.roles.everyone
     groups = agreed(
-        roles.everyone,
-        lambda: complete_groups(param_groups, config, parameters_by_id(chunks), describe_stored(chunks)),
+        everyone,
+        lambda: complete_groups(param_groups, setup.config, parameters_by_id(chunks), describe_stored(chunks)),
     )
-    check_same_config(config, roles.everyone)
-    return _build(
-        config,
+    check_same_config(setup.config, everyone)
+    return _build(setup, groups, part=part)
+
+
+def grouped(
+    config: OptimizerConfig,
+    chunks: Sequence[nn.Module],
+    overrides: Overrides | None,
+    rules: Registry,
+    everyone: Comm,
+    allow_unmatched: bool = False,
+) -> Groups:
+    """Return the groups of the parameters of all ranks. Collective. Raises ConfigError on every rank."""
+    read = agreed(everyone, lambda: with_matrix_rule(config, overrides, rules))
+    return get_param_groups(
         chunks,
-        groups,
-        roles,
-        known,
-        hooks=hooks,
-        part=part,
-        broadcast_params=broadcast_params,
-        extra_group_keys=extra_group_keys,
+        config,
+        read,
+        gather=everyone.gather_objects,
+        allow_unmatched=allow_unmatched,
+        extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
     )
 
 
@@ -223,68 +212,98 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-def _build(
+class _Setup(NamedTuple):
+    """The arguments of both public functions, checked and completed."""
+
+    config: OptimizerConfig
+    chunks: list[nn.Module]
+    roles: Roles
+    rules: Registry
+    hooks: GivenHooks
+    broadcast_params: bool
+    extra_group_keys: Collection[str]
+
+
+def _setup(
     config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    groups: Groups,
-    roles: Roles,
-    rules: Registry,
-    *,
-    hooks: GivenHooks,
-    part: str = "",
-    broadcast_params: bool,
-    extra_group_keys: Collection[str],
-) -> Optimizer:
+    model_chunks: nn.Module | Sequence[nn.Module],
+    groups: Given,
+    mesh: DeviceMesh | None,
+    rules: Registry | None,
+    *others: Any,  # the other fields
+) -> _Setup:
+    """Find the groups of ranks: those that were passed, those of a wrapped chunk, or those of the parameters."""
+    chunks = _chunks(config, model_chunks)
+    config = with_wrappers_fields(config, chunks)
+    if groups is None and mesh is None:
+        groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
+    roles = find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
+    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    return _Setup(config, chunks, roles, known, *others)
+
+
+def _build(setup: _Setup, groups: Groups, *, part: str = "") -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
-    sizes = WorldSizes.of(roles)
-    agreed(roles.everyone, lambda: check_materialised(chunks))
-    agreed(roles.everyone, lambda: check_same_groups(chunks, roles))
-    check_patterns(chunks, roles.everyone)
-    plan = agreed(
-        roles.everyone,
-        lambda: plan_of(config, chunks, groups, rules, sizes=sizes, hooks=hooks, extra_group_keys=extra_group_keys),
-    )
+    config, chunks, roles = setup.config, setup.chunks, setup.roles
+    everyone = roles.everyone
+    plan = agreed(everyone, lambda: _planned(setup, groups))
     params, metas = parameters_by_id(chunks), describe_stored(chunks)
-    check_effects(config, chunks, metas, [id for group in groups for id in group["param_ids"]], roles.everyone)
-    agreed(roles.everyone, lambda: check_memory(config, chunks, groups))
-    check_recipes(config, chunks, roles.everyone)
+    check_patterns(chunks, everyone)
+    check_effects(config, chunks, metas, [id for group in groups for id in group["param_ids"]], everyone)
+    check_recipes(config, chunks, everyone)
     check_peers(plan, groups, metas, roles)
-    if broadcast_params:
+    if setup.broadcast_params:
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
-    check_untrained(chunks, roles, broadcast=broadcast_params)
-    if roles.everyone.rank == 0:
+    check_untrained(chunks, roles, broadcast=setup.broadcast_params)
+    if everyone.rank == 0:
         logger.info("%s", plan)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
-    write_plan(config.config_logger_dir, config, plan, everyone=roles.everyone)
+    write_plan(config.config_logger_dir, config, plan, everyone=everyone)
     model = _model(chunks, params, metas, groups, roles)
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
-    stepper = agreed(roles.everyone, lambda: build_stepper(plan, model, roles, sources=sources))
-    used = roles.everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
+    stepper = agreed(everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
     stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)
     wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
-    layout_id = plan.layout_id(roles.everyone.rank if is_laid_out else roles.dense.dp.rank)
+    layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
     of_model = model_part(metas, roles)
-    layout_id = ", ".join(filter(None, (part, layout_id, of_model.text)))
     optimizer = Optimizer(
         plan=plan,
         stepper=stepper,
         groups=groups,
-        layout_id=layout_id,
-        rank_local=of_model.has_namesakes or any(roles.everyone.gather_objects(holds_parts(plan, metas, roles))),
+        layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
+        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(plan, metas, roles))),
         roles=roles,
         replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
         wrapped=wrapped,
         frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
     optimizer.loaded_weights.watch(chunks)
-    if roles.everyone.size > 1:
-        stepper.write_check = WriteCheck(roles.dense, roles.everyone, compare=optimizer.replica_check())
+    if everyone.size > 1:
+        stepper.write_check = WriteCheck(roles.dense, everyone, compare=optimizer.replica_check())
     return optimizer
+
+
+def _planned(setup: _Setup, groups: Groups) -> Plan:
+    """Plan the step, with every check that needs no other rank."""
+    check_materialised(setup.chunks)
+    check_same_groups(setup.chunks, setup.roles)
+    plan = plan_of(
+        setup.config,
+        setup.chunks,
+        groups,
+        setup.rules,
+        sizes=WorldSizes.of(setup.roles),
+        hooks=setup.hooks,
+        extra_group_keys=setup.extra_group_keys,
+    )
+    check_memory(setup.config, setup.chunks, groups)
+    return plan
 
 
 def _model(
@@ -365,13 +384,6 @@ def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
                 "hidden matrix",
                 str(id), metas[id].shape, metas[id].guess, unit.rule.name, f", not {rules[0]}" if rules else "",
             )  # fmt: skip
-
-
-def _roles(config: OptimizerConfig, chunks: Sequence[nn.Module], groups: Given, mesh: DeviceMesh | None) -> Roles:
-    """Return the groups that were passed, those of a wrapped chunk, or those found from the parameters."""
-    if groups is None and mesh is None:
-        groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
-    return find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
 
 
 def _chunks(config: OptimizerConfig, model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:

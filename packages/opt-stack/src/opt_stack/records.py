@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
-from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.collectives import Comm, agreed
 from opt_stack.planning.compute import compute_lines
 from opt_stack.planning.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
 from opt_stack.state.local_state import param_name
@@ -34,7 +34,7 @@ def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, every
         _write_json(Path(folder) / CONFIG_FILE, resolved(config))
         _write_json(Path(folder) / PLAN_FILE, plan_record(plan))
 
-    _on_rank_0(everyone, write)
+    agreed(everyone, lambda: write() if everyone.rank == 0 else None)
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def write_group_map(path: str | Path, groups: Sequence[Mapping[str, Any]], *, ev
         named = [{"index": i, "name": g["name"], "optimizer": g["optimizer"]} for i, g in enumerate(groups)]
         _write_json(Path(f"{path}.json"), {"groups": named, "group_of": index_of})
 
-    _on_rank_0(everyone, write)
+    agreed(everyone, lambda: write() if everyone.rank == 0 else None)
 
 
 def _save_alone(state: dict[str, Any], path: str) -> None:
@@ -128,14 +128,3 @@ def merged(maps: Sequence[Mapping[str, int]]) -> dict[str, int]:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _on_rank_0(everyone: Comm, write: Callable[[], None]) -> None:
-    """Run `write` on rank 0; if it fails, raise on all ranks."""
-    error: Exception | None = None
-    if everyone.rank == 0:
-        try:
-            write()
-        except Exception as caught:
-            error = caught
-    agree(everyone, error)

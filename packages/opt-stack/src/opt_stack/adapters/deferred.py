@@ -14,8 +14,7 @@ from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import find_roles
 from opt_distributed.step.result import StepResult
 from opt_kernels.hooks import GivenHooks
-from opt_paramgroups import get_param_groups
-from opt_stack.factory import Overrides, get_optimizer_based_on_param_groups, plan_of, with_matrix_rule
+from opt_stack.factory import Overrides, get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.hooks import HOOKS
 from opt_stack.planning.planner import WorldSizes
@@ -28,7 +27,6 @@ _STATE_DICT_HOOKS = (
     "_optimizer_load_state_dict_pre_hooks",
     "_optimizer_load_state_dict_post_hooks",
 )
-_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 class DeferredOptimizer(torch.optim.Optimizer):
@@ -72,15 +70,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self._state_expected = False
         everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
-        overrides = agreed(everyone, lambda: with_matrix_rule(config, config_overrides, known))
-        groups = get_param_groups(
-            [model],
-            config,
-            overrides,
-            gather=everyone.gather_objects,
-            allow_unmatched=allow_unmatched,
-            extra_group_keys=None,
-        )
+        groups = grouped(config, [model], config_overrides, known, everyone, allow_unmatched)
         agreed(
             everyone,
             lambda: plan_of(

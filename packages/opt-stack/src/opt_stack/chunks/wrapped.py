@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_config import ConfigError, DynamicScale, OptimizerConfig, Replicated
 from opt_distributed.buffers.binding import is_bound
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.local_sums import matches
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.groups import Axes, Roles
@@ -20,7 +21,6 @@ from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.chunks.megatron_ddp import check_megatron_wrapper, is_megatron_wrapper
-from opt_stack.chunks.wrapper_fields import check_against
 from opt_stack.planning.plan import BufferPlan, Spread
 
 
@@ -92,8 +92,7 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
             raise ConfigError(
                 f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
             )
-        _check_grads(config, index, chunk)
-        check_against(config, index, chunk)
+        _check_fields(config, index, chunk)
         for name, ours, theirs in (
             ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
             ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),
@@ -194,12 +193,45 @@ def _check_plain(index: int, chunk: nn.Module) -> None:
         )
 
 
-def _check_grads(config: OptimizerConfig, index: int, chunk: DistributedDataParallel) -> None:
+def _check_fields(config: OptimizerConfig, index: int, chunk: DistributedDataParallel) -> None:
+    """Raise ConfigError for a field of a wrapper that contradicts the optimizer's configuration."""
+    if chunk.config.check_for_large_grads and isinstance(config.loss_scaling, DynamicScale):
+        raise ConfigError(
+            f"model chunk {index} was wrapped with check_for_large_grads=True, which compares gradients of different "
+            "iterations, but the loss scale is dynamic (fp16=True without loss_scale); set loss_scale, or wrap with "
+            "check_for_large_grads=False and use grad_norm_skip_threshold, which compares unscaled norms"
+        )
+    if chunk.config.align_param_gather and config.overlap_param_gather_with_optimizer_step:
+        raise ConfigError(
+            "overlap_param_gather_with_optimizer_step=True starts gathers in the step, but model chunk "
+            f"{index} was wrapped with align_param_gather=True, which starts them from the pipeline's schedule; "
+            "set one of the two to False"
+        )
     if config.main_grads_dtype is torch.bfloat16 and chunk.config.grad_reduce_in_fp32:
         raise ConfigError(
             f"main_grads_dtype=torch.bfloat16, but model chunk {index} was wrapped with grad_reduce_in_fp32=True; "
             "wrap it with grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
         )
+
+
+def check_patterns(chunks: Sequence[nn.Module], everyone: Comm) -> None:
+    """Check that every pattern of `param_name_patterns_for_fp32_local_accumulation` matches a parameter of any chunk on
+    any rank. Collective.
+
+    Raises:
+        ConfigError: on every rank, naming the pattern that matches nothing.
+    """
+    local: dict[str, bool] = {}  # whether each pattern matches
+    for chunk in (chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)):
+        for pattern in chunk.config.param_name_patterns_for_fp32_local_accumulation:
+            local[pattern] = local.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
+    per_rank: list[dict[str, bool]] = everyone.gather_objects(local)
+    for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
+        if not any(of_rank.get(pattern) for of_rank in per_rank):
+            raise ConfigError(
+                f"param_name_patterns_for_fp32_local_accumulation: {pattern!r} matches no parameter of any wrapped "
+                'model chunk; pass shell patterns of full names, such as "*.router.weight", or "all"'
+            )
 
 
 def _plan(index: int, chunk: DistributedDataParallel, buffer: SyncedBuffer) -> BufferPlan:

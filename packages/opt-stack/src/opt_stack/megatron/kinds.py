@@ -1,8 +1,8 @@
 """Megatron-Core's classes of optimizers. One class implements all of them here; these answer `isinstance`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -14,12 +14,10 @@ from opt_stack.rules.registry import Registry
 
 
 class _Kind(type):
-    """The optimizers whose configuration satisfies `has`. `isinstance` finds them; they are not subclasses."""
-
-    has: Callable[[OptimizerConfig], bool]
+    """The optimizers with a configuration of this kind (`_HAS`). `isinstance` finds them; they are not subclasses."""
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, MegatronOptimizer) and cls.has(instance.config)
+        return isinstance(instance, MegatronOptimizer) and _HAS[cls.__name__](instance.config)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(
@@ -33,50 +31,38 @@ def _is_mixed(config: OptimizerConfig) -> bool:
     return config.bf16 or config.fp16
 
 
+_HAS: Mapping[str, Callable[[OptimizerConfig], bool]] = {
+    "DistributedOptimizer": lambda config: isinstance(config.sharding, FlatShards),
+    "LayerWiseDistributedOptimizer": lambda config: isinstance(config.sharding, WholeParams),
+    "MixedPrecisionOptimizer": lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards),
+    "Float16OptimizerWithFloat16Params": lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated),
+    "FP32Optimizer": lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated),
+    "ChainedOptimizer": lambda config: False,
+}
+
+
 class DistributedOptimizer(metaclass=_Kind):
     """Optimizers with flat shards of the state (`use_distributed_optimizer=True`)."""
-
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
-        lambda config: isinstance(config.sharding, FlatShards)
-    )
 
 
 class LayerWiseDistributedOptimizer(metaclass=_Kind):
     """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
 
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
-        lambda config: isinstance(config.sharding, WholeParams)
-    )
-
 
 class MixedPrecisionOptimizer(metaclass=_Kind):
     """Optimizers of bf16 or fp16 parameters, and those with flat shards."""
-
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
-        lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards)
-    )
 
 
 class Float16OptimizerWithFloat16Params(metaclass=_Kind):
     """Optimizers of bf16 or fp16 parameters that keep the whole state on every rank."""
 
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
-        lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated)
-    )
-
 
 class FP32Optimizer(metaclass=_Kind):
     """Optimizers of fp32 parameters that keep the whole state on every rank."""
 
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(
-        lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated)
-    )
-
 
 class ChainedOptimizer(metaclass=_Kind):
     """Never matches: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
-
-    has: ClassVar[Callable[[OptimizerConfig], bool]] = staticmethod(lambda config: False)
 
 
 def get_megatron_muon_optimizer(
