@@ -31,9 +31,8 @@ from opt_paramgroups import (
 )
 from opt_scheduler.override import ParamGroupOverride
 from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
-from opt_stack.chunks.megatron_ddp import reduced_by_megatron
 from opt_stack.chunks.memory import check_materialised, check_memory
-from opt_stack.chunks.torch_ddp import averaged_by_torch
+from opt_stack.chunks.other_wrappers import averaged_by_torch, reduced_by_megatron
 from opt_stack.chunks.wrapped import (
     check_blocks,
     check_patterns,

@@ -1,6 +1,6 @@
 """The caller's parameter groups: check them against the model, and add the entries that a step reads."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ def complete_groups(
         if not isinstance(given, Mapping) or "params" not in given:
             raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
         name = given.get("name", f"group {number}")
-        held = list(_listed(given["params"]))
+        held = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
         param_ids = [_id(ids, param, name) for param in held]
         for param_id in param_ids:
             if param_id in names:
@@ -44,12 +44,12 @@ def complete_groups(
         groups.append(
             _completed({**given, "name": name, "params": held}, config) | {"param_ids": param_ids} | is_expert
         )
-    _check_names(groups)
+    all_names = [group["name"] for group in groups]
+    if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
+        raise ConfigError(
+            f"param_groups: two groups have name={twice[0]!r}; names must be unique: checkpoints find groups by name"
+        )
     return groups
-
-
-def _listed(params: Any) -> Iterable[Any]:
-    return [params] if isinstance(params, Tensor) else params
 
 
 def _id(ids: Mapping[int, ParamId], param: Any, group: str) -> ParamId:
@@ -103,12 +103,3 @@ def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, A
 
 def _times(value: float | None, factor: float) -> float | None:
     return value if value is None or factor == 1.0 else value * factor
-
-
-def _check_names(groups: Sequence[Mapping[str, Any]]) -> None:
-    names = [group["name"] for group in groups]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(
-            f"param_groups: two groups have name={twice[0]!r}; names must be unique: checkpoints find groups by name"
-        )

@@ -1,6 +1,6 @@
 """An optimizer that is built after a trainer has replaced the model's parameters, as Accelerate does for FSDP2."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -19,6 +19,7 @@ from opt_stack.optimizer import Optimizer
 from opt_stack.planning.hooks import HOOKS
 from opt_stack.planning.planner import WorldSizes
 from opt_stack.rules.registry import Registry
+from opt_stack.state.live_state import LiveState
 from opt_stack.state.local_state import match_groups, packed_groups, set_group_
 
 _STATE_DICT_HOOKS = (
@@ -213,38 +214,20 @@ class DeferredOptimizer(torch.optim.Optimizer):
         )
 
 
-class _NoState(MutableMapping[Tensor, Any]):
+class _NoState(LiveState):
     """`state` before the optimizer is built: it has no entries, and none can be read or set.
 
-    It is truthy, as `Optimizer.state` always is, because torch.distributed.checkpoint takes a step with zero gradients
-    if `state` is falsy. It tests this on every rank before each `state_dict()`, for saves and loads; that
-    `state_dict()` must then include state.
+    torch.distributed.checkpoint takes a step with zero gradients if `state` is falsy. It tests this on every rank
+    before each `state_dict()`, for saves and loads; that `state_dict()` must then include state.
     """
 
     def __init__(self, optimizer: DeferredOptimizer):
+        super().__init__({}, check=lambda: _raise_not_built("state"))
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:
         self._optimizer.expect_state_()
         return True
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-    def __contains__(self, param: object) -> bool:
-        return False
-
-    def __getitem__(self, param: Tensor) -> NoReturn:
-        _raise_not_built("state")
-
-    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> NoReturn:
-        _raise_not_built("state")
-
-    def __delitem__(self, param: Tensor) -> NoReturn:
-        _raise_not_built("state")
 
 
 def _raise_not_built(attribute: str) -> NoReturn:

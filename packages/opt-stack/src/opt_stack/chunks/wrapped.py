@@ -20,7 +20,7 @@ from opt_distributed.step.coded_main import FP16
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import StateSpec
 from opt_paramgroups import ParamId
-from opt_stack.chunks.megatron_ddp import check_megatron_wrapper, is_megatron_wrapper
+from opt_stack.chunks.other_wrappers import check_megatron_wrapper, is_megatron_wrapper
 from opt_stack.planning.plan import BufferPlan, Spread
 
 
@@ -93,15 +93,9 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                 f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
             )
         _check_fields(config, index, chunk)
-        for name, ours, theirs in (
-            ("use_distributed_optimizer", sharded, chunk.config.use_distributed_optimizer),
-            ("overlap_param_gather", config.overlap_param_gather, chunk.config.overlap_param_gather),
-            (
-                "reuse_grad_buf_for_mxfp8_param_ag",
-                config.reuse_grad_buf_for_mxfp8_param_ag,
-                chunk.config.reuse_grad_buf_for_mxfp8_param_ag,
-            ),
-        ):
+        for name in ("use_distributed_optimizer", *_SHARED):
+            ours = getattr(config, name) if name in _SHARED else sharded
+            theirs = getattr(chunk.config, name)
             if ours != theirs:
                 raise ConfigError(
                     f"OptimizerConfig has {name}={ours}, but model chunk {index} was wrapped with {name}={theirs}; "

@@ -16,6 +16,7 @@ from opt_kernels.choice import NamedChoice
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_stack.planning.hooks import warn_of_other_hooks
 
 logger = logging.getLogger("opt_stack")
 
@@ -70,7 +71,8 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
 
 def warn_of_other_choices(group: Group, saved: Group) -> None:
-    """Log a warning for each option of the rule that differs from the one `saved` was saved with."""
+    """Log a warning for each hook and option of the rule that differs from those `saved` was saved with."""
+    warn_of_other_hooks(group["name"], group, saved)
     for name, before, after in _differences(group, saved):
         logger.warning(
             "group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, after, name, before

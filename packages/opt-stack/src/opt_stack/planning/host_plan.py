@@ -1,6 +1,7 @@
 """Decide which pieces of parameters live on the host: by element counts, from the plan alone, equally on all ranks."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 
 from opt_config import OnDevice, Placement
@@ -19,30 +20,14 @@ def plan_host(
     """
     if isinstance(placement, OnDevice):
         return {}
-    return {
-        buffer.name: tuple(_first(_sizes(buffer, shard, metas), placement.fraction) for shard in _shards(buffer))
-        for buffer in buffers
-    }
+    return {buffer.name: tuple(_hosted(buffer, metas, placement.fraction)) for buffer in buffers}
 
 
-def _shards(buffer: BufferPlan) -> Iterable[int]:
-    return range(1 if buffer.spread is Spread.LAID_OUT else buffer.layout.num_shards)
-
-
-def _sizes(buffer: BufferPlan, shard: int, metas: Mapping[ParamId, ParamMeta]) -> list[tuple[ParamId, int]]:
-    """Return the pieces of a shard with their numbers of elements."""
-    if buffer.spread is Spread.LAID_OUT:
-        return [(param.id, prod(metas[param.id].shape)) for param in buffer.params]
-    return [(run.id, run.numel) for run in buffer.runs(shard)]
-
-
-def _first(sizes: Sequence[tuple[ParamId, int]], fraction: float) -> frozenset[ParamId]:
-    wanted = fraction * sum(numel for _, numel in sizes)
-    chosen: list[ParamId] = []
-    reached = 0
-    for id, numel in sizes:
-        if reached >= wanted:
-            break
-        chosen.append(id)
-        reached += numel
-    return frozenset(chosen)
+def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: float) -> Iterator[frozenset[ParamId]]:
+    """Yield the parameters of each shard whose pieces live on the host."""
+    is_laid_out = buffer.spread is Spread.LAID_OUT
+    for shard in range(1 if is_laid_out else buffer.layout.num_shards):
+        runs = [(run.id, prod(metas[run.id].shape) if is_laid_out else run.numel) for run in buffer.runs(shard)]
+        wanted = fraction * sum(numel for _, numel in runs)
+        before = accumulate((numel for _, numel in runs), initial=0)
+        yield frozenset(id for (id, _), reached in zip(runs, before) if reached < wanted)

@@ -150,13 +150,19 @@ def _soap_muon(config: OptimizerConfig) -> SOAPMuonRule:
         shampoo_beta=config.soap_shampoo_beta,
         max_precond_dim=config.soap_max_precond_dim,
         one_sided=config.soap_one_sided,
-        scale_mode=ScaleMode(config.muon_scale_mode),
-        extra_scale_factor=config.muon_extra_scale_factor,
-        coefficient_type=CoefficientType(config.muon_coefficient_type),
-        num_ns_steps=config.muon_num_ns_steps,
-        fp32_matmul_prec=MatmulPrecision(config.muon_fp32_matmul_prec),
-        use_syrk=config.muon_use_syrk,
+        **_orthogonalization(config),
     )
+
+
+def _orthogonalization(config: OptimizerConfig) -> dict[str, Any]:
+    return {
+        "scale_mode": ScaleMode(config.muon_scale_mode),
+        "extra_scale_factor": config.muon_extra_scale_factor,
+        "coefficient_type": CoefficientType(config.muon_coefficient_type),
+        "num_ns_steps": config.muon_num_ns_steps,
+        "fp32_matmul_prec": MatmulPrecision(config.muon_fp32_matmul_prec),
+        "use_syrk": config.muon_use_syrk,
+    }
 
 
 def _check_decoupled(config: OptimizerConfig, name: str) -> None:
@@ -170,12 +176,7 @@ def _muon(config: OptimizerConfig) -> MuonRule:
     return MuonRule(
         nesterov=config.muon_nesterov,
         weight_decay_method=_muon_decay(config),
-        scale_mode=ScaleMode(config.muon_scale_mode),
-        extra_scale_factor=config.muon_extra_scale_factor,
-        coefficient_type=CoefficientType(config.muon_coefficient_type),
-        num_ns_steps=config.muon_num_ns_steps,
-        fp32_matmul_prec=MatmulPrecision(config.muon_fp32_matmul_prec),
-        use_syrk=config.muon_use_syrk,
+        **_orthogonalization(config),
         tp_mode=TpMode(config.muon_tp_mode),
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,19 +35,13 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 """Entries of the groups of torch's optimizers, with the values that have no effect."""
 
 
-def hyper_names(rule: Rule) -> tuple[str, ...]:
-    """Return the hyper-parameters that `rule` reads from `Hyper.own`: its attribute `hyper_names`, if any."""
-    names: tuple[str, ...] = getattr(rule, "hyper_names", ())
-    return names
-
-
 def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
     """Return the hyper-parameters that `entry.hyper` adds to groups.
 
     Raises:
         ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
     """
-    hyper, own = entry.hyper(config), hyper_names(rule)
+    hyper, own = entry.hyper(config), getattr(rule, "hyper_names", ())
     allowed = (*HYPER_KEYS, *own)
     for name in hyper:
         if name not in allowed:
@@ -160,27 +154,18 @@ def check_entries(
         for group in groups
         for key, value in group.items()
         if not (key in COMMON_KEYS or key in used or key in extra_group_keys or key.startswith("initial_"))
-        and not _is_neutral(key, value, decoupled)
+        and not (value is decoupled if key == "decoupled_weight_decay" else value in _NEUTRAL.get(key, ()))
     ]
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def _is_neutral(key: str, value: object, decoupled: bool) -> bool:
-    return value is decoupled if key == "decoupled_weight_decay" else value in _NEUTRAL.get(key, ())
 
 
 def _reason(key: str, group: Mapping[str, Any], read_by: Mapping[str, Collection[str]]) -> str:
     optimizer = group["optimizer"]
     reads = read_by[optimizer]
     if key in HYPER_KEYS:
-        return f"optimizer {optimizer!r} does not read it; it reads {', '.join(_listed(reads))}"
+        return f"optimizer {optimizer!r} does not read it; it reads {', '.join(('lr', 'weight_decay', *sorted(reads)))}"
     if key in _NEUTRAL:
         allowed = " or ".join(map(repr, _NEUTRAL[key]))
         return f"not supported by optimizer {optimizer!r}; {allowed} is allowed. Drop the entry, or use torch_rule"
     return unknown_entry(key, {*OVERRIDE_KEYS} - {*HYPER_KEYS} | {*reads})
-
-
-def _listed(reads: Collection[str]) -> Iterator[str]:
-    yield from ("lr", "weight_decay")
-    yield from sorted(reads)

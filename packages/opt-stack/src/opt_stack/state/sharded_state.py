@@ -29,7 +29,6 @@ from opt_distributed.step.unit import Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
 from opt_stack.planning.choices import check_choices, warn_of_other_choices
-from opt_stack.planning.hooks import warn_of_other_hooks
 from opt_stack.rules.entries import check_loaded_numbers
 from opt_stack.state.local_state import OF_RULE, RULE, saved_scaler
 
@@ -185,7 +184,6 @@ def load_sharded_(
     agree(everyone, error)
     _warn_of_another_rule(loaded, groups, names)
     for group, before in _saved_by_group(loaded["groups"], groups, names):
-        warn_of_other_hooks(group["name"], group, before)
         warn_of_other_choices(group, before)
     apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
     for (unit, piece), values in pieces:

@@ -16,7 +16,6 @@ from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
 from opt_stack.planning.choices import check_choices, warn_of_other_choices
-from opt_stack.planning.hooks import warn_of_other_hooks
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import check_loaded_numbers
 from opt_stack.state.evaluation import Evaluation
@@ -191,7 +190,6 @@ class StateDicts(torch.optim.Optimizer):
         for id, (unit, piece) in self._held.items():
             load_state_(unit, piece, loaded.by_id.get(id, {}))
         for group, saved in zip(self.param_groups, loaded.groups, strict=True):
-            warn_of_other_hooks(group["name"], group, saved)
             warn_of_other_choices(group, saved)
             set_group_(group, saved)
         if loaded.scaler:
