@@ -30,7 +30,7 @@ from opt_paramgroups import (
     parameters_by_id,
 )
 from opt_scheduler.override import ParamGroupOverride
-from opt_stack.building.build import Model, build_stepper, group_index, holds_parts
+from opt_stack.building.build import Model, build_stepper, holds_parts
 from opt_stack.chunks.memory import check_materialised, check_memory
 from opt_stack.chunks.other_wrappers import averaged_by_torch, reduced_by_megatron
 from opt_stack.chunks.wrapped import (
@@ -47,7 +47,7 @@ from opt_stack.planning.choices import record_choices_
 from opt_stack.planning.effects import check_effects, check_standard_overrides
 from opt_stack.planning.fp8 import check_recipes, check_reused
 from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
-from opt_stack.planning.peers import check_peers, check_same_config, model_part
+from opt_stack.planning.peers import NOTHING, check_peers, check_same_config, model_part
 from opt_stack.planning.plan import Plan
 from opt_stack.planning.planner import WorldSizes, make_plan
 from opt_stack.records import write_group_map, write_plan
@@ -114,8 +114,15 @@ def get_optimizer(
     setup = _setup(config, model_chunks, pg_collection, mesh, rules, hooks, broadcast_params, extra_group_keys)
     everyone = setup.roles.everyone
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
-    check_same_config(setup.config, everyone, asked=asked)
-    groups = grouped(setup.config, setup.chunks, config_overrides, setup.rules, everyone, allow_unmatched)
+    groups = grouped(
+        setup.config,
+        setup.chunks,
+        config_overrides,
+        setup.rules,
+        everyone,
+        asked=asked,
+        allow_unmatched=allow_unmatched,
+    )
     check_standard_overrides(setup.config, config_overrides, groups, everyone)
     optimizer = _build(setup, groups)
     if dump_param_to_param_group_map is not None:
@@ -169,10 +176,16 @@ def grouped(
     overrides: Overrides | None,
     rules: Registry,
     everyone: Comm,
-    allow_unmatched: bool = False,
+    *,
+    allow_unmatched: bool,
+    asked: Mapping[str, bool] = NOTHING,  # as for `check_same_config`
 ) -> Groups:
-    """Return the groups of the parameters of all ranks. Collective. Raises ConfigError on every rank."""
+    """Return the groups of the parameters of all ranks, which must have the same configuration. Collective.
+
+    Raises ConfigError on every rank.
+    """
     read = agreed(everyone, lambda: with_matrix_rule(config, overrides, rules))
+    check_same_config(config, everyone, asked=asked)
     return get_param_groups(
         chunks,
         config,
@@ -260,7 +273,15 @@ def _build(setup: _Setup, groups: Groups, *, part: str = "") -> Optimizer:
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
     write_plan(config.config_logger_dir, config, plan, everyone=everyone)
-    model = _model(chunks, params, metas, groups, roles)
+    model = Model(
+        params=params,
+        metas=metas,
+        group_of={id: index for index, group in enumerate(groups) for id in group["param_ids"]},
+        device=_device(chunks, everyone),
+        qk_layernorm=any(map(uses_qk_layernorm, chunks)),
+        reduced=reduced_by_megatron(chunks, params),
+        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
+    )
     sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
     stepper = agreed(everyone, lambda: build_stepper(plan, model, roles, sources=sources))
     used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
@@ -303,24 +324,6 @@ def _planned(setup: _Setup, groups: Groups) -> Plan:
     )
     check_memory(setup.config, setup.chunks, groups)
     return plan
-
-
-def _model(
-    chunks: Sequence[nn.Module],
-    params: Mapping[ParamId, nn.Parameter],
-    metas: Mapping[ParamId, ParamMeta],
-    groups: Groups,
-    roles: Roles,
-) -> Model:
-    return Model(
-        params=params,
-        metas=metas,
-        group_of=group_index(groups),
-        device=_device(chunks, roles.everyone),
-        qk_layernorm=any(map(uses_qk_layernorm, chunks)),
-        reduced=reduced_by_megatron(chunks, params),
-        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
-    )
 
 
 def plan_of(

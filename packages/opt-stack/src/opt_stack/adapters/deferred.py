@@ -71,7 +71,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
         self._state_expected = False
         everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
-        groups = grouped(config, [model], config_overrides, known, everyone, allow_unmatched)
+        groups = grouped(config, [model], config_overrides, known, everyone, allow_unmatched=allow_unmatched)
         agreed(
             everyone,
             lambda: plan_of(

@@ -1,13 +1,13 @@
 """Builds the stepper of a plan: memory, gradient sources, owned pieces, units. The plan has made all decisions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import ConfigError
 from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8
@@ -26,7 +26,7 @@ from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
 from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
-from opt_distributed.step.spans import Spans, profiler_spans, timer_spans
+from opt_distributed.step.spans import profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import Unit
@@ -75,7 +75,9 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
         device=model.device,
         scaler=scaler_of(plan.config.loss_scaling),
         limits=_limits(plan),
-        spans=_spans(plan.config),
+        spans=profiler_spans
+        if plan.config.timers is None
+        else timer_spans(plan.config.timers, barrier=plan.config.barrier_with_L1_time),
         graphs=plan.config.optimizer_cuda_graph,
         peer_sums=PeerSums(plain.values(), model.metas, roles, qk_layernorm=model.qk_layernorm),
     )
@@ -195,7 +197,7 @@ def _unit(
 ) -> Unit:
     unit, on_host = side
     axes = roles.expert if unit.is_expert else roles.dense
-    over = host.comm if on_host else _itself
+    over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
     placed = place_matrices(unit, model.params, model.metas, axes.tp, over=over)
     pieces = list(_pieces(plan, side, model, roles, sources, placed, host))
     return Unit(
@@ -205,10 +207,6 @@ def _unit(
         completes=completes,
         stages=stages_of(placed.values()),
     )
-
-
-def _itself(comm: Comm) -> Comm:
-    return comm
 
 
 def _pieces(
@@ -339,14 +337,3 @@ def _limits(plan: Plan) -> Limits:
         skip_above=config.grad_norm_skip_threshold,
         count_zeros=config.log_num_zeros_in_grad,
     )
-
-
-def _spans(config: OptimizerConfig) -> Spans:
-    if config.timers is None:
-        return profiler_spans
-    return timer_spans(config.timers, barrier=config.barrier_with_L1_time)
-
-
-def group_index(groups: Sequence[Mapping[str, Any]]) -> dict[ParamId, int]:
-    """Map each parameter to the index of its group."""
-    return {id: index for index, group in enumerate(groups) for id in group["param_ids"]}

@@ -1,6 +1,6 @@
 """Checks for parameters in fp8: configuration, rules and tensors must agree."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
 
@@ -43,7 +43,8 @@ def check_recipes(config: OptimizerConfig, chunks: Sequence[nn.Module], everyone
         ConfigError: on every rank, if a parameter has another recipe than `fp8_recipe`, or no parameter on any rank is
             stored in fp8 although the configuration asks for it.
     """
-    found = dict(_recipes(chunks))
+    stored = ((id, quantized(param)) for id, param in parameters_by_id(chunks).items())
+    found = {id: param.recipe.name for id, param in stored if param is not None}
     other = next((id for id, recipe in found.items() if recipe != config.fp8_recipe), None)
     error = None
     if other is not None:
@@ -72,12 +73,6 @@ def check_reused(chunks: Sequence[nn.Module], trained: Collection[ParamId]) -> N
                     f"gradients when an optimizer has used them, but {str(others[0])!r} is not trained by this one; "
                     "train all mxfp8 parameters with one optimizer, or set it to False"
                 )
-
-
-def _recipes(chunks: Sequence[nn.Module]) -> Iterator[tuple[ParamId, str]]:
-    for id, param in parameters_by_id(chunks).items():
-        if (stored := quantized(param)) is not None:
-            yield id, stored.recipe.name
 
 
 def _asking(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> str:
