@@ -1,6 +1,6 @@
 """Builds the stepper of a plan: memory, gradient sources, owned pieces, units. The plan has made all decisions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from opt_stack.building.graphs import check_graphs
 from opt_stack.building.host_units import HostBuilder
 from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.planning.hooks import check_start, cut_params, cut_rows
-from opt_stack.planning.plan import BufferPlan, GroupPlan, Plan, Spread, UnitPlan
+from opt_stack.planning.plan import BufferPlan, Plan, Spread, UnitPlan
 from opt_stack.planning.planner import SEPARATE_NORMS
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
@@ -70,7 +70,10 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
             found.forget_initial()
     return Stepper(
         units=units,
-        families=list(_families(plan, roles, own)),
+        families=[
+            Family(sources=[own[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert], axes=axes)
+            for is_expert, axes in ((False, roles.dense), (True, roles.expert))
+        ],
         everyone=roles.totals,
         device=model.device,
         scaler=scaler_of(plan.config.loss_scaling),
@@ -122,10 +125,19 @@ def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]
     rows = {unit.name: cut_rows(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
     host = HostBuilder(plan.config.placement, model.device)
     for side, completed in zip(_sides(plan), _completed(plan), strict=True):
-        of_side = [sources[name] for name in completed]
-        unit = _unit(plan, side, model, roles, sources, host, completes=of_side)
-        unit.cut, unit.cut_rows = cut[side.unit.name], rows[side.unit.name]
-        yield from host.parts(unit) if side.on_host else (unit,)
+        planned, on_host = side
+        axes = roles.expert if planned.is_expert else roles.dense
+        over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
+        placed = place_matrices(planned, model.params, model.metas, axes.tp, over=over)
+        unit = Unit(
+            name=f"{planned.name}/host" if on_host else planned.name,
+            rule=planned.rule_of(on_host=on_host),
+            pieces=list(_pieces(plan, side, model, roles, sources, placed, host)),
+            completes=[sources[name] for name in completed],
+            stages=stages_of(placed.values()),
+        )
+        unit.cut, unit.cut_rows = cut[planned.name], rows[planned.name]
+        yield from host.parts(unit) if on_host else (unit,)
 
 
 def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
@@ -178,37 +190,6 @@ def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Com
     return replicas_outside(param, (axes.dp, axes.inter), name=str(id))
 
 
-def _families(plan: Plan, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Family]:
-    """Yield the two families: dense parameters, and experts."""
-    for is_expert, axes in ((False, roles.dense), (True, roles.expert)):
-        of_family = [sources[buffer.name] for buffer in plan.buffers if buffer.is_expert == is_expert]
-        yield Family(sources=of_family, axes=axes)
-
-
-def _unit(
-    plan: Plan,
-    side: _Side,
-    model: Model,
-    roles: Roles,
-    sources: Mapping[str, Source],
-    host: HostBuilder,
-    *,
-    completes: Sequence[Source],
-) -> Unit:
-    unit, on_host = side
-    axes = roles.expert if unit.is_expert else roles.dense
-    over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
-    placed = place_matrices(unit, model.params, model.metas, axes.tp, over=over)
-    pieces = list(_pieces(plan, side, model, roles, sources, placed, host))
-    return Unit(
-        name=f"{unit.name}/host" if on_host else unit.name,
-        rule=unit.rule_of(on_host=on_host),
-        pieces=pieces,
-        completes=completes,
-        stages=stages_of(placed.values()),
-    )
-
-
 def _pieces(
     plan: Plan,
     side: _Side,
@@ -227,7 +208,7 @@ def _pieces(
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param, meta, group = model.params[id], model.metas[id], model.group_of[id]
+            param, meta, group = model.params[id], model.metas[id], plan.groups[model.group_of[id]]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             source = sources[buffer.name]
@@ -246,11 +227,11 @@ def _pieces(
                 id=id,
                 param=param,
                 of_param=of_param,
-                group=group,
+                group=model.group_of[id],
                 source=source,
                 main=main,
                 state=state,
-                norm_slot=slots.index(_norm_slot(plan.groups[group], meta)),
+                norm_slot=slots.index((meta.grad_norm_group or "") if group.clips else group.optimizer),
                 counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
                 inspected=inspected,
                 replica=axes.inter.rank if buffer.layout.num_shards > 1 else None,
@@ -301,10 +282,6 @@ def norm_slots(plan: Plan) -> tuple[str, ...]:
     """Return the names of the step's gradient norms, the same on every rank: the model's own, Megatron-Core's separate
     norm groups, and one for each rule with groups that are not clipped, under its name."""
     return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
-
-
-def _norm_slot(group: GroupPlan, meta: ParamMeta) -> str:
-    return (meta.grad_norm_group or "") if group.clips else group.optimizer
 
 
 def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:

@@ -30,7 +30,7 @@ def place_matrices(
     metas: Mapping[ParamId, ParamMeta],
     tensor_parallel_comm: Comm,
     *,
-    over: Callable[[Comm], Comm] = lambda comm: comm,
+    over: Callable[[Comm], Comm],
 ) -> dict[ParamId, PlacedMatrix]:
     """Return the `PlacedMatrix` of every parameter of the unit. Makes no collective calls. `over` returns the `Comm`
     with which the rule and the stages communicate in a group.

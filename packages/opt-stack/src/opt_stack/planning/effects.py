@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +18,6 @@ _DECAY = ("wd_mult", "start_wd", "end_wd")
 _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 
 
-class _Facts(NamedTuple):
-    """What the parameters of one rank can feel."""
-
-    dtypes: frozenset[torch.dtype]  # of all parameters, frozen ones included
-    are_dtensors: frozenset[bool]  # of trained parameters
-
-
 def check_effects(
     config: OptimizerConfig,
     chunks: Sequence[nn.Module],
@@ -37,10 +30,9 @@ def check_effects(
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
     dtypes = {param.dtype for chunk in chunks for param in chunk.parameters()} | {meta.dtype for meta in metas.values()}
-    local = _Facts(frozenset(dtypes), frozenset(metas[id].is_dtensor for id in trained))
-    per_rank: list[_Facts] = everyone.gather_objects(local)
-    dtypes = {dtype for facts in per_rank for dtype in facts.dtypes}
-    are_dtensors = {is_dtensor for facts in per_rank for is_dtensor in facts.are_dtensors}
+    are_dtensors = {metas[id].is_dtensor for id in trained}
+    for of_rank in everyone.gather_objects((dtypes, are_dtensors)):
+        dtypes, are_dtensors = dtypes | of_rank[0], are_dtensors | of_rank[1]
     if problems := list(_problems(config, dtypes, are_dtensors)):
         raise ConfigError.of("OptimizerConfig", problems)
 
