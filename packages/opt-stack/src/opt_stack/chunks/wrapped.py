@@ -93,8 +93,8 @@ def check_wrapped(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> None:
                 f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
             )
         _check_fields(config, index, chunk)
-        for name in ("use_distributed_optimizer", *_SHARED):
-            ours = getattr(config, name) if name in _SHARED else sharded
+        for name in _SHARED:
+            ours = sharded if name == "use_distributed_optimizer" else getattr(config, name)
             theirs = getattr(chunk.config, name)
             if ours != theirs:
                 raise ConfigError(
