@@ -1,6 +1,7 @@
 """Training programs that run on any kind of ranks: as threads, or on devices that run their work later."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_distributed.layout import ParamShape, flat_layout
+from opt_distributed.layout import Layout, ParamShape, flat_layout, whole_layout
 from opt_paramgroups import ParamId
 
 Config = DistributedDataParallelConfig
@@ -35,6 +36,22 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
+        return x
+
+
+class Uneven(nn.Module):
+    """Three buckets of whole parameters, of which one of two ranks owns four vectors and the other a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.Generator().manual_seed(3)
+        shapes = [(16, 4), (16,), (16,), (16,), (16,)] * 3
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=numbers)) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in range(0, len(self.values), 5):
+            weight, a, b, c, d = self.values[at : at + 5]
+            x = (torch.tanh(x @ weight.T * a + b) * c + d)[:, :4]
         return x
 
 
@@ -65,13 +82,14 @@ def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def wrapped(config: Config, *, num_microbatches: int = 1) -> Program:
-    """Train a wrapped model by plain gradient descent."""
+def wrapped(config: Config, *, num_microbatches: int = 1, whole: bool = False) -> Program:
+    """Train a wrapped model by plain gradient descent; `whole`: no parameter is cut, and shards differ in size."""
 
     def train(replicas: Replicas) -> list[Tensor]:
-        net = Net()
+        net = Uneven() if whole else Net()
         groups = Roles(dense=replicas.axes, expert=replicas.axes, everyone=Alone())
-        ddp = DistributedDataParallel(config, net, groups=groups)
+        ddp = DistributedDataParallel(config, net, groups=groups, is_whole=lambda meta: whole)
+        assert all(bool(bucket.cuts) == whole for bucket in ddp.synced_buffers[0].plan.layout.buckets)
         for step in range(NUM_STEPS):
             with ddp.no_sync():
                 for number in range(1, num_microbatches):
@@ -88,7 +106,7 @@ def wrapped(config: Config, *, num_microbatches: int = 1) -> Program:
 
 
 @torch.no_grad()
-def _descend(ddp: DistributedDataParallel, net: Net, rank: int) -> None:
+def _descend(ddp: DistributedDataParallel, net: nn.Module, rank: int) -> None:
     params = dict(net.named_parameters())
     for buffer in ddp.synced_buffers:
         for piece in buffer.owned():
@@ -99,10 +117,18 @@ def _descend(ddp: DistributedDataParallel, net: Net, rank: int) -> None:
 
 def in_the_step(replicas: Replicas) -> list[Tensor]:
     """Train a plain model by gradient descent: one bucket at a time is reduced to this rank's shards."""
-    net = Net()
+    return _train_plain(replicas, Net(), partial(flat_layout, bucket_size=16, shard_multiple=1))
+
+
+def whole_in_the_step(replicas: Replicas) -> list[Tensor]:
+    """The same for whole parameters."""
+    return _train_plain(replicas, Uneven(), partial(whole_layout, bucket_size=128))
+
+
+def _train_plain(replicas: Replicas, net: nn.Module, planner: Callable[..., Layout]) -> list[Tensor]:
     params = {ParamId(0, name): param for name, param in net.named_parameters()}
     shapes = [ParamShape(id=id, shape=tuple(param.shape)) for id, param in params.items()]
-    layout = flat_layout(shapes, num_shards=replicas.dp.size, bucket_size=16, shard_multiple=1)
+    layout = planner(shapes, num_shards=replicas.dp.size)
     place = torch.device("cpu")
     dtype = torch.float32
     grads = GradShards(layout, params, dtype=dtype, device=place, axes=replicas.axes)

@@ -1,6 +1,7 @@
 """Buffers: one memory and its views, how a bucket is summed, what hangs on a parameter."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
+from opt_distributed.buffers.bucket import GradBucket, Reduction
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wire import CollectiveError, InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.collectives import Alone, Comm, Pending, Sizes
 from opt_distributed.comm.groups import Axes
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
-from opt_distributed.layout import LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
+from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_paramgroups import ParamId
 
 SHAPES = ((7, 9), (1,), (), (0, 3), (65, 2), (128,))
@@ -32,11 +34,12 @@ def make_buffer(
     *,
     num_shards: int = 2,
     sharded: bool = True,
+    planner: Callable[..., Layout] = flat_layout,
     param_dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
 ) -> ParamAndGradBuffer:
     shapes = [ParamShape(id=id, shape=tuple(param.shape)) for id, param in params.items()]
-    layout = flat_layout(shapes, num_shards=num_shards, bucket_size=100) if sharded else replicated_layout(shapes)
+    layout = planner(shapes, num_shards=num_shards, bucket_size=100) if sharded else replicated_layout(shapes)
     return ParamAndGradBuffer(
         layout, params, param_dtype=param_dtype, grad_dtype=torch.float32, device=device, sharded=sharded
     )
@@ -189,6 +192,81 @@ def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(shard
             assert torch.equal(buffer.param_data, expected)
 
     run_threads(world_size, rank_main)
+
+
+WHOLE = [(24, 40), (3,), (10, 7), (200,), (30, 30), (1,), (0, 4), (16, 16), (90,), (7, 20), (70, 2), (9, 9), (50,)]
+
+
+@pytest.mark.parametrize(
+    ("size", "instances", "in_fp32"), [*((n, 1, fp32) for n in (2, 3, 4, 6) for fp32 in (False, True)), (2, 2, False)]
+)
+def test_owners_of_whole_parameters_exchange_one_chunk_more_than_owners_of_equal_shards(
+    size: int, instances: int, in_fp32: bool
+) -> None:
+    """The bytes of a reduce-scatter and of an all-gather, and what each rank sends of its chunk or shard."""
+    rows, columns = [World(2) for _ in range(2)], [World(2) for _ in range(2)]
+    numbers = torch.Generator().manual_seed(7)
+    grads = {  # integers: sums are exact
+        id: torch.randint(-999, 999, (size * instances, *param.shape), generator=numbers).float()
+        for id, param in make_params(*WHOLE).items()
+    }
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = grid(comm, rows, columns) if instances == 2 else Axes(dp=comm, tp=Alone())
+        recorded = RecordedBytes(axes.dp)
+        axes = replace(axes, dp=recorded)
+        buffer = make_buffer(make_params(*WHOLE), num_shards=size, planner=whole_layout)
+        buckets = buffer.layout.buckets
+        assert sum(bool(bucket.cuts) for bucket in buckets) >= 2
+        for id, parts in grads.items():
+            buffer.grad_view(id).copy_(parts[comm.rank])
+        reduction = Reduction(
+            name="whole", wire=SumInFp32(axes.dp) if in_fp32 else SumToShards(axes.dp, axes.inter), axes=axes
+        )
+        for index in range(len(buckets)):
+            bucket = GradBucket(buffer, index, reduction)
+            bucket.launch(1)
+            bucket.advance()
+            bucket.finish()
+        for _, piece in buffer.layout.owned(axes.dp.rank):
+            assert torch.equal(buffer.grad_view(piece.id), grads[piece.id].sum(0))
+        assert recorded.sent <= 4 * sum(bucket.numel for bucket in buckets)  # (size - 1) chunks, and one
+        assert buffer.param_data is not None
+        values, recorded.sent = buffer.param_data.clone(), 0
+        for index in range(len(buckets)):
+            mine = buffer.param_shard(index, axes.dp.rank).clone()
+            buffer.param_bucket(index).fill_(float("nan"))
+            buffer.param_shard(index, axes.dp.rank).copy_(mine)
+        buffer.gather_(axes.dp)
+        assert torch.equal(buffer.param_data, values)  # padding is zero again
+        shards = [buffer.param_shard(index, axes.dp.rank).numel() for index in range(len(buckets))]
+        chunks = sum(bucket.numel for bucket in buckets) // size
+        assert recorded.sent <= 4 * ((size - 1) * chunks + sum(shards))
+
+    run_threads(size * instances, rank_main)
+
+
+class RecordedBytes:
+    """Counts the bytes that this rank sends to others, as a ring does."""
+
+    def __init__(self, comm: Comm):
+        self.comm, self.rank, self.size, self.sent = comm, comm.rank, comm.size, 0
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        self.sent += shard.nbytes * (self.size - 1)
+        return self.comm.reduce_scatter_(shard, full, async_op=async_op)
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        self.sent += shard.nbytes * (self.size - 1)
+        return self.comm.all_gather_(full, shard, async_op=async_op)
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        own = x.numel() // self.size if sizes is None else sizes.sent[self.rank]
+        self.sent += (x.numel() - own) * x.element_size()
+        return self.comm.all_to_all_(out, x, sizes=sizes, async_op=async_op)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.comm, name)
 
 
 def test_a_layout_for_another_number_of_ranks_is_refused() -> None:

@@ -3,27 +3,30 @@
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from deferred_training import Config, Program, are_equal, in_order, in_some_order, in_the_step, wrapped
 from fake_accelerator import DeferredRank, run_deferred
-from test_deferred_overlap import SHARDED
+from test_deferred_overlap import SHARDED, WHOLE
 from torch import Tensor
 
 from opt_distributed.buffers import reduced
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket
 from opt_distributed.buffers.reduced import Grads, GradShards, _all_finished, _fill_
-from opt_distributed.buffers.wire import InFlight, SumInFp32
+from opt_distributed.buffers.wire import InFlight, SumInFp32, SumToOwners, SumToShards
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.collectives import DONE, Pending
 from opt_distributed.comm.device import HostCopy
 
 NUM_ORDERS = 40
 
 ONE = wrapped(Config(**SHARDED))
 TWO_INSTANCES = wrapped(Config(**SHARDED, num_distributed_optimizer_instances=2))
+OWNERS = wrapped(Config(**WHOLE), whole=True)
+OWNERS_IN_INSTANCES = wrapped(Config(**WHOLE, num_distributed_optimizer_instances=2), whole=True)
 IN_FP32 = wrapped(Config(**SHARDED, reduce_scatter_with_fp32_accumulation=True))
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -62,9 +65,29 @@ def nobody_waits_for_the_side_stream(patch: pytest.MonkeyPatch) -> None:
 
 def scratch_of_another_stream(patch: pytest.MonkeyPatch) -> None:
     """It is given back to the compute stream, whose next work may take it while the side stream still reads it."""
-    stages = SumInFp32.stages
+    _allocate_on_compute(patch, SumInFp32)
 
-    def with_scratch(wire: SumInFp32, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+
+def a_chunk_of_another_stream(patch: pytest.MonkeyPatch) -> None:
+    _allocate_on_compute(patch, SumToOwners)
+
+
+def an_exchange_does_not_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
+    """The chunk's reduction over instances, on another group's stream, is still running when it is sent."""
+    stages = SumToShards.stages
+
+    def ignored(wire: SumToShards, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        first, *others = stages(wire, full, shard)
+        yield first
+        yield from (DONE for _ in others)
+
+    patch.setattr(SumToShards, "stages", ignored)
+
+
+def _allocate_on_compute(patch: pytest.MonkeyPatch, kind: type[SumInFp32] | type[SumToOwners]) -> None:
+    stages = kind.stages
+
+    def with_scratch(wire: Any, full: Tensor, shard: Tensor) -> Iterator[Pending]:
         device = devices.device_of(full.device)
         empty_like = torch.empty_like
 
@@ -76,7 +99,7 @@ def scratch_of_another_stream(patch: pytest.MonkeyPatch) -> None:
             inner.setattr(torch, "empty_like", on_compute)
             yield from stages(wire, full, shard)
 
-    patch.setattr(SumInFp32, "stages", with_scratch)
+    patch.setattr(kind, "stages", with_scratch)
 
 
 def a_bucket_is_given_back_before_its_reduction_is_done(patch: pytest.MonkeyPatch) -> None:
@@ -115,6 +138,9 @@ FAULTS: dict[str, tuple[Patch, Program, int]] = {
     "nobody waits for parameters": (nobody_waits_for_parameters, ONE, 1),
     "a stage does not wait for the one before": (a_stage_does_not_wait_for_the_one_before, TWO_INSTANCES, 2),
     "sums in fp32 do not wait for what they add": (a_stage_does_not_wait_for_the_one_before, IN_FP32, 1),
+    "owners do not wait for sums over instances": (an_exchange_does_not_wait_for_sums, OWNERS_IN_INSTANCES, 2),
+    "nobody waits for the exchange": (nobody_waits_for_the_side_stream, OWNERS, 1),
+    "a chunk of another stream": (a_chunk_of_another_stream, OWNERS, 1),
     "the side stream does not wait for gradients": (the_side_stream_does_not_wait_for_gradients, IN_FP32, 1),
     "nobody waits for the side stream": (nobody_waits_for_the_side_stream, TWO_INSTANCES, 2),
     "scratch of another stream": (scratch_of_another_stream, IN_FP32, 1),

@@ -6,11 +6,21 @@
 import os
 
 import pytest
-from deferred_training import Config, Program, are_equal, in_order, in_some_order, in_the_step, wrapped
+from deferred_training import (
+    Config,
+    Program,
+    are_equal,
+    in_order,
+    in_some_order,
+    in_the_step,
+    whole_in_the_step,
+    wrapped,
+)
 
 NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "4"))
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
+WHOLE = {**SHARDED, "bucket_size": 128}
 
 # Program and number of optimizer instances.
 PROGRAMS: dict[str, tuple[Program, int]] = {
@@ -26,6 +36,12 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
         2,
     ),
     "sharded, aligned": (wrapped(Config(**SHARDED, align_param_gather=True)), 1),
+    "whole": (wrapped(Config(**WHOLE), whole=True), 1),
+    "whole, instances": (wrapped(Config(**WHOLE, num_distributed_optimizer_instances=2), whole=True), 2),
+    "whole, sums in fp32": (wrapped(Config(**WHOLE, reduce_scatter_with_fp32_accumulation=True), whole=True), 1),
+    "whole, aligned": (wrapped(Config(**WHOLE, align_param_gather=True), whole=True), 1),
+    "whole, not wrapped": (whole_in_the_step, 1),
+    "whole, not wrapped, instances": (whole_in_the_step, 2),
     "not wrapped": (in_the_step, 1),
     "not wrapped, instances": (in_the_step, 2),
 }

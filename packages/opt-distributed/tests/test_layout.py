@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opt_distributed.buffers.grouping import default_bucket_size
 from opt_distributed.layout import (
     Bucket,
     Layout,
@@ -23,6 +25,7 @@ from opt_distributed.layout import (
     update_cost,
     whole_layout,
 )
+from opt_distributed.layout.padding import round_up, start_multiple
 from opt_paramgroups import ParamId
 
 
@@ -103,20 +106,19 @@ def test_flat_starts_are_megatron_cores_in_backward_order() -> None:
     assert starts(layout, params)[::-1][:6] == [0, 9088, 18176, 27264, 36352, 45440]
 
 
-def test_whole_buckets_are_megatron_cores_when_all_sizes_are_equal() -> None:
-    params = vectors(*[256] * 6)
-    layout = whole_layout(params, num_shards=4, bucket_size=1280)
-    assert bounds(layout) == [(0, 2048)]
-    assert unpadded(layout) == [1536]
-    assert starts(layout, params) == [768, 256, 1536, 1024, 512, 0]
-
-
-def test_whole_buckets_are_megatron_cores_when_sizes_differ() -> None:
+def test_whole_parameters_follow_each_other_where_megatron_core_pads_every_shard_to_the_longest() -> None:
+    """Megatron-Core's bounds are (0, 2048), and (0, 1024), (1024, 1408): 1.33 and 1.29 times the parameters."""
+    equal = whole_layout(vectors(*[256] * 6), num_shards=4, bucket_size=1280)
+    assert [(*pair, bucket.cuts) for pair, bucket in zip(bounds(equal), equal.buckets, strict=True)] == [
+        (0, 1280, (0, 512, 768, 1024, 1280)),
+        (1280, 1536, (1280, 1280, 1536, 1536, 1536)),
+    ]
     params = vectors(192, 128, 128, 256, 192, 192)
     layout = whole_layout(params, num_shards=2, bucket_size=448)
-    assert bounds(layout) == [(0, 1024), (1024, 1408)]
-    assert unpadded(layout) == [896, 192]
-    assert starts(layout, params) == [1024, 384, 256, 0, 704, 512]
+    assert bounds(layout) == [(0, 640), (640, 1152)]
+    assert unpadded(layout) == [640, 448]
+    assert [bucket.cuts for bucket in layout.buckets] == [(0, 256, 640), (640, 960, 1088)]
+    assert starts(layout, params) == [640, 832, 960, 0, 448, 256]
 
 
 def test_shard_ranges_are_megatron_cores_and_ignore_parameter_boundaries() -> None:
@@ -203,6 +205,38 @@ def test_whole_layouts_cut_no_parameter(sizes: list[int], world: int, bucket: in
 
 @given(SIZES, WORLDS, BUCKETS, MULTIPLES)
 @settings(max_examples=100, deadline=None)
+def test_no_rank_owns_more_than_its_share_and_one_whole_parameter(
+    sizes: list[int], world: int, bucket: int | None, multiple: int
+) -> None:
+    layout = whole_layout(vectors(*sizes), num_shards=world, bucket_size=bucket, shard_multiple=multiple)
+    spans = [round_up(size, start_multiple(multiple)) for size in sizes]
+    tail = len(layout.buckets) * world * 128 * multiple  # padding of bucket ends, which shards may include
+    assert layout.numel <= sum(spans) + tail
+    for rank in range(world):
+        assert sum(piece.numel for _, piece in layout.owned(rank)) <= sum(spans) / world + max(spans, default=0)
+
+
+@given(layouts())
+@settings(max_examples=150, deadline=None)
+def test_what_leaves_the_chunks_is_what_shards_receive_in_ascending_order(
+    case: tuple[list[ParamShape], Layout],
+) -> None:
+    """An exchange sends runs of elements from the ranks of chunks to the ranks of shards, or back: no run is lost,
+    and each lands where it lies in the bucket."""
+    _, layout = case
+    size = layout.num_shards
+    for bucket in layout.buckets:
+        sent = [bucket.of_chunk(rank, size) for rank in range(size)]
+        assert [list(column) for column in zip(*sent, strict=True)] == [bucket.of_shard(r, size) for r in range(size)]
+        assert all(min(row) >= 0 for row in sent)
+        bounds = bucket.shard_bounds(size)
+        assert [sum(bucket.of_shard(r, size)) for r in range(size)] == [b - a for a, b in pairwise(bounds)]
+        ends = bucket.chunk_bounds(size)[1:]
+        assert [sum(map(sum, sent[: r + 1])) for r in range(size)] == [min(e, bounds[-1]) - bucket.start for e in ends]
+
+
+@given(SIZES, WORLDS, BUCKETS, MULTIPLES)
+@settings(max_examples=100, deadline=None)
 def test_flat_cuts_fall_on_shard_multiples(sizes: list[int], world: int, bucket: int | None, multiple: int) -> None:
     params = vectors(*sizes)
     layout = flat_layout(params, num_shards=world, bucket_size=bucket, shard_multiple=multiple)
@@ -274,6 +308,40 @@ def test_a_plan_of_405_billion_parameters_over_4096_ranks_covers_them_once() -> 
     assert layout.numel < 1.001 * layout.params_numel
 
 
+def gpt(layers: int, *shapes: tuple[int, int]) -> list[ParamShape]:
+    return matrices(*shapes * layers)
+
+
+LLAMA_405B_TP8_PP16 = gpt(8, (2304, 16384), (16384, 2048), (13312, 16384), (16384, 6656))
+DEEPSEEK_V3_DENSE = gpt(
+    3, (1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384), (36864, 7168), (7168, 18432)
+)
+LLAMA_405B_TP1 = gpt(126, (18432, 16384), (16384, 16384), (106496, 16384), (16384, 53248))
+
+
+@pytest.mark.parametrize(
+    ("params", "world"),
+    [
+        *((LLAMA_405B_TP8_PP16, world) for world in (8, 32, 64, 128)),
+        *((DEEPSEEK_V3_DENSE, world) for world in (8, 128)),
+        (LLAMA_405B_TP1, 4096),
+    ],
+    ids=["405B tp8 pp16, 8", "32", "64", "128", "V3, 8", "128", "405B, 4096"],
+)
+def test_whole_layouts_of_large_models_take_no_more_than_the_model(params: list[ParamShape], world: int) -> None:
+    """Padded to the longest shard, these took 1.1 to 16 times the model from 32 ranks on, in one bucket."""
+    layout = whole_layout(params, num_shards=world, bucket_size=default_bucket_size(world))
+    numel, largest = sum(param.numel for param in params), max(param.numel for param in params)
+    assert layout.params_numel == numel
+    assert layout.numel <= 1.01 * numel
+    assert layout.shard_numel <= 1.01 * numel / world + largest
+    assert len(layout.buckets) >= 4
+    assert max(bucket.numel for bucket in layout.buckets) <= max(default_bucket_size(world) + largest, 3.01 * largest)
+    # An exchange ends with its busiest rank, which moves the largest shard of a bucket.
+    busiest = [max(b - a for a, b in pairwise(bucket.shard_bounds(world))) for bucket in layout.buckets]
+    assert sum(busiest) <= 0.6 * numel
+
+
 def lines_run(work: Callable[[], object]) -> int:
     """Python lines executed by `work`: a cost that does not depend on the machine."""
     count = 0
@@ -331,6 +399,12 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Layout(buckets=(Bucket(slots=(slot(2, 4),), start=2, stop=4, numel_unpadded=2),), num_shards=1),
         "must start at 0",
     ),
+    "bucket cut twice for two ranks": (
+        lambda: Layout(buckets=(cut(0, 2),), num_shards=2),
+        r"cuts \(0, 2\) for 2 shards",
+    ),
+    "cuts go back": (lambda: Layout(buckets=(cut(0, 3, 2),), num_shards=2), r"cuts \(0, 3, 2\) for 2 shards"),
+    "cuts lose an element": (lambda: Layout(buckets=(cut(0, 1, 3),), num_shards=2), "after the last slot"),
     "slots overlap": (
         lambda: Layout(
             buckets=(Bucket(slots=(slot(0, 3), slot(2, 4)), start=0, stop=4, numel_unpadded=4),), num_shards=1
@@ -344,6 +418,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         "more than one slot: p; each has one",
     ),
 }
+
+
+def cut(*cuts: int) -> Bucket:
+    return Bucket(slots=(slot(0, 4),), start=0, stop=4, numel_unpadded=4, cuts=cuts)
 
 
 def slot(start: int, stop: int) -> Slot:

@@ -18,7 +18,7 @@ from opt_distributed.buffers.binding import (
 from opt_distributed.buffers.large_grads import LargestNorm
 from opt_distributed.buffers.nonfinite import NonfiniteGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire
+from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId
@@ -100,7 +100,9 @@ class GradBucket:
     def wire(self) -> Wire:
         """How this iteration's gradients are reduced."""
         axes = self.reduction.axes
-        return SumEverywhere(axes.dp, axes.inter) if self.memory.reduces_everywhere else self.reduction.wire
+        if self.memory.reduces_everywhere:
+            return SumEverywhere(axes.dp, axes.inter)
+        return to_owners(self.reduction.wire, self.memory.layout.buckets[self.index], axes.dp)
 
     def note(self, id: ParamId) -> None:
         """Note that a gradient of this parameter was added."""

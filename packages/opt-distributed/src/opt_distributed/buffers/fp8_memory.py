@@ -80,11 +80,9 @@ def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[
 
 def _check_runs(layout: Layout, run: int) -> None:
     """Check that cuts are multiples of `run`, counted from the buffer's start and from that of each parameter."""
-    if run and any(bucket.start % run or bucket.shard_numel(layout.num_shards) % run for bucket in layout.buckets):
-        cuts = True
-    else:
-        cuts = bool(run) and any(slot.start % run for slot in layout.slots())
-    if cuts:
+    chunks = (bucket.chunk_bounds(layout.num_shards) for bucket in layout.buckets)
+    starts = (*(at for bounds in chunks for at in bounds[:2]), *(slot.start for slot in layout.slots()))
+    if run and any(start % run for start in starts):
         raise StorageError(
             f"the layout cuts runs of {run} elements that share a scale; pass DistributedDataParallel a "
             f"shard_multiple that is a multiple of {run}"

@@ -1,7 +1,7 @@
 """Reduction in the step of gradients that autograd left in `param.grad`: to this rank's shards, or on every rank."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import CollectiveError, InFlight, SumToShards
+from opt_distributed.buffers.wire import CollectiveError, InFlight, SumToShards, to_owners
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout
@@ -70,7 +70,10 @@ class GradShards:
         axes: Axes,
     ):
         self.layout, self.axes = layout, axes
-        self.shards = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        shards = [bucket.shard(axes.dp.rank, layout.num_shards) for bucket in layout.buckets]
+        numels = [shard.stop - shard.start for shard in shards]
+        self.shards = torch.zeros(sum(numels), dtype=dtype, device=device)
+        self._shard_of: Sequence[Tensor] = torch.split(self.shards, numels)  # by bucket
         largest = max((bucket.numel for bucket in layout.buckets), default=0)
         self._scratch = [
             torch.zeros(largest, dtype=dtype, device=device) for _ in range(min(NUM_SCRATCH, len(layout.buckets)))
@@ -79,7 +82,7 @@ class GradShards:
             {slot.id: self._place(index, slot.start - bucket.start, params[slot.id]) for slot in bucket.slots}
             for index, bucket in enumerate(layout.buckets)
         ]
-        self._pieces = {piece.id: self._piece(index, piece.of_shard) for index, piece in layout.owned(axes.dp.rank)}
+        self._pieces = {piece.id: self._shard_of[at][piece.of_shard] for at, piece in layout.owned(axes.dp.rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
         self._queues = devices.device_of(device)
         for scratch in self._scratch:
@@ -98,9 +101,9 @@ class GradShards:
         return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
 
     def _start(self, index: int) -> InFlight:
-        wire = SumToShards(self.axes.dp, self.axes.inter)
-        full = self._bucket(index)[: self.layout.buckets[index].numel]
-        stages = wire.stages(full, self._shard(index))
+        bucket = self.layout.buckets[index]
+        wire = to_owners(SumToShards(self.axes.dp, self.axes.inter), bucket, self.axes.dp)
+        stages = wire.stages(self._bucket(index)[: bucket.numel], self._shard_of[index])
         return InFlight(stages, f"gradient bucket {index}", device=self._queues, is_staged=wire.is_staged)
 
     @contextmanager
@@ -121,14 +124,6 @@ class GradShards:
 
     def _place(self, index: int, start: int, param: nn.Parameter) -> Tensor:
         return self._bucket(index)[start : start + param.numel()].view(param.shape)
-
-    def _shard(self, index: int) -> Tensor:
-        """This rank's shard of a bucket, a view. Buckets have no gaps between them, so neither have shards."""
-        bucket, num_shards = self.layout.buckets[index], self.layout.num_shards
-        return self.shards[bucket.start // num_shards : bucket.stop // num_shards]
-
-    def _piece(self, index: int, of_shard: slice) -> Tensor:
-        return self._shard(index)[of_shard]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from opt_distributed.buffers.fp8_through_grads import through_grads
 from opt_distributed.buffers.moved import Converted, Left
 from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
 from opt_distributed.buffers.stored import FP8, StorageError, address, stored_dtype
-from opt_distributed.buffers.wire import InFlight, sum_over
+from opt_distributed.buffers.wire import InFlight, sum_over, to_owners
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.allocate import Allocate, zeros
 from opt_distributed.comm.collectives import Comm
@@ -76,7 +76,7 @@ class ParamAndGradBuffer:
         return self.grad_data[bucket.start : bucket.stop]
 
     def grad_shard(self, index: int, rank: int) -> Tensor:
-        """(bucket.numel / num_shards,) Rank `rank`'s shard of a bucket's gradients. A view."""
+        """Rank `rank`'s shard of a bucket's gradients. A view."""
         return self.grad_data[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
 
     def grad_piece(self, id: ParamId, of_param: slice) -> Tensor:
@@ -94,7 +94,7 @@ class ParamAndGradBuffer:
         return self._param_data()[bucket.start : bucket.stop]
 
     def param_shard(self, index: int, rank: int) -> Tensor:
-        """(bucket.numel / num_shards,) Rank `rank`'s shard of a bucket's parameters. A view."""
+        """Rank `rank`'s shard of a bucket's parameters. A view."""
         return self._param_data()[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
 
     @torch.no_grad()
@@ -106,16 +106,13 @@ class ParamAndGradBuffer:
             CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
         self._check_shards(axes.dp)
-        wire = sum_over(axes, num_shards=self.layout.num_shards)
-        flights = [
-            InFlight(
-                wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank)),
-                f"gradient bucket {index}",
-                device=self.queues,
-                is_staged=wire.is_staged,
-            )
-            for index in range(len(self.layout.buckets))
-        ]
+        plain = sum_over(axes, num_shards=self.layout.num_shards)
+        flights: list[InFlight] = []
+        for index, bucket in enumerate(self.layout.buckets):
+            wire = to_owners(plain, bucket, axes.dp)
+            stages = wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank))
+            what = f"gradient bucket {index}"
+            flights.append(InFlight(stages, what, device=self.queues, is_staged=wire.is_staged))
         for flight in flights:
             flight.finish()
 
@@ -141,7 +138,8 @@ class ParamAndGradBuffer:
         self._check_shards(comm)
         assert self.wire is not None
         stages = self.wire.stages(index, comm)
-        return InFlight(stages, f"parameter bucket {index}", device=self.queues, is_staged=self.wire.is_staged)
+        is_staged = self.wire.is_staged or bool(self.layout.buckets[index].cuts)
+        return InFlight(stages, f"parameter bucket {index}", device=self.queues, is_staged=is_staged)
 
     @torch.no_grad()
     def zero_grads_(self) -> None:

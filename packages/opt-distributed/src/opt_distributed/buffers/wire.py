@@ -11,9 +11,10 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.collectives import Comm, Pending
+from opt_distributed.comm.collectives import Comm, Pending, Sizes
 from opt_distributed.comm.device import Device, Event, Host
 from opt_distributed.comm.groups import Axes
+from opt_distributed.layout import Bucket
 
 SUM_TILE_NUMEL = 1 << 18
 """Elements that are summed in fp32 at a time: 1 MiB of scratch, which is enough work for any device."""
@@ -85,6 +86,40 @@ class SumInFp32:
             for part in others:
                 total.add_(part)
             shard[start : start + SUM_TILE_NUMEL].copy_(total)
+
+
+@dataclass(frozen=True, slots=True)
+class SumToOwners:
+    """Any sum to equal chunks, each of which is then sent to the owners of its parts: for shards of unequal size.
+
+    The chunks are a second time on the wire: 1 / size of a bucket on each rank, or less where ranks own parts of their
+    own chunks.
+    """
+
+    to_chunks: Wire
+    comm: Comm
+    bucket: Bucket
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write `shard`, of any size. Uses a chunk of memory. Leaves the rest of `full` undefined.
+
+        Two stages, whatever `to_chunks` has: all reductions of a group start their last stage before the next one
+        begins, so that no rank starts it in another order.
+        """
+        rank, size = self.comm.rank, self.comm.size
+        sizes = Sizes(self.bucket.of_shard(rank, size), self.bucket.of_chunk(rank, size))
+        chunk = torch.empty_like(full[: full.numel() // size])
+        sums = self.to_chunks.stages(full, chunk)
+        yield next(sums)
+        for pending in sums:
+            pending.wait()
+        yield self.comm.all_to_all_(shard, chunk[: sum(sizes.sent)], sizes=sizes, async_op=True)
+
+
+def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
+    """The wire of one bucket: `wire`, with an exchange after it if shards differ in size."""
+    return SumToOwners(wire, comm, bucket) if bucket.cuts else wire
 
 
 def sum_over(axes: Axes, *, num_shards: int) -> Wire:

@@ -6,14 +6,15 @@ reads from it what this rank owns::
 
     buffer   0 ─────────────────────────────────────────────────────────────▶ numel
     buckets  │ bucket 0                    │ bucket 1                       │   one collective for each
-    shards   │ rank 0 │ rank 1 │ rank 2    │ rank 0  │ rank 1   │ rank 2    │   equal inside a bucket
+    chunks   │ rank 0  │ rank 1  │ rank 2  │ rank 0   │ rank 1   │ rank 2   │   equal, for collectives
+    shards   │ rank 0 │ rank 1    │ rank 2 │ rank 0  │ rank 2                │   owned: the chunks, or whole slots
     slots    │ w9 │ w8   ···  │ w7 │ ···   │ w6 │ w5 │ ···                  │   ··· is padding
 
 "Padded size" has three meanings, so `Bucket` has four names for its sizes.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -96,6 +97,7 @@ class Bucket:
     start: int
     stop: int
     numel_unpadded: int
+    cuts: tuple[int, ...] = ()  # where each rank's shard starts, and where the last ends; empty: shards are the chunks
 
     @property
     def numel(self) -> int:
@@ -117,14 +119,30 @@ class Bucket:
         """Elements of the parameters, without any padding."""
         return sum(slot.numel for slot in self.slots)
 
-    def shard_numel(self, num_shards: int) -> int:
-        """Elements of each rank's shard."""
-        return self.numel // num_shards
+    def chunk_bounds(self, num_shards: int) -> Sequence[int]:
+        """Where each of ``num_shards`` equal parts of the bucket starts, and where the last ends."""
+        if self.numel == 0:
+            return (self.start,) * (num_shards + 1)
+        return range(self.start, self.stop + 1, self.numel // num_shards)
+
+    def shard_bounds(self, num_shards: int) -> Sequence[int]:
+        """Where each rank's shard starts, and where the last ends."""
+        return self.cuts or self.chunk_bounds(num_shards)
 
     def shard(self, rank: int, num_shards: int) -> slice:
         """Rank ``rank``'s shard as positions in the whole buffer."""
-        size = self.shard_numel(num_shards)
-        return slice(self.start + rank * size, self.start + (rank + 1) * size)
+        bounds = self.shard_bounds(num_shards)
+        return slice(bounds[rank], bounds[rank + 1])
+
+    def of_chunk(self, rank: int, num_shards: int) -> list[int]:
+        """For each rank, the elements of its shard that are in chunk ``rank``. Together they are the chunk's first."""
+        bounds = self.chunk_bounds(num_shards)
+        return _overlaps(bounds[rank], bounds[rank + 1], self.shard_bounds(num_shards))
+
+    def of_shard(self, rank: int, num_shards: int) -> list[int]:
+        """For each chunk, its elements that are in rank ``rank``'s shard. Together they are the shard."""
+        shard = self.shard(rank, num_shards)
+        return _overlaps(shard.start, shard.stop, self.chunk_bounds(num_shards))
 
     def owned(self, rank: int, num_shards: int) -> Iterator[Piece]:
         """The pieces of rank ``rank``'s shard, in ascending order; none if the shard is all padding."""
@@ -142,11 +160,11 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Buckets back to back from position 0, each cut into ``num_shards`` equal shards.
+    """Buckets back to back from position 0, each cut into ``num_shards`` shards.
 
     Raises:
-        LayoutError: a bucket does not start where the previous one ends, or cannot be cut into equal shards; a slot is
-            outside its bucket or overlaps another one; a parameter has two slots.
+        LayoutError: a bucket does not start where the previous one ends, cannot be cut into equal chunks, or has cuts
+            that do not cover its slots; a slot is outside its bucket or overlaps another; a parameter has two slots.
     """
 
     buckets: tuple[Bucket, ...]
@@ -174,8 +192,9 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements that each rank stores of a sharded state, padding included."""
-        return self.numel // self.num_shards
+        """Elements that a rank stores of a sharded state, padding included: the largest number over all ranks."""
+        bounds = [bucket.shard_bounds(self.num_shards) for bucket in self.buckets]
+        return max(sum(of[rank + 1] - of[rank] for of in bounds) for rank in range(self.num_shards))
 
     def slots(self) -> Iterator[Slot]:
         """Every slot, in ascending order."""
@@ -196,7 +215,7 @@ class Layout:
         """64 hex digits, equal in every process for equal layouts. Ranks compare them before their first collective."""
         digest = sha256(str(self.num_shards).encode())
         for bucket in self.buckets:
-            digest.update(f"|{bucket.start}:{bucket.stop}".encode())
+            digest.update(f"|{bucket.start}:{bucket.stop}{bucket.cuts or ''}".encode())
             for slot in bucket.slots:
                 digest.update(f",{slot.id!r}@{slot.start}:{slot.stop}".encode())
         return digest.hexdigest()
@@ -229,10 +248,16 @@ def _stop_of(slot: Slot) -> int:
 
 
 def _is_cut(slot: Slot, bucket: Bucket, num_shards: int) -> bool:
-    if slot.start == slot.stop:
-        return False
-    size = bucket.shard_numel(num_shards)
-    return (slot.start - bucket.start) // size != (slot.stop - 1 - bucket.start) // size
+    bounds = bucket.shard_bounds(num_shards)
+    return slot.numel > 0 and bisect_right(bounds, slot.start) != bisect_left(bounds, slot.stop)
+
+
+def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> list[int]:
+    """Elements of [start, stop) between each bound and the next."""
+    numels = [0] * (len(bounds) - 1)
+    for index in range(bisect_right(bounds, start) - 1, min(bisect_left(bounds, stop), len(numels))):
+        numels[index] = min(stop, bounds[index + 1]) - max(start, bounds[index])
+    return numels
 
 
 def _check_bucket(bucket: Bucket, *, index: int, start: int, num_shards: int) -> None:
@@ -241,6 +266,16 @@ def _check_bucket(bucket: Bucket, *, index: int, start: int, num_shards: int) ->
         raise LayoutError(f"{where} must start at {start}, where the bucket before it ends")
     if bucket.numel % num_shards:
         raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
+    if bucket.cuts and (
+        len(bucket.cuts) != num_shards + 1
+        or bucket.cuts[0] != start
+        or list(bucket.cuts) != sorted(bucket.cuts)
+        or not bucket.extent_numel <= bucket.cuts[-1] - start <= bucket.numel
+    ):
+        raise LayoutError(
+            f"{where} has cuts {bucket.cuts} for {num_shards} shards; pass where each shard starts, in ascending order "
+            "from the bucket's start, and where the last one ends, after the last slot"
+        )
     if not bucket.slots:
         raise LayoutError(f"{where} holds no parameter; leave it out")
     end = bucket.start

@@ -33,9 +33,3 @@ def bucket_multiple(num_shards: int, *, shard_multiple: int, pad_for_high_busbw:
     """The multiple, in elements, on which every bucket ends, so that it divides into ``num_shards`` aligned shards."""
     multiple = lcm(num_shards, BUCKET_MULTIPLE, num_shards * shard_multiple)
     return lcm(multiple, HIGH_BUSBW_MULTIPLE) if pad_for_high_busbw else multiple
-
-
-def whole_shard_multiple(num_shards: int, *, shard_multiple: int, pad_for_high_busbw: bool) -> int:
-    """The multiple, in elements, of every *shard* of a whole-parameter bucket, so that shards start aligned."""
-    bucket = bucket_multiple(num_shards, shard_multiple=1, pad_for_high_busbw=pad_for_high_busbw)
-    return lcm(start_multiple(shard_multiple), bucket // num_shards)

@@ -1,19 +1,19 @@
-"""The whole-parameter planner (layer-wise): every parameter is inside one shard, and shards have similar costs."""
+"""The whole-parameter planner (layer-wise): every parameter has one owner, and all ranks have similar costs."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, heapreplace
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heapreplace
 from math import prod
-from typing import NamedTuple
 
 from opt_distributed.layout.layout import Bucket, Layout, ParamShape, Slot, check_plannable
-from opt_distributed.layout.padding import SHARD_MULTIPLE, round_up, start_multiple, whole_shard_multiple
+from opt_distributed.layout.padding import SHARD_MULTIPLE, bucket_multiple, round_up, start_multiple
 
-MAX_OVERFILL = 1.3
-"""A shard takes up to this many times its fair share of a bucket's elements, if that balances costs better."""
+MIN_LARGEST = 2
+"""A bucket holds this many times the elements of its largest parameter (or `num_shards` times, if that is less).
 
-MIN_FILL = 0.9
-"""A bucket closes once it holds this part of num_shards times the elements of its largest parameter."""
+The owner of this parameter exchanges it in addition to its chunk, while other ranks wait: with 2, for at most half the
+time of the reduction or gather itself. A larger number takes less time, but makes fewer buckets that overlap.
+"""
 
 
 def update_cost(shape: tuple[int, ...]) -> int:
@@ -35,28 +35,28 @@ def whole_layout(
     shard_multiple: int = SHARD_MULTIPLE,
     pad_for_high_busbw: bool = False,
 ) -> Layout:
-    """Assign whole parameters to shards, in reverse registration order, so that all ranks have similar update costs.
+    """Assign whole parameters to ranks, in reverse registration order, so that all ranks have similar update costs.
 
-    A chunk of parameters becomes a bucket once it holds ``bucket_size`` elements and enough to fill every shard, and
-    the next parameter would lengthen its shards. Inside a bucket, parameters are assigned in descending order of cost,
-    each to the shard with the least cost so far (over all buckets) that is not overfull. All shards of a bucket are
-    as long as its fullest one, so that one in-place all-gather publishes it. `imbalance` measures how uneven the
-    costs are. Starts are rounded to 64 elements.
+    Parameters become a bucket once they hold ``bucket_size`` elements and `MIN_LARGEST` times the largest of them. In
+    a bucket, they are assigned in descending order of cost, each to the rank with the least cost so far (over all
+    buckets) among those that own no more than their share of the elements. So no rank owns more than its share and one
+    parameter. A rank's parameters follow each other; shards differ in size, and many are empty where a bucket has
+    fewer parameters than there are ranks. `imbalance` measures how uneven the costs are. Starts are rounded to 64
+    elements, bucket ends as in `flat_layout`.
 
     Raises:
         LayoutError: see `check_plannable`.
     """
     shapes = tuple(params)
     check_plannable(shapes, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
+    multiple = start_multiple(shard_multiple)
     pack = _Packing(
         num_shards=num_shards,
-        start_multiple=start_multiple(shard_multiple),
-        shard_multiple=whole_shard_multiple(
-            num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw
-        ),
-        costs=[0] * num_shards,
+        start_multiple=multiple,
+        end_multiple=bucket_multiple(num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw),
+        share=sum(round_up(param.numel, multiple) for param in shapes) / num_shards,
     )
-    for chunk in _chunks(shapes, num_shards=num_shards, bucket_size=bucket_size, multiple=pack.start_multiple):
+    for chunk in _chunks(shapes, num_shards=num_shards, bucket_size=bucket_size):
         pack.close(chunk)
     return Layout(buckets=tuple(pack.buckets), num_shards=num_shards)
 
@@ -68,167 +68,74 @@ def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
     return max(loads) * layout.num_shards / sum(loads) if sum(loads) else 1.0
 
 
-def _chunks(
-    params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None, multiple: int
-) -> Iterator[list[ParamShape]]:
+def _chunks(params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None) -> Iterator[list[ParamShape]]:
     """The parameters of each bucket, in reverse registration order; a shared embedding is alone in its own."""
-    chunk = _Chunk(num_shards=num_shards, multiple=multiple)
+    chunk: list[ParamShape] = []
+    numel = largest = 0
     for param in reversed(params):
-        if chunk.params and (param.shared_embedding or chunk.is_done(bucket_size, param)):
-            yield chunk.params
-            chunk = _Chunk(num_shards=num_shards, multiple=multiple)
-        if param.shared_embedding:
-            yield [param]
-        else:
-            chunk.add(param)
-    if chunk.params:
-        yield chunk.params
-
-
-@dataclass(slots=True, kw_only=True)
-class _Chunk:
-    """The parameters of a bucket so far, and how full shards would be if each went to the emptiest one on arrival."""
-
-    num_shards: int
-    multiple: int
-    params: list[ParamShape] = field(default_factory=list)
-    cursors: list[int] = field(default_factory=list)  # heap of the shards in use; the others are empty
-    numel: int = 0
-    largest: int = 0
-    fullest: int = 0
-
-    @property
-    def emptiest(self) -> int:
-        return self.cursors[0] if len(self.cursors) == self.num_shards else 0
-
-    def add(self, param: ParamShape) -> None:
-        end = round_up(self.emptiest, self.multiple) + param.numel
-        if len(self.cursors) == self.num_shards:
-            heapreplace(self.cursors, end)
-        else:
-            heappush(self.cursors, end)
-        self.params.append(param)
-        self.numel += param.numel
-        self.largest, self.fullest = max(self.largest, param.numel), max(self.fullest, end)
-
-    def is_done(self, bucket_size: int | None, following: ParamShape) -> bool:
-        """Whether the chunk is large enough, and the following parameter would lengthen its shards."""
-        if bucket_size is None or self.numel < max(bucket_size, int(self.num_shards * self.largest * MIN_FILL)):
-            return False
-        return round_up(self.emptiest, self.multiple) + following.numel > round_up(self.fullest, self.multiple)
-
-
-class _Placed(NamedTuple):
-    """A parameter and its place inside the open bucket."""
-
-    shard: int
-    offset: int  # from the shard's start
-    param: ParamShape
-
-    @property
-    def stop(self) -> int:
-        return self.offset + self.param.numel
+        if chunk and param.shared_embedding:
+            yield chunk
+            chunk, numel, largest = [], 0, 0
+        chunk.append(param)
+        numel, largest = numel + param.numel, max(largest, param.numel)
+        is_full = bucket_size is not None and numel >= max(bucket_size, min(num_shards, MIN_LARGEST) * largest)
+        if is_full or param.shared_embedding:
+            yield chunk
+            chunk, numel, largest = [], 0, 0
+    if chunk:
+        yield chunk
 
 
 @dataclass(slots=True, kw_only=True)
 class _Packing:
-    """The buckets closed so far, and the cost of every shard over all of them."""
+    """The buckets closed so far, and the cost and elements of every rank over all of them."""
 
     num_shards: int
     start_multiple: int
-    shard_multiple: int
-    costs: list[int]
+    end_multiple: int
+    share: float  # elements of all parameters, divided by the ranks
     buckets: list[Bucket] = field(default_factory=list)
+    numels: list[int] = field(init=False)
+    costs: list[int] = field(init=False)
+    cheapest: list[tuple[int, int]] = field(init=False)  # heap of (cost, rank); ranks with more than `share` leave it
+
+    def __post_init__(self) -> None:
+        self.numels, self.costs = [0] * self.num_shards, [0] * self.num_shards
+        self.cheapest = [(0, rank) for rank in range(self.num_shards)]
 
     def close(self, chunk: Sequence[ParamShape]) -> None:
         """Pack ``chunk`` into the next bucket."""
-        alone = len(chunk) == 1 and chunk[0].shared_embedding
-        placed = [self._at_shard_0(chunk[0])] if alone else self._deal(chunk)
-        start = self.buckets[-1].stop if self.buckets else 0
-        shard_numel = round_up(max(at.stop for at in placed), self.shard_multiple)
-        slots = []
-        for at in placed:
-            origin = start + at.shard * shard_numel
-            slots.append(Slot(at.param.id, origin + at.offset, origin + at.stop))
-        slots.sort(key=lambda slot: (slot.start, slot.stop))
-        unpadded = sum(param.numel for param in chunk)
-        stop = start + self.num_shards * shard_numel
-        self.buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
-
-    def _at_shard_0(self, param: ParamShape) -> _Placed:
-        """Place `param` in shard 0: pipeline stages that share an embedding must agree on its owner."""
-        self.costs[0] += update_cost(param.shape)
-        return _Placed(0, 0, param)
-
-    def _deal(self, chunk: Sequence[ParamShape]) -> list[_Placed]:
-        """Place parameters in descending order of cost: each in the cheapest shard it fits in, else in the emptiest."""
         order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
-        shards = _Shards(
-            capacity=MAX_OVERFILL * sum(param.numel for param in chunk) / self.num_shards,
-            multiple=self.start_multiple,
-            cursors=[0] * self.num_shards,
-            costs=self.costs,
-            by_cost=[(cost, shard) for shard, cost in enumerate(self.costs)],
-            by_fill=[(0, shard) for shard in range(self.num_shards)],
-        )
-        heapify(shards.by_cost)
-        return [shards.place(param) for param in order]
+        owners = [self._assign(param) for param in order]
+        position = start = self.buckets[-1].stop if self.buckets else 0
+        slots, cuts = [], [start] * (self.num_shards + 1)
+        for index in sorted(range(len(order)), key=owners.__getitem__):
+            slots.append(Slot(order[index].id, position, position + order[index].numel))
+            position = round_up(slots[-1].stop, self.start_multiple)
+            cuts[owners[index] + 1] = position
+        for rank in range(self.num_shards):
+            cuts[rank + 1] = max(cuts[rank : rank + 2])
+        stop = start + round_up(position - start, self.end_multiple)
+        unpadded = sum(param.numel for param in chunk)
+        bucket = Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded)
+        if cuts[:-1] != list(bucket.chunk_bounds(self.num_shards))[:-1]:
+            bucket = replace(bucket, cuts=tuple(cuts))
+        self.buckets.append(bucket)
 
-
-@dataclass(slots=True, kw_only=True)
-class _Shards:
-    """How full and how costly each shard of one bucket is, while parameters are assigned to them."""
-
-    capacity: float
-    multiple: int
-    cursors: list[int]
-    costs: list[int]  # over all buckets; updated
-    by_cost: list[tuple[int, int]]  # heap of (cost, shard); an entry is stale once the shard has grown
-    by_fill: list[tuple[int, int]]  # heap of (cursor, shard); likewise
-    set_aside: list[int] = field(default_factory=list)  # shards out of `by_cost`, too full for ...
-    aside_numel: int = 0  # ... this many elements
-
-    def place(self, param: ParamShape) -> _Placed:
-        """Place ``param`` in the cheapest shard that it fits in, else in the emptiest."""
-        emptiest = self._emptiest()
-        if not self._fits(emptiest, param.numel):
-            return self._put(param, emptiest)
-        if param.numel < self.aside_numel:
-            self._take_back()
-        shard = self._cheapest()
-        while not self._fits(shard, param.numel):  # ends: the emptiest shard fits, so it is not set aside
-            self.set_aside.append(shard)
-            self.aside_numel = param.numel
-            shard = self._cheapest()
-        placed = self._put(param, shard)
-        heappush(self.by_cost, (self.costs[shard], shard))
-        return placed
-
-    def _take_back(self) -> None:
-        """Consider every shard again. This is rare, because models have few different sizes, so planning is linear."""
-        for shard in self.set_aside:
-            heappush(self.by_cost, (self.costs[shard], shard))
-        self.set_aside, self.aside_numel = [], 0
+    def _assign(self, param: ParamShape) -> int:
+        """Return the owner. Of a shared embedding it is rank 0, because pipeline stages that share it must agree."""
+        rank = 0 if param.shared_embedding else self._cheapest()
+        self.numels[rank] += round_up(param.numel, self.start_multiple)
+        self.costs[rank] += update_cost(param.shape)
+        return rank
 
     def _cheapest(self) -> int:
-        """Remove the shard of least cost from the heap."""
-        cost, shard = heappop(self.by_cost)
-        while cost != self.costs[shard]:
-            heappush(self.by_cost, (self.costs[shard], shard))
-            cost, shard = heappop(self.by_cost)
-        return shard
-
-    def _emptiest(self) -> int:
-        while self.by_fill[0][0] != self.cursors[self.by_fill[0][1]]:
-            heappop(self.by_fill)
-        return self.by_fill[0][1]
-
-    def _fits(self, shard: int, numel: int) -> bool:
-        return round_up(self.cursors[shard], self.multiple) + numel <= self.capacity
-
-    def _put(self, param: ParamShape, shard: int) -> _Placed:
-        offset = round_up(self.cursors[shard], self.multiple)
-        self.cursors[shard] = offset + param.numel
-        self.costs[shard] += update_cost(param.shape)
-        heappush(self.by_fill, (self.cursors[shard], shard))
-        return _Placed(shard, offset, param)
+        """The rank of least cost so far that owns no more than its share; not all ranks can own more."""
+        while True:
+            cost, rank = self.cheapest[0]
+            if self.numels[rank] > self.share:
+                heappop(self.cheapest)
+            elif cost < self.costs[rank]:
+                heapreplace(self.cheapest, (self.costs[rank], rank))
+            else:
+                return rank
