@@ -68,21 +68,18 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
     state is saved to the durable tier too, as by `CheckpointManager`.
 
     The local tier is read by the same number of ranks with the same layout. Its parts belong to one run, which
-    `run.json` in the durable directory names; parts of another run are never loaded.
-
-    All ranks construct it and call its methods together.
+    `run.json` in the durable directory names; parts of another run are never loaded. All ranks construct it and call
+    its methods together.
 
     Args:
         local: a directory on each node, as on tmpfs or NVMe; the ranks of a node may share it.
         durable: as for `CheckpointManager`: a directory that all ranks see, or a place in an object store.
         durable_every: minimum number of steps between saves to the durable tier.
         keep_local: how many local steps to keep. One more exists while it is written, and each of them on two nodes.
-        keep: as for `CheckpointManager`.
-        keep_every: as for `CheckpointManager`.
+        keep, keep_every: as for `CheckpointManager`.
         node: names this rank's node; by default the host's name, and the number of the node under `torchrun`.
         process_group: the ranks.
-        files: the file system of the durable tier.
-        local_files: that of the local tier; by default one that does not sync.
+        files, local_files: the file systems of the two tiers; by default the local one does not sync.
         timeout_s: how long a rank waits for the others during a save in the background.
 
     Raises:
@@ -184,15 +181,11 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         rollback = agreed(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
         tier.write(ranks, state, step, save)
         if rollback is not None:
-            done = lambda: series.finish(step, rollback)
-            agreed(ranks, done, f"recording step {step} in {series.directory} (it is in the local tier)")
+            what = f"recording step {step} in {series.directory} (it is in the local tier)"
+            agreed(ranks, lambda: series.finish(step, rollback), what)
 
     def wait(self) -> None:
-        """Wait for the running saves.
-
-        Raises:
-            CheckpointingException: one failed; the same on every rank.
-        """
+        """Wait for the running saves. Raises CheckpointingException if one failed; the same on every rank."""
         try:
             if self._saver is not None:
                 self._saver.wait()
