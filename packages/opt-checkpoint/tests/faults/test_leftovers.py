@@ -200,8 +200,10 @@ def test_a_live_save_in_another_pid_namespace_counts_by_its_age(tmp_path: Path) 
     assert not live.exists()
 
 
+@pytest.mark.needs_extra
 def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a save that takes more than ten minutes is deleted by another host."""
+    pytest.importorskip("obstore")
     monkeypatch.setattr(lease_module, "RENEW_S", 0.01)
     for held in (
         Lease.in_directory(LocalFiles(), tmp_path, "x"),

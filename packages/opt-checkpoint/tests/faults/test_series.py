@@ -56,9 +56,12 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.fixture(params=["directory", "memory"])
+@pytest.fixture(params=["directory", pytest.param("memory", marks=pytest.mark.needs_extra)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    return tmp_path / "run" if request.param == "directory" else f"memory://{uuid.uuid4().hex}/run"
+    if request.param == "directory":
+        return tmp_path / "run"
+    pytest.importorskip("obstore")
+    return f"memory://{uuid.uuid4().hex}/run"
 
 
 @BACKGROUND
@@ -364,8 +367,10 @@ def test_a_snapshot_does_not_alias_the_weights(tmp_path: Path, background: bool)
     assert (state["lists"][0].tolist(), state["plain"]) == ([1.0, 1.0], {"lr": [0.1]})
 
 
+@pytest.mark.needs_extra
 def test_deletion_in_a_store_removes_the_commit_first(tmp_path: Path) -> None:
     """Otherwise a crash in between would leave a step that claims to be complete and is not."""
+    pytest.importorskip("obstore")
     place, client = faulty(ObjectPath.at(f"memory://{tmp_path.name}-deletion/run"))
     saved(place, 1, 2)
     client.requests.clear()
