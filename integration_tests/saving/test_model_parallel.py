@@ -5,13 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from divided_model import Layout, cut, parts, place, save_and_resume_all, truth
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from divided_model import Layout, cut, load_under_fsdp2, parts, place, save_and_resume_all, truth
 from worlds import run_processes
-
-from opt_checkpoint import load, save, sharded_model
 
 DENSE = [Layout(tp=2, dp=2), Layout(dp=4), Layout(tp=4), Layout(pp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4)]
 MOE = [
@@ -54,23 +49,3 @@ def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, t
 def test_the_loaded_state_of_a_model_under_fsdp2_fits_the_model(tmp_path: Path) -> None:
     for rank in run_processes(2, load_under_fsdp2, str(tmp_path / "x")):
         assert rank == "loaded", rank
-
-
-def load_under_fsdp2(path: str) -> str:
-    """As docs/first_hour.md writes it; the rows are uneven."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    models = [torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)) for _ in range(2)]
-    for value, model in enumerate(models, start=1):
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data.fill_(value)
-        fully_shard(model, mesh=mesh)
-    save({"model": sharded_model(models[0])}, path)
-    state = load({"model": sharded_model(models[1])}, path).state
-    assert all(isinstance(state["model"][name], DTensor) for name, _ in models[1].named_parameters())
-    for param in models[1].parameters():
-        param.data.zero_()
-    models[1].load_state_dict(load({"model": sharded_model(models[1])}, path).state["model"])
-    for name, value in models[1].state_dict().items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(value, torch.ones_like(value)), name
-    return "loaded"

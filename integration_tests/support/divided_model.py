@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import load, save, sharded_model
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer
@@ -230,3 +233,23 @@ def truth(kind: str) -> dict[str, Tensor]:
         optimizer.step()
     buffers = {name: value + 1 for name, value in values.items() if name not in params}
     return {name: param.detach() for name, param in params.items()} | buffers
+
+
+def load_under_fsdp2(path: str) -> str:
+    """As docs/first_hour.md writes it; the rows are uneven."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    models = [torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)) for _ in range(2)]
+    for value, model in enumerate(models, start=1):
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data.fill_(value)
+        fully_shard(model, mesh=mesh)
+    save({"model": sharded_model(models[0])}, path)
+    state = load({"model": sharded_model(models[1])}, path).state
+    assert all(isinstance(state["model"][name], DTensor) for name, _ in models[1].named_parameters())
+    for param in models[1].parameters():
+        param.data.zero_()
+    models[1].load_state_dict(load({"model": sharded_model(models[1])}, path).state["model"])
+    for name, value in models[1].state_dict().items():
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(value, torch.ones_like(value)), name
+    return "loaded"

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,3 +213,27 @@ def test_a_module_that_describes_itself_is_believed() -> None:
     state = sharded_model(model)
     assert list(state) == ["0.weight", "0.bias", "1.w"]
     assert (state["1.w"].key, state["1.w"].global_shape, state["1.w"].data) == ("1.fused", (6, 3), model[1].w)
+
+
+class Wrapper(nn.Module):
+    """As Megatron-Core's: its state dict has the names of the model inside."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def state_dict(self, **options: Any) -> dict[str, Any]:
+        return self.module.state_dict(**options)
+
+
+def test_the_marks_of_a_wrapped_model_are_those_of_the_model() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.BatchNorm1d(2) for _ in range(3))})
+    for param in model.parameters():
+        param.allreduce = False
+    wrapped, plain = (
+        {name: replace(entry.marks, tensor=None) for name, entry in sharded_model(of).items()}
+        for of in (Wrapper(model), model)
+    )
+    assert wrapped == plain
+    assert wrapped["layers.2.running_mean"].is_expert
+    assert wrapped["layers.2.running_mean"].list_len == 3

@@ -179,7 +179,7 @@ def test_an_error_within_leaves_the_users_setting() -> None:
 def test_a_nested_block_of_another_precision_is_refused() -> None:
     # It waited for its own thread to leave, forever.
     before = settings()
-    words = r"fp32_products\('high'\) inside a block of fp32_products\('highest'\)"
+    words = "products of precision 'high' inside a block of precision 'highest'"
     highest = MatmulPrecision.HIGHEST
     with fp32_products(highest), fp32_products(highest), pytest.raises(ValueError, match=words):
         fp32_products(MatmulPrecision.HIGH).__enter__()

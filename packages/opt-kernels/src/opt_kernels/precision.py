@@ -46,8 +46,8 @@ class _Guard:
         depth = getattr(self._thread, "depth", 0)
         if depth and self._wanted is not wanted:
             raise ValueError(
-                f"fp32_products({wanted.value!r}) inside a block of fp32_products({self._wanted.value!r}) in the same "
-                "thread; nested blocks must have the same precision: end the outer block first"
+                f"products of precision {wanted.value!r} inside a block of precision {self._wanted.value!r} in the "
+                "same thread; nested blocks must have the same precision: end the outer block first"
             )
         self._thread.depth = depth + 1
         with self._changed:

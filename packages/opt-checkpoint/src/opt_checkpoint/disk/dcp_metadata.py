@@ -131,7 +131,7 @@ def _refuse_safetensors(index: CheckpointIndex) -> None:
     if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= index.files[name].size:
         raise CheckpointCorruptError(
             f"{index.path} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
-            f"torch.distributed.checkpoint and save it with SerializationFormat.TORCH_SAVE, or by opt_checkpoint.save"
+            f"torch.distributed.checkpoint and save it by opt_checkpoint.save"
         )
 
 

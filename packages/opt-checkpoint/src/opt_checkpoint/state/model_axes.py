@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -132,12 +132,22 @@ def marks_of(model: nn.Module, names: Mapping[str, str], values: Mapping[str, An
         names: from names in the model to names in the checkpoint.
         values: tensors by name in the model; other values are skipped.
     """
+    model = _named_as_saved(model, names)
     experts = _modules_of_experts(model)
     return {
         plain: _marks(model, name, plain, values[name], is_expert=name.rpartition(".")[0] in experts)
         for name, plain in names.items()
         if isinstance(values[name], Tensor)
     }
+
+
+def _named_as_saved(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """The module whose tensors have these names: the state dicts of some wrappers leave out their prefix `module.`."""
+    inner = getattr(model, "module", None)
+    found = {
+        name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)
+    }
+    return inner if isinstance(inner, nn.Module) and found.isdisjoint(names) else model
 
 
 def _modules_of_experts(model: nn.Module) -> set[str]:
