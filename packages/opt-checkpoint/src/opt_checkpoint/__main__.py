@@ -22,7 +22,12 @@ from opt_checkpoint.disk.index import PATHS, CheckpointIndex
 from opt_checkpoint.disk.lease import clock_of, is_leftover, leftovers, remove_leftover, writer_of
 from opt_checkpoint.disk.object_target import Leftover, clock_of_store, leftovers_of
 from opt_checkpoint.disk.verify import size_problems, verify_checkpoint
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointNotFoundError
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointingException,
+    CheckpointNotFoundError,
+    CheckpointValueError,
+)
 from opt_checkpoint.objects.path import Location, ObjectPath, location_of, subdirectories
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
@@ -199,7 +204,7 @@ def _extract(options: argparse.Namespace) -> int:
     index = read_index(options.path)
     if options.key not in index.tensors:
         near = ", ".join(difflib.get_close_matches(options.key, index.tensors, 3))
-        raise CheckpointingException(f"{options.path} holds no tensor {options.key!r}{near and f'; similar: {near}'}")
+        raise CheckpointValueError(f"{options.path} holds no tensor {options.key!r}{near and f'; similar: {near}'}")
     values = read_whole(index, options.key)
     with options.target.open("xb") as file:
         try:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any
 
 
 class CheckpointingException(Exception):
     """Base class of the errors of this package. The message says what is wrong, and what to do.
 
-    Raised as such, it refuses an argument or a state, and is a `CheckpointValueError`. The name is Megatron-Core's
-    (`megatron.core.dist_checkpointing.core.CheckpointingException`).
+    The name is Megatron-Core's (`megatron.core.dist_checkpointing.core.CheckpointingException`).
     """
-
-    def __new__(cls, *args: Any) -> Self:
-        kind = CheckpointValueError if cls is CheckpointingException else cls
-        return cast(Self, super().__new__(kind, *args))
 
 
 class CheckpointValueError(CheckpointingException, ValueError):

@@ -97,7 +97,7 @@ DISAGREEMENTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "double object": (double_object, r"Duplicate ShardedObject keys: rng/shard_0_1 on ranks \[0, 1\]"),
     "missing object": (missing_object, r"other: 1 of 3 ShardedObject are missing"),
     "other common value": (other_common, r"common values differ between ranks: groups \(ranks \[1\]\)"),
-    "no data": (no_data, r"rank 1: CheckpointingException: w has no data to save"),
+    "no data": (no_data, r"rank 1: CheckpointValueError: w has no data to save"),
 }
 
 

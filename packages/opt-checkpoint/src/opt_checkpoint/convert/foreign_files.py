@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
 
@@ -46,7 +46,7 @@ def read_names(file: PathLike) -> list[str]:
     """
     names = _read_list(file, "names")
     if not all(isinstance(name, str) for name in names):
-        raise CheckpointingException(f"{file} is not a JSON list of names: {names!r:.200}")
+        raise CheckpointValueError(f"{file} is not a JSON list of names: {names!r:.200}")
     return names
 
 
@@ -61,7 +61,7 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
         try:
             made.append(row(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}))
         except (TypeError, AttributeError) as error:
-            raise CheckpointingException(f"{file}: entry {number} is {fields!r:.200}: {error}") from None
+            raise CheckpointValueError(f"{file}: entry {number} is {fields!r:.200}: {error}") from None
     return made
 
 
@@ -69,7 +69,7 @@ def _read_list(file: PathLike, of: str) -> list[Any]:
     try:
         rows = json.loads(Path(file).read_text())
     except ValueError as error:
-        raise CheckpointingException(f"{file} is not JSON: {error}") from None
+        raise CheckpointValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(rows, list):
-        raise CheckpointingException(f"{file} holds a {type(rows).__name__}, not a JSON list of {of}")
+        raise CheckpointValueError(f"{file} holds a {type(rows).__name__}, not a JSON list of {of}")
     return rows

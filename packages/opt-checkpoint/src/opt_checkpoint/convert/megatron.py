@@ -22,7 +22,7 @@ from opt_checkpoint.convert.megatron_buckets import BucketSlot, buckets_to_state
 from opt_checkpoint.disk.detect import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.stored_objects import not_loaded_in
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
@@ -66,7 +66,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
     steps = {int(v) for place in places for name in ("step", "common_step") for v in _values_of(place, name)}
     if len(steps) > 1:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{index.path} holds different step counts: {sorted(steps)}; pass the right one as step= (--step)"
         )
     return steps.pop() if steps else None
@@ -107,16 +107,16 @@ def megatron_to_checkpoint(
     """
     index = read_index(source)
     if index.kind is not Kind.MEGATRON and not any(map(_BUCKET_STATE.fullmatch, index.tensors)):
-        raise CheckpointingException(f"{source} was not written by Megatron-Core: it has no metadata.json")
+        raise CheckpointValueError(f"{source} was not written by Megatron-Core: it has no metadata.json")
     common = read_common(index)
     form = sharding_type(index, common)
     if form is not None and form not in READABLE:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{source} stores its optimizer as {form}, which is not read; allowed: {', '.join(sorted(READABLE))}. "
             f"Load it with Megatron-Core and save it with --dist-ckpt-optim-fully-reshardable"
         )
     if form == BUCKETS and slots is None:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{source} stores its optimizer as {BUCKETS}: buckets of memory in which no parameter has a name. Pass "
             f"slots= (--slots FILE), the layout of the run that saved it; see BucketSlot in the README"
         )

@@ -24,7 +24,7 @@ from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_
 from opt_checkpoint.convert.foreign_files import read_rows
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
@@ -158,16 +158,16 @@ def _buckets(index: CheckpointIndex) -> dict[BucketId, dict[str, str]]:
         group, buffer, _, bucket, state = match.groups()
         states = found[BucketId(int(group), int(buffer), int(bucket))]
         if state in states:
-            raise CheckpointingException(f"{states[state]} and {key} are both bucket {bucket} of buffer {buffer}")
+            raise CheckpointValueError(f"{states[state]} and {key} are both bucket {bucket} of buffer {buffer}")
         states[state] = key
     if not found:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{index.path} holds no buckets (keys ...dp_group_idx_0.gbuf_idx_0.dtype_....bucket_idx_0.param): it is "
             f"not dp_reshardable; fully_reshardable directories load as they are"
         )
     for key in (key for states in found.values() for key in states.values()):
         if not index.tensors[key].dtype.is_floating_point:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{key} is stored as {index.tensors[key].dtype}: 16-bit remainders, which are main weights only "
                 f"together with the model's weights of that run; save it without store_param_remainders"
             )
@@ -183,7 +183,7 @@ def _check_slots(
     for bucket_id, own in by_bucket.items():
         if bucket_id not in buckets:
             stored = ", ".join(str(tuple(p)) for p in sorted(buckets))
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{own[0].name}: no bucket has (group, buffer, bucket) {tuple(bucket_id)}; there are {stored}"
             )
     for bucket_id, states in buckets.items():
@@ -195,14 +195,14 @@ def _check_bucket(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
     end = 0
     for slot in sorted(slots, key=lambda slot: slot.start):
         if not end <= slot.start < end + START_MULTIPLE or slot.stop > numel:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
                 f"{START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the run "
                 f"that saved it"
             )
         end = slot.stop
     if end != numel:
-        raise CheckpointingException(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
+        raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
 
 
 def _states(
@@ -226,7 +226,7 @@ def _states(
                     first[block.identity] = values
                     yield block
                 elif not torch.equal(first[block.identity], values):
-                    raise CheckpointingException(
+                    raise CheckpointValueError(
                         f"{block.key} at {block.global_offset} has other values in group {place.group} than in an "
                         f"earlier one: give slots of different parameters different names or offsets"
                     )

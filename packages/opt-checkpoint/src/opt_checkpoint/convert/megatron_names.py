@@ -7,7 +7,7 @@ Transformer Engine layers. By default (`stacked`) all layers are stacked in one 
 from __future__ import annotations
 
 from opt_checkpoint.convert.name_rules import NameRule
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 
 def megatron_llama_names(
@@ -36,7 +36,7 @@ def megatron_llama_names(
     """
     groups = heads if query_groups is None else query_groups
     if groups < 1 or heads < 1 or heads % groups:
-        raise CheckpointingException(f"heads={heads} must be a multiple of query_groups={query_groups}")
+        raise CheckpointValueError(f"heads={heads} must be a multiple of query_groups={query_groups}")
     ours, theirs = _layer(stacked), "model.layers.{layer}"
     parts = [
         _qkv(ours, tuple(f"{theirs}.self_attn.{p}_proj" for p in "qkv"), what, heads // groups, groups)

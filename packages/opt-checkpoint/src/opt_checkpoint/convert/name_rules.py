@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from opt_checkpoint.convert.foreign_files import read_rows
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
@@ -45,7 +45,7 @@ class NamePattern:
         found = _PLACEHOLDER.findall(text)
         names = [name for name, _ in found]
         if len(set(names)) != len(names) or set("{}") & set(_PLACEHOLDER.sub("", text)):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
             )
         self.text, self._names = text, names
@@ -101,11 +101,11 @@ class NameRule:
 
     def __post_init__(self) -> None:
         if not all(isinstance(field, str | tuple) for field in (self.ours, self.theirs, self.shares)):
-            raise CheckpointingException(f"{self!r}: ours and theirs must be names or tuples of names, shares a tuple")
+            raise CheckpointValueError(f"{self!r}: ours and theirs must be names or tuples of names, shares a tuple")
         lengths = {len(names) for names in (self.ours, self.theirs) if isinstance(names, tuple) and names}
         lengths |= {len(self.shares)} - {0}
         if len(lengths) > 1 or not (self.ours or self.theirs):
-            raise CheckpointingException(f"{self}: ours, theirs and shares must have the same number of parts")
+            raise CheckpointValueError(f"{self}: ours, theirs and shares must have the same number of parts")
         self._check_numbers()
         self._check_placeholders()
 
@@ -127,21 +127,21 @@ class NameRule:
         counts.update({f"shares[{i}]": share for i, share in enumerate(self.shares)})
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise CheckpointingException(f"{self}: {name}={count!r} must be a whole number of at least 1")
+                raise CheckpointValueError(f"{self}: {name}={count!r} must be a whole number of at least 1")
         if isinstance(self.dim, bool) or not isinstance(self.dim, int) or self.dim < 0:
-            raise CheckpointingException(f"{self}: dim={self.dim!r} must be a whole number, counted from 0")
+            raise CheckpointValueError(f"{self}: dim={self.dim!r} must be a whole number, counted from 0")
         if self.parts == 1 and (self.groups, self.their_groups) != (1, 1):
-            raise CheckpointingException(f"{self}: groups need several parts; there is one")
+            raise CheckpointValueError(f"{self}: groups need several parts; there is one")
         if self.parts > 1 and self.rows is not None:
-            raise CheckpointingException(f"{self}: rows can be given for a tensor of one part only")
+            raise CheckpointValueError(f"{self}: rows can be given for a tensor of one part only")
 
     def _check_placeholders(self) -> None:
         sides = [[NamePattern(name) for name in names_of(side)] for side in (self.ours, self.theirs) if side]
         for patterns in sides:
             if len({(frozenset(p.numbers), frozenset(p.texts)) for p in patterns}) > 1:
-                raise CheckpointingException(f"{self}: names of one side must have the same placeholders")
+                raise CheckpointValueError(f"{self}: names of one side must have the same placeholders")
         if len({frozenset(patterns[0].texts) for patterns in sides}) > 1:
-            raise CheckpointingException(f"{self}: both sides must have the same text placeholders")
+            raise CheckpointValueError(f"{self}: both sides must have the same text placeholders")
 
 
 class NamedSide(NamedTuple):

@@ -23,7 +23,7 @@ from opt_checkpoint.disk.index import COPIES, CheckpointIndex
 from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.safetensors_header import Header
 from opt_checkpoint.disk.torch_zip_reader import contiguous
-from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.save_load import PathLike, load, save
 from opt_checkpoint.state.dtensor import whole_tensor
@@ -82,7 +82,7 @@ def checkpoint_to_safetensors(
     index, target, files = read_index(path), local_path(folder, FOLDER), LocalFiles()
     keys = [key for key in index.tensors if fnmatch.fnmatchcase(key, select) and key.startswith(prefix)]
     if not keys:
-        raise CheckpointingException(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")
+        raise CheckpointValueError(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")
     stored = {key.removeprefix(prefix): index.tensors[key] for key in keys}
     mapped = to_theirs(names, {key: Described(t.shape, t.dtype) for key, t in stored.items()})
     layout = layout_of(mapped.theirs, dtype=dtype, shard_bytes=shard_bytes)

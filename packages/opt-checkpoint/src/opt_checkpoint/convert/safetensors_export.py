@@ -19,7 +19,7 @@ from opt_checkpoint.convert.safetensors_writer import Export, SafetensorsWriter
 from opt_checkpoint.dcp.local_contents import LocalContents
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.disk.files import Files, LocalFiles
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import PathLike, carry_out_save, error_of
@@ -80,7 +80,7 @@ class _TensorPlanner(ShardedSavePlanner):
     def create_local_plan(self) -> LocalContents:
         others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
         if others:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
             )
         return super().create_local_plan()

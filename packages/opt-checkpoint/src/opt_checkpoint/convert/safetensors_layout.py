@@ -10,7 +10,7 @@ import torch
 
 from opt_checkpoint.convert.name_boxes import Described
 from opt_checkpoint.disk.safetensors_header import Array, Header, encode_header
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 FOLDER = "a folder of safetensors files"  # in messages
 INDEX = "model.safetensors.index.json"
@@ -63,11 +63,11 @@ def layout_of(
         CheckpointingException: there are no tensors, the format lacks a dtype, or `shard_bytes` is not positive.
     """
     if not tensors:
-        raise CheckpointingException("the state has no tensor to export")
+        raise CheckpointValueError("the state has no tensor to export")
     if shard_bytes < 1:
-        raise CheckpointingException(f"shard_bytes={shard_bytes} must be at least 1")
+        raise CheckpointValueError(f"shard_bytes={shard_bytes} must be at least 1")
     if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointingException(f"dtype={dtype} must be a floating-point dtype, or None to keep each tensor's")
+        raise CheckpointValueError(f"dtype={dtype} must be a floating-point dtype, or None to keep each tensor's")
     described = {name: (stored_dtype(own.dtype, dtype), own.shape) for name, own in tensors.items()}
     shards = _shards(described, shard_bytes)
     headers = {_file_name(i, len(shards)): encode_header(shard) for i, shard in enumerate(shards)}

@@ -25,7 +25,7 @@ from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
 from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.disk.write_region import write_region
-from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.flat_state import FlatState
 
 _COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a device, at a time
@@ -140,7 +140,7 @@ class SafetensorsWriter:
         """
         assert self._layout is not None
         if sum(written) != self._layout.nbytes:
-            raise CheckpointingException(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
+            raise CheckpointValueError(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
         content = self._layout.encode_index()
         if content is not None:
             write_file(self._files, self.temporary / INDEX, content)

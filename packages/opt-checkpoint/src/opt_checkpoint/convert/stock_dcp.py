@@ -24,7 +24,7 @@ from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.stored_tensors import StoredTensors
-from opt_checkpoint.errors import CheckpointExistsError, CheckpointingException
+from opt_checkpoint.errors import CheckpointExistsError, CheckpointValueError
 from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
@@ -52,7 +52,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     source = local_path(path, "a checkpoint whose files are to be linked")
     opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{path} was written by {opened.index.kind.value}; only checkpoints of opt-checkpoint are converted"
         )
     if os.path.lexists(target):

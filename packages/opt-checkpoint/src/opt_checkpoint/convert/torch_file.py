@@ -16,7 +16,7 @@ from opt_checkpoint.convert.foreign_files import load_torch_file
 from opt_checkpoint.dcp.stored_names import stored_value
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointingException, CheckpointKeyError
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
@@ -65,7 +65,7 @@ def _shape_of_all(states: Mapping[str, ShardedTensor]) -> list[int] | None:
 
 def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
     if names is None and "param_names" not in group:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             "the state dict names no parameters; pass their names in the optimizer's order (names=...), or build the "
             "optimizer from model.named_parameters()"
         )
@@ -73,7 +73,7 @@ def _group_names(group: Mapping[str, Any], names: Sequence[str] | None) -> list[
         return list(group["param_names"])
     beyond = [index for index in group["params"] if not 0 <= index < len(names)]
     if beyond:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{len(names)} names are given, but the file has parameter {beyond[0]}; pass a name for each parameter"
         )
     return [names[index] for index in group["params"]]
@@ -83,12 +83,12 @@ def _check_names(state_dict: Mapping[str, Any], name_of: Mapping[int, str], name
     """Raise unless names and parameters correspond one to one."""
     twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
     if twice:
-        raise CheckpointingException(f"{twice[0]} names several parameters; each needs its own name")
+        raise CheckpointValueError(f"{twice[0]} names several parameters; each needs its own name")
     if names is not None and len(names) != len(name_of):
-        raise CheckpointingException(f"{len(names)} names are given for {len(name_of)} parameters")
+        raise CheckpointValueError(f"{len(names)} names are given for {len(name_of)} parameters")
     unknown = [index for index in state_dict["state"] if index not in name_of]
     if unknown:
-        raise CheckpointingException(f"the state dict has state of parameter {unknown[0]}, which is in no group")
+        raise CheckpointValueError(f"the state dict has state of parameter {unknown[0]}, which is in no group")
 
 
 def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[str] | None = None) -> None:
@@ -105,7 +105,7 @@ def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[s
     content = load_torch_file(file)
     state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        raise CheckpointingException(f"{file} holds no optimizer state dict: it lacks 'state' and 'param_groups'")
+        raise CheckpointValueError(f"{file} holds no optimizer state dict: it lacks 'state' and 'param_groups'")
     save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
 
 

@@ -14,7 +14,7 @@ from opt_checkpoint.dcp.local_contents import LocalLayout
 from opt_checkpoint.dcp.validation import validate_sharding_integrity
 from opt_checkpoint.disk.checksums import crc32
 from opt_checkpoint.disk.columns import Array
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 
 class AssignedParts(NamedTuple):
@@ -91,7 +91,7 @@ class GlobalPlan:
         """
         if not self.repeats.are_equal(self.held, digests).all():
             GlobalPlan.of(self.layouts, digests, only_first=self.only_first)
-            raise CheckpointingException("values that several ranks hold as main replicas differ")
+            raise CheckpointValueError("values that several ranks hold as main replicas differ")
 
     @property
     def parts_nbytes(self) -> Array:

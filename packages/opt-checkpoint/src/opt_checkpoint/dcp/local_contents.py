@@ -17,7 +17,7 @@ from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
 from opt_checkpoint.disk.torch_zip_reader import contiguous
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
@@ -199,7 +199,7 @@ def _flags(flat: FlatState, path: Path, first: dict[ShardIdentity, Path], mains:
 def _check_copy(flat: FlatState, first: Path, second: Path) -> None:
     a, b = flat.tensors[first], flat.tensors[second]
     if a.data is not None and b.data is not None and a.data is not b.data and not _are_equal(a.data, b.data):
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{path_text(first)} and {path_text(second)} would both be stored as {b.key}; give one of them another "
             f"key: put what sharded_model and sharded_optimizer return under different names, or call "
             f"add_prefix_for_sharding(part, 'name.') on one part"
@@ -234,15 +234,15 @@ def weighted_sum(tensor: Tensor) -> int:
 
 def _check_storable(shard: ShardedTensor) -> None:
     if shard.data is None:
-        raise CheckpointingException(f"{shard.key} has no data to save")
+        raise CheckpointValueError(f"{shard.key} has no data to save")
     if shard.data.is_meta:
-        raise CheckpointingException(f"{shard.key} is on the meta device, without values; materialise it before saving")
+        raise CheckpointValueError(f"{shard.key} is on the meta device, without values; materialise it before saving")
     if shard.data.layout is not torch.strided:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{shard.key} has layout {shard.data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
         )
     if not is_storable(shard.dtype):
-        raise CheckpointingException(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
+        raise CheckpointValueError(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
 
 
 def fingerprint(value: Any) -> int:

@@ -27,7 +27,7 @@ from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.dtype_names import is_storable
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.disk.torch_zip_reader import dump_object
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.flat_state import FlatState, flatten_state, separate_tensors_
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text, scopes, selected
@@ -77,9 +77,9 @@ def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
 
 def _data(shard: ShardedTensor) -> Tensor:
     if shard.data is None:
-        raise CheckpointingException(f"{shard.key} has no data")
+        raise CheckpointValueError(f"{shard.key} has no data")
     if shard.flattened_range is not None and not shard.data.is_contiguous():
-        raise CheckpointingException(f"{shard.key} holds a flat range in memory that is not contiguous")
+        raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
     return shard.data
 
 
@@ -182,7 +182,7 @@ class ShardedSavePlanner:
             return
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
         if self._policy is Common.EQUAL:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where only "
                 f"some ranks have it), or pass common='first_rank' to store the first rank's"
             )
@@ -226,7 +226,7 @@ class ShardedSavePlanner:
             axes = len(held.box.sizes)
             part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
             if part != held.box and held.box.overlap(part) != part:
-                raise CheckpointingException(f"{shard.key}: the plan wants {part} of the box {held.box}")
+                raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {held.box}")
             yield shard.key, part, view_of(shard, held, part)
 
     def _dumped(self, key: str) -> bytes:

@@ -14,7 +14,7 @@ from opt_checkpoint.boxes.overlaps import overlapping_pairs
 from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.local_contents import LocalObject
 from opt_checkpoint.disk.columns import Array
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8
@@ -46,7 +46,7 @@ def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[Lo
     texts = [*(text for _, text in sorted(problems.items())), *_object_problems(objects)]
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-        raise CheckpointingException("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
+        raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
 def _first_of_key(held: HeldTensors) -> Array:

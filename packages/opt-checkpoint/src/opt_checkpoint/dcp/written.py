@@ -12,7 +12,7 @@ from opt_checkpoint.disk.checksums import PIECE_BYTES
 from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.disk.index import ByteRange, StoredFile
 from opt_checkpoint.disk.stored_tensors import StoredTensors
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 
 class WrittenFile(NamedTuple):
@@ -105,13 +105,13 @@ def _check_complete(planned: Planned, written: Sequence[WrittenFile]) -> None:
     items = sum(len(own.start) + len(own.objects) for own in written)
     wanted = sum(counts) + sum(map(len, planned.objects))
     if items != wanted:
-        raise CheckpointingException(f"{items} items were written, {wanted} were planned")
+        raise CheckpointValueError(f"{items} items were written, {wanted} were planned")
     for rank, (own, assigned) in enumerate(zip(written, planned.plan.assigned(), strict=True)):
         is_whole = len(own.start) == len(own.archive_start) == len(own.archive_nbytes) == counts[rank]
         if not is_whole or len(own.sums) != sums[rank] or own.parts_crc != assigned.crc:
-            raise CheckpointingException(f"rank {rank} has not written the {counts[rank]} parts that were planned")
+            raise CheckpointValueError(f"rank {rank} has not written the {counts[rank]} parts that were planned")
         if own.objects.keys() != set(planned.objects[rank]):
-            raise CheckpointingException(f"rank {rank} has not written the objects that were planned")
+            raise CheckpointValueError(f"rank {rank} has not written the objects that were planned")
 
 
 def _joined(written: Sequence[WrittenFile], name: str, dtype: str) -> Array:

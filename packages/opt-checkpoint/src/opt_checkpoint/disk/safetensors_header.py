@@ -20,7 +20,7 @@ import torch
 
 from opt_checkpoint.disk.data_file import open_regular
 from opt_checkpoint.disk.index import MAX_DIMS
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
 
 _NAMES = MappingProxyType(
@@ -93,16 +93,16 @@ def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
     position = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _NAMES:
-            raise CheckpointingException(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+            raise CheckpointValueError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
         if name == _METADATA:
-            raise CheckpointingException(f"a tensor cannot be named {_METADATA} in a safetensors file")
+            raise CheckpointValueError(f"a tensor cannot be named {_METADATA} in a safetensors file")
         stop = position + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
         position = stop
     raw = json.dumps(entries, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
     if len(raw) > _MAX_HEADER_BYTES:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"the header would have {len(raw)} bytes, but readers accept at most 100 MB; use a smaller shard_bytes"
         )
     starts = {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in entries.items() if name in tensors}  # type: ignore[index]

@@ -20,7 +20,7 @@ from opt_checkpoint.boxes.box import row_major_strides
 from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_of_storage_class
 from opt_checkpoint.disk.index import MAX_DIMS, ByteRange
 from opt_checkpoint.disk.inert_pickle import PERSISTENT, Made, Name, read_pickle
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
 
 
@@ -206,7 +206,7 @@ def dump_object(value: object, name: str) -> bytes:
         torch.save([value], stream)
         load_archive(stream.getvalue())
     except Exception as error:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle"
             f"{_needed(error)}. Store plain values (numbers, text, lists, dicts, tensors; int(x), x.tolist() or "
             f"torch.from_numpy(x) of numpy's), or make it a LocalNonpersistentObject"

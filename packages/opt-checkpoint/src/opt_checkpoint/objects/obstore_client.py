@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.client import ByteSpan, Listed
 
 try:
@@ -116,7 +116,7 @@ def _first_line(error: Exception) -> str:
 
 def _require_obstore() -> None:
     if not _INSTALLED:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             "checkpoints in object stores need obstore, which is not installed: python -m pip install obstore"
         )
 
@@ -149,24 +149,24 @@ def open_url(url: str, options: dict[str, Any]) -> Opened:
     _require_obstore()
     parts = urlsplit(url)
     if parts.query or parts.fragment:
-        raise CheckpointingException(f"{url} has a query or fragment; pass options as arguments of ObjectPath.at")
+        raise CheckpointValueError(f"{url} has a query or fragment; pass options as arguments of ObjectPath.at")
     if parts.scheme in ("memory", "file"):
         if options:
-            raise CheckpointingException(f"{url} takes no options; given: {', '.join(sorted(options))}")
+            raise CheckpointValueError(f"{url} takes no options; given: {', '.join(sorted(options))}")
         root = f"{parts.scheme}://{parts.netloc}"
         return Opened(ObstoreClient(_own_store(parts)), root, unquote(parts.path).strip("/"))
     root = url.rstrip("/")
     try:
         return Opened(ObstoreClient(from_url(root, **options)), root, "")
     except (exceptions.BaseError, TypeError, ValueError) as error:
-        raise CheckpointingException(f"{url} cannot be opened: {_first_line(error)}") from error
+        raise CheckpointValueError(f"{url} cannot be opened: {_first_line(error)}") from error
 
 
 def _own_store(url: SplitResult) -> Any:
     if url.scheme == "memory":
         return _memory_store(url.netloc)
     if url.netloc not in ("", "localhost"):
-        raise CheckpointingException(f"{url.geturl()} names a host; write file:///absolute/path")
+        raise CheckpointValueError(f"{url.geturl()} names a host; write file:///absolute/path")
     return LocalStore("/")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.client import Listed, ObjectClient
 from opt_checkpoint.objects.obstore_client import open_url
 from opt_checkpoint.objects.retrying import RetryingClient
@@ -59,7 +59,7 @@ class ObjectPath:
         """
         match = _URL.fullmatch(url)
         if match is None or match[1].lower() not in _SCHEMES:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
         opened = open_url(url, options)
@@ -148,7 +148,7 @@ def location_of(path: AnyPath) -> Location:
     if _URL.fullmatch(text):
         return ObjectPath.at(text)
     if _FLATTENED_URL.match(text):
-        raise CheckpointingException(f"{text!r} was a URL before pathlib dropped a slash; pass the URL as a str")
+        raise CheckpointValueError(f"{text!r} was a URL before pathlib dropped a slash; pass the URL as a str")
     return Path(text).absolute()
 
 
@@ -156,9 +156,9 @@ def _of_file_url(url: str) -> Path:
     """The directory that a `file://` URL names: it is saved to as a path is, with every sync."""
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise CheckpointingException(f"{url} names a host; write file:///absolute/path")
+        raise CheckpointValueError(f"{url} names a host; write file:///absolute/path")
     if parts.query or parts.fragment:
-        raise CheckpointingException(f"{url} has a query or fragment; write ? as %3F and # as %23")
+        raise CheckpointValueError(f"{url} has a query or fragment; write ? as %3F and # as %23")
     return Path(unquote(parts.path))
 
 
@@ -176,7 +176,7 @@ def local_path(path: AnyPath, what: str) -> Path:
     if text.lower().startswith("file://") and not isinstance(path, ObjectPath):
         return _of_file_url(text)
     if isinstance(path, ObjectPath) or _URL.fullmatch(text) or _FLATTENED_URL.match(text):
-        raise CheckpointingException(f"{text} is in an object store; {what} must be in a mounted file system")
+        raise CheckpointValueError(f"{text} is in an object store; {what} must be in a mounted file system")
     return Path(text).absolute()
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.disk.files import Files
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, Location
 from opt_checkpoint.run.ranks import OneProcess, Ranks, everyone, leave, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_DETAILS, error_of, save
@@ -113,7 +113,7 @@ class AsyncSaver:
                 different paths or `common`; on every rank. Or this saver is closed.
         """
         if self._closed:
-            raise CheckpointingException(f"cannot save {path}: this saver is closed; make a new one")
+            raise CheckpointValueError(f"cannot save {path}: this saver is closed; make a new one")
         self.wait()
         target = same_location(self._ranks, "saving", path, common=common)
 
@@ -149,7 +149,7 @@ class AsyncSaver:
             CheckpointingException: as `save`.
         """
         if self._closed:
-            raise CheckpointingException(f"cannot save {target}: this saver is closed; make a new one")
+            raise CheckpointValueError(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
         snapshots: list[ShardedStateDict] = []
@@ -221,7 +221,7 @@ def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alo
         use_local_synchronization=process_group is not None,
     )
     if group is None:
-        raise CheckpointingException("this rank is not in the process group that saves")
+        raise CheckpointValueError("this rank is not in the process group that saves")
     return group
 
 

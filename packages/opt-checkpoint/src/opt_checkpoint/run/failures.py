@@ -10,7 +10,6 @@ from opt_checkpoint.errors import (
     CheckpointFailedError,
     CheckpointingException,
     CheckpointStorageError,
-    CheckpointValueError,
 )
 
 _NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
@@ -38,8 +37,7 @@ class Failure(NamedTuple):
             return error.failure
         trace = "".join(traceback.format_exception(error))
         errno = error.errno if isinstance(error, OSError) else None
-        kind = CheckpointingException if type(error) is CheckpointValueError else type(error)  # as it was raised
-        return cls(kind.__name__, _text_of(error), trace, errno)
+        return cls(type(error).__name__, _text_of(error), trace, errno)
 
     @property
     def kind(self) -> type[CheckpointingException] | None:

@@ -24,8 +24,8 @@ from opt_checkpoint.disk.verify import first_damage, verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
-    CheckpointingException,
     CheckpointNotFoundError,
+    CheckpointValueError,
 )
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
@@ -54,9 +54,9 @@ def step_number(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise CheckpointingException(f"step={step!r} must be an integer") from None
+        raise CheckpointValueError(f"step={step!r} must be an integer") from None
     if number < 0:
-        raise CheckpointingException(f"step={number} must not be negative")
+        raise CheckpointValueError(f"step={number} must not be negative")
     return number
 
 
@@ -179,7 +179,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         step = step_number(step)
         path = self.directory / step_name(step)
         if self._closed:
-            raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
+            raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         left = dict(self._left)  # at this time: a load may follow while the save is running
 
         def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import ranks_of
 from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
 from opt_checkpoint.state.model_axes import ModelAxes, marks_of
@@ -38,7 +38,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         for part in _WRAPPERS:
             plain = plain.replace(part, "")
         if plain in found:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{found[plain]} and {name} of the model would both be stored as {plain}; rename one of the modules"
             )
         found[plain] = name

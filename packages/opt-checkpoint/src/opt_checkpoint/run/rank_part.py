@@ -27,7 +27,7 @@ from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.disk.files import Files
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, everyone
 from opt_checkpoint.run.save_load import LoadReport, error_of, read_planned
 from opt_checkpoint.state.dtensor import whole_tensor
@@ -94,7 +94,7 @@ def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
             name = f"{shard.key}@{'.'.join(map(str, held.box.offsets))}"
             first = boxes.setdefault(name, whole_tensor(name, view)).data
             if first is not None and (first.shape != view.shape or not torch.equal(_bits(first), _bits(view))):
-                raise CheckpointingException(
+                raise CheckpointValueError(
                     f"two different tensors would be stored as {shard.key}; give one of them another key"
                 )
             offsets[name] = [shard.key, list(held.box.offsets)]

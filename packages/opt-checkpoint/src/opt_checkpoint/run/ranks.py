@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException
+from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.failures import Failure, as_ours
 
@@ -273,4 +273,4 @@ def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
             by_value.setdefault(of_rank[name], []).append(rank)
         if len(by_value) > 1:
             named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())
-            raise CheckpointingException(f"{what}: ranks differ in {name}: {named}; pass the same value on all ranks")
+            raise CheckpointValueError(f"{what}: ranks differ in {name}: {named}; pass the same value on all ranks")

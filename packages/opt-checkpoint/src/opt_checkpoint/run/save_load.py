@@ -27,7 +27,7 @@ from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location, through_first
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -168,7 +168,7 @@ def _check_details(details: Mapping[str, Any]) -> None:
         try:
             json.dumps({name: value}, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"details[{name!r}] is {value!r:.80} ({type(value).__name__}), which JSON cannot represent: {error}; "
                 f"pass numbers, text, lists and dicts of Python, such as int(step)"
             ) from error
@@ -361,7 +361,7 @@ def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ())
     """Open a checkpoint, and check its files as `verify` of `load` requires."""
     opened = open_checkpoint(path, safe_globals=safe_globals)
     if verify not in _CHECKS:
-        raise CheckpointingException(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
+        raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
     if verify != "none":
         check_sizes(opened.index)
     return opened

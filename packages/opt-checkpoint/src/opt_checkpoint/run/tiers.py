@@ -24,9 +24,9 @@ from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
-    CheckpointingException,
     CheckpointMismatchError,
     CheckpointNotFoundError,
+    CheckpointValueError,
 )
 from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
@@ -158,7 +158,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         """
         step = step_number(step)
         if self._closed:
-            raise CheckpointingException(f"cannot save step {step}: this manager is closed; make a new one")
+            raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         same_everywhere(self._ranks, "saving", step=step)
         if self._saver is None:
             self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)

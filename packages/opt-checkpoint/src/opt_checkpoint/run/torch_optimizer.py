@@ -23,7 +23,7 @@ from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.objects.path import AnyPath, Location
 from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_location
@@ -119,7 +119,7 @@ def _state_by_param(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
 def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> ShardedTensor:
     key = f"{PREFIX}{state_name}.{own.name}"
     if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a shard, or the "
             f"same on all ranks; describe it with make_sharded_state"
         )
@@ -144,7 +144,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
-                raise CheckpointingException(
+                raise CheckpointValueError(
                     f"a parameter of shape {tuple(param.shape)} of the optimizer is not in the model; pass the model "
                     f"whose parameters the optimizer was built from"
                 )

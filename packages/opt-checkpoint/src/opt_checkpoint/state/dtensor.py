@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
 from opt_checkpoint.state.strided import Cut, one_run
 
@@ -114,14 +114,14 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
     if not all(kind in (Shard, Replicate) or _is_strided(kind) for kind in kinds):
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} is placed as {tuple(tensor.placements)}; only Shard and Replicate are a block of the global "
             f"tensor. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])"
         )
     runs = [one_run(length, _cuts(tensor, dim)) for dim, length in enumerate(tensor.shape)]
     sizes = tuple(local_tensor(tensor).shape)
     if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} of shape {tuple(tensor.shape)} is placed as {tuple(tensor.placements)}, and its local values "
             f"{sizes} may not be one block of it. Make every cut of its axes even, or redistribute it first: "
             f"tensor.redistribute(placements=[Shard(0), ...])"
@@ -136,7 +136,7 @@ def _is_strided(kind: type) -> bool:
 def _cuts(tensor: DTensor, dim: int) -> list[Cut]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointingException("this rank is not on the tensor's device mesh")
+        raise CheckpointValueError("this rank is not on the tensor's device mesh")
     return [
         Cut(coordinate[axis], tensor.device_mesh.size(axis), getattr(placement, "split_factor", 1))
         for axis, placement in enumerate(tensor.placements)
@@ -151,5 +151,5 @@ def _replica_of(tensor: DTensor) -> ReplicaId:
     """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise CheckpointingException("this rank is not on the tensor's device mesh")
+        raise CheckpointValueError("this rank is not on the tensor's device mesh")
     return tuple(c for c, p in zip(coordinate, tensor.placements) if isinstance(p, Replicate)) or 0

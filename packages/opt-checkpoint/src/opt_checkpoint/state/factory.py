@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.quantized import is_quantized
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
 
@@ -81,11 +81,11 @@ class ShardedTensorFactory(ShardedBase):
         """Raise `CheckpointingException` when the two forms are mixed or the segments do not tile the rows."""
         declared = bool(self.segments)
         if declared == (self.build_fn is not None) or (self.build_fn is None) != (self.merge_fn is None):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"factory {self.key} needs either build_fn and merge_fn, or segments; pass exactly one of the two forms"
             )
         if not declared and self.flattened_range is not None:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"factory {self.key} is built by a function, which cannot be applied to a slice of the fused tensor; "
                 f"declare it by segments, or keep this parameter whole on one rank"
             )
@@ -96,12 +96,12 @@ class ShardedTensorFactory(ShardedBase):
         row = 0
         for segment in self.segments:
             if segment.row_start != row or segment.row_stop <= row:
-                raise CheckpointingException(
+                raise CheckpointValueError(
                     f"segments of {self.key} must tile axis 0 in order: expected a start at row {row}, got {segment}"
                 )
             row = segment.row_stop
         if not self.local_shape or row != self.local_shape[0]:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"segments of {self.key} cover {row} rows, but the local block has shape {self.local_shape}"
             )
 
@@ -121,7 +121,7 @@ class ShardedTensorFactory(ShardedBase):
         if self.build_fn is None:
             return self._build_segments()
         if self.data is None:
-            raise CheckpointingException(f"factory {self.key} has no data to build from")
+            raise CheckpointValueError(f"factory {self.key} has no data to build from")
         return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
 
     def _build_segments(self) -> list[ShardedTensor]:
@@ -140,7 +140,7 @@ class ShardedTensorFactory(ShardedBase):
         stop = max(start, min(held[1], segment.row_stop * row_numel))
         flat = None if self.flattened_range is None else slice(start - first, stop - first)
         if self.data is None:
-            raise CheckpointingException(f"factory {self.key} has no data to build from")
+            raise CheckpointValueError(f"factory {self.key} has no data to build from")
         if flat is None:
             data = self.data[segment.row_start : segment.row_stop]
         else:
@@ -191,7 +191,7 @@ class ShardedTensorFactory(ShardedBase):
             merged = self.merge_fn(loaded)
             return merged if self.data is None else self.data.copy_(merged)
         if self.data is None:
-            raise CheckpointingException(f"factory {self.key} has no data to merge into")
+            raise CheckpointValueError(f"factory {self.key} has no data to merge into")
         if is_quantized(self.data):  # its segments are copies
             self.data.copy_(torch.cat(list(loaded)))
         return self.data

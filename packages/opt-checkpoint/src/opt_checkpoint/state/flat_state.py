@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError
+from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.dtensor import local_tensor, sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
@@ -107,7 +107,7 @@ def _check_placed(tensor: ShardedTensor) -> None:
     if tensor.marks is not None and _has_other_ranks():
         problem = tensor.marks.problem()
         if problem:
-            raise CheckpointingException(problem)
+            raise CheckpointValueError(problem)
 
 
 def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
@@ -207,7 +207,7 @@ def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path,
 def _take_built(flat: FlatState, path: Path, parts: Mapping[Path, ScopedState], *, has_mains: bool) -> None:
     for inner, piece in leaves(flat.built[path]):
         if not isinstance(piece, ShardedTensor):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors may be"
             )
         piece.has_mains = has_mains

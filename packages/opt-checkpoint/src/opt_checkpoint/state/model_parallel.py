@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.model_axes import Axis, Marks, ModelAxes
@@ -67,7 +67,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
             error = str(refused)
     for rank, text in enumerate(axes.everyone.gather_objects(error)):
         if text is not None:
-            raise CheckpointingException(error or f"rank {rank} refused: {text}")
+            raise CheckpointValueError(error or f"rank {rank} refused: {text}")
 
 
 def _unplaced(state: Any) -> Iterator[_Unplaced]:
@@ -259,7 +259,7 @@ def _described(axes: ModelAxes, entry: _Unplaced, name: _Name) -> ShardedTensor 
 def _partition_dim(marks: Marks) -> int:
     if marks.dim is None or marks.dim >= marks.tensor.dim():
         given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{marks.name} of shape {tuple(marks.tensor.shape)} has tensor_model_parallel=True, but {given}; set "
             f"param.partition_dim to the dim of which each tensor-parallel rank has a part, or "
             f"tensor_model_parallel=False if all ranks have the same values"
@@ -273,7 +273,7 @@ def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tupl
     assert data is not None
     shape = tuple(data.shape)
     if dim != 0 or name.cuts or shape[0] % marks.stride:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "
             f"above 1 is supported along dim 0 of a single matrix with a multiple of {marks.stride} rows; describe "
             f"this parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import local_tensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
@@ -103,7 +103,7 @@ def get_param_id_to_sharded_param_map(
         else:
             found[index] = entry
     if strict and positions and not found:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"none of the optimizer's {len(positions)} parameters is in the model state dict."
             f"{_plain_tensor_hint(model_sharded_state_dict) or KEEP_VARS_HINT}"
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 
 if TYPE_CHECKING:
     from opt_checkpoint.state.model_axes import Marks
@@ -123,22 +123,22 @@ class ShardedTensor(ShardedBase):
         if self.data is None:
             return
         if self.data.dtype != self.dtype:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Data dtype should match `dtype` attribute: {self.data.dtype} is not {self.dtype} ({self.key})"
             )
         if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Data shape {tuple(self.data.shape)} does not match local_shape {self.local_shape} ({self.key})"
             )
 
     def _check_ranks(self) -> None:
         if len(self.global_shape) != len(self.global_offset):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Global shape {self.global_shape} and global offset {self.global_offset} "
                 f"must have as many axes as each other ({self.key})"
             )
         if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Local shape {self.local_shape} plus {self.prepend_axis_num} prepended axes must have as many axes as "
                 f"the global shape {self.global_shape} ({self.key})"
             )
@@ -148,12 +148,12 @@ class ShardedTensor(ShardedBase):
         if self.axis_fragmentations is not None:
             for offset, size in list(zip(self.global_offset, block))[self.prepend_axis_num :]:
                 if size != 0 and offset % size != 0:
-                    raise CheckpointingException(
+                    raise CheckpointValueError(
                         f"Global offset ({offset}) must be divisible by local shape ({size}) ({self.key}); "
                         f"for uneven sharding pass axis_fragmentations=None"
                     )
         if any(o < 0 or o + n > g for o, n, g in zip(self.global_offset, block, self.global_shape)):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Block of shape {block} at {self.global_offset} lies outside the global shape {self.global_shape} "
                 f"({self.key})"
             )
@@ -163,12 +163,12 @@ class ShardedTensor(ShardedBase):
             return
         start, stop = flat_bounds(self.flattened_range)
         if self.flattened_range.step not in (None, 1) or not 0 <= start <= stop <= math.prod(self.local_shape):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"flattened_range {self.flattened_range} must be [start, stop) with step 1 within the "
                 f"{math.prod(self.local_shape)} elements of the local block ({self.key})"
             )
         if self.data is not None and tuple(self.data.shape) != (stop - start,):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Data of a flattened_range of {stop - start} elements must be 1-D of that length, "
                 f"not {tuple(self.data.shape)} ({self.key})"
             )
@@ -196,7 +196,7 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: an axis is empty, or the offset is not a whole number of blocks.
         """
         if any(n == 0 or o % n for o, n in zip(self.global_offset, self.global_block_shape)):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Block {self.global_block_shape} at {self.global_offset} is not on a regular grid ({self.key})"
             )
         return tuple(o // n for o, n in zip(self.global_offset, self.global_block_shape))
@@ -218,7 +218,7 @@ class ShardedTensor(ShardedBase):
     def flat(self, data: Tensor | None, start: int, stop: int) -> ShardedTensor:
         """The elements `[start, stop)` of this block's row-major order, held by `data` (1-D, of any dtype)."""
         if self.flattened_range is not None:
-            raise CheckpointingException(f"{self.key} is a flat range already; take the range from the whole block")
+            raise CheckpointValueError(f"{self.key} is a flat range already; take the range from the whole block")
         dtype = self.dtype if data is None else data.dtype
         return dataclasses.replace(self, data=data, dtype=dtype, flattened_range=slice(start, stop))
 
@@ -268,17 +268,17 @@ class ShardedTensor(ShardedBase):
             CheckpointingException: the axis does not exist or is not cut into equal blocks, or this is a flat range.
         """
         if not 0 <= dim < len(self.local_shape):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"narrow({dim}, {start}, {length}): dim must be an axis of the local block {self.local_shape}, "
                 f"counted from 0 ({self.key})"
             )
         axis, size = dim + self.prepend_axis_num, self.local_shape[dim]
         if self.flattened_range is not None or size == 0 or not 0 <= start <= start + length <= size:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"narrow({dim}, {start}, {length}) needs a whole block of at least {start + length} rows ({self.key})"
             )
         if self.global_shape[axis] % size or self.global_offset[axis] % size:
-            raise CheckpointingException(f"axis {axis} of {self.key} is not cut into equal blocks of {size}")
+            raise CheckpointValueError(f"axis {axis} of {self.key} is not cut into equal blocks of {size}")
 
         def scaled(values: Shape) -> Shape:
             return tuple(v // size * length if a == axis else v for a, v in enumerate(values))
@@ -305,12 +305,12 @@ def _grid_from_triples(key: str, block: Shape, triples: Iterable[Sequence[int]])
     fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
     for axis, index, count in triples:
         if not 0 <= axis < len(block) or index < 0 or count < 1 or index >= count:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Invalid rank offsets: (axis {axis}, index {index}, fragments {count}) of {key}; "
                 f"axis must be below {len(block)} and index below fragments"
             )
         if axis in seen:
-            raise CheckpointingException(f"Invalid rank offsets: axis {axis} of {key} is given twice")
+            raise CheckpointValueError(f"Invalid rank offsets: axis {axis} of {key} is given twice")
         seen.add(axis)
         fragments[axis], offset[axis] = count, index * block[axis]
     return _Grid(tuple(fragments), tuple(offset))
@@ -349,11 +349,11 @@ class ShardedObject(ShardedBase):
     def validate_metadata_integrity(self) -> None:
         """Raise `CheckpointingException` if shape and offset do not match. A size of -1 is unknown."""
         if len(self.global_shape) != len(self.global_offset):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Global shape {self.global_shape} and offset {self.global_offset} differ in length ({self.key})"
             )
         if any(o < 0 or o >= n != -1 for o, n in zip(self.global_offset, self.global_shape)):
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"Offset {self.global_offset} lies outside the grid of shape {self.global_shape} ({self.key})"
             )
 
@@ -381,7 +381,7 @@ class ShardedObject(ShardedBase):
                 raise ValueError
             offset, shape = (tuple(int(x) for x in p.split(".") if x) for p in parts[1:])
         except ValueError:
-            raise CheckpointingException(f"{unique_key!r} does not have the form key/shard_OFFSET_SHAPE") from None
+            raise CheckpointValueError(f"{unique_key!r} does not have the form key/shard_OFFSET_SHAPE") from None
         if len(shape) + 1 == len(offset):  # an early form of the name left the last size out
             shape = (*shape, -1)
         return cls(key, None, shape, offset, replica_id)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import local_tensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedObject, ShardedTensor, flat_bounds
@@ -130,7 +130,7 @@ def shard_by_spec(
     if isinstance(spec, Opaque):
         return ShardedObject(key, value, (1,), (0,), held.replica_if(held.has_first_element))
     if not isinstance(value, Tensor):
-        raise CheckpointingException(f"{key} is a {type(value).__name__}, not a tensor; declare it Opaque")
+        raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; declare it Opaque")
     tensor = local_tensor(value)
     match spec:
         case PerParam():
@@ -144,7 +144,7 @@ def shard_by_spec(
         case LayoutBound():
             return _layout_bound(held, tensor, key, spec.fingerprint)
         case LikeParam():
-            raise CheckpointingException(f"{key} is LikeParam: use make_sharded_optimizer_tensor")
+            raise CheckpointValueError(f"{key} is LikeParam: use make_sharded_optimizer_tensor")
 
 
 def _held(param: ShardedTensor | ShardedTensorFactory) -> _Held:
@@ -171,7 +171,7 @@ def _held_of_built(factory: ShardedTensorFactory) -> _Held:
     """A factory whose function does more than cut rows: it begins where one of its tensors begins."""
     built = factory.built_tensors()
     if not built or any(piece.prepend_axis_num for piece in built):
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"state of {factory.key} has a different shape from its parameter, and the rows that the factory's "
             f"function cuts are unknown; declare the factory by segments"
         )
@@ -204,12 +204,12 @@ def _per_param(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
 def _per_matrix(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
     axes = len(held.local_shape) - 2  # of the stack
     if axes < 0 or tuple(tensor.shape[:axes]) != held.local_shape[:axes]:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} has shape {tuple(tensor.shape)}; a state with one value per matrix of a parameter "
             f"{held.local_shape} must have a shape that begins with {held.local_shape[: max(axes, 0)]}"
         )
     if held.flat is not None and axes:
-        raise CheckpointingException(f"{key} has a value for each matrix: its parameter may not be a flat range")
+        raise CheckpointValueError(f"{key} has a value for each matrix: its parameter may not be a flat range")
     own = tuple(tensor.shape[axes:])
     shape = held.global_shape[held.prepended :][:axes] + own
     offset = held.own_offset[:axes] + (0,) * len(own)
@@ -225,9 +225,9 @@ def _reduced(held: _Held, tensor: Tensor, key: str, dims: tuple[int, ...]) -> Sh
     rank = len(held.local_shape)
     dims = tuple(d % rank for d in dims)
     if held.flat is not None:
-        raise CheckpointingException(f"{key} is reduced over axes {dims}: its parameter may not be a flat range")
+        raise CheckpointValueError(f"{key} is reduced over axes {dims}: its parameter may not be a flat range")
     if tuple(tensor.shape) != _without(held.local_shape, dims):
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} has shape {tuple(tensor.shape)}; {held.local_shape} without axes {dims} is "
             f"{_without(held.local_shape, dims)}"
         )
@@ -239,7 +239,7 @@ def _reduced(held: _Held, tensor: Tensor, key: str, dims: tuple[int, ...]) -> Sh
 def _block_scales(held: _Held, tensor: Tensor, key: str, block: int) -> ShardedTensor:
     own = held.global_shape[held.prepended :]
     if not own or own[-1] % block or held.own_offset[-1] % block or held.local_shape[-1] % block:
-        raise CheckpointingException(
+        raise CheckpointValueError(
             f"{key} has one scale per {block} elements of the last axis, which must divide the parameter {own}, the "
             f"block {held.local_shape} and its offset {held.own_offset}; choose a smaller block or another layout"
         )
@@ -266,7 +266,7 @@ def _flat_of_blocks(held: _Held, key: str, block: int) -> slice | None:
     if held.flat is None:
         return None
     if held.flat[0] % block or held.flat[1] % block:
-        raise CheckpointingException(f"{key}: flat range {held.flat} must begin and end on a multiple of {block}")
+        raise CheckpointValueError(f"{key}: flat range {held.flat} must begin and end on a multiple of {block}")
     return slice(held.flat[0] // block, held.flat[1] // block)
 
 

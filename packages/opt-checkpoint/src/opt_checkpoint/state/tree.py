@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointingException
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
@@ -85,13 +85,13 @@ def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
     if isinstance(state, dict) and state:
         for key, value in state.items():
             if not isinstance(key, str | int):
-                raise CheckpointingException(f"key {key!r} under {path_text(path)!r} must be a str or an int")
+                raise CheckpointValueError(f"key {key!r} under {path_text(path)!r} must be a str or an int")
             yield from leaves(value, (*path, key))
     elif isinstance(state, list) and holds_ours(state):
         for index, value in enumerate(state):
             yield from leaves(value, (*path, index))
     elif isinstance(state, tuple) and holds_ours(state):
-        raise CheckpointingException(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
+        raise CheckpointValueError(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
     else:
         yield Leaf(path, state)
 
@@ -172,7 +172,7 @@ def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], b
 
     def separated(path: Path, value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout is not torch.strided:
-            raise CheckpointingException(
+            raise CheckpointValueError(
                 f"{path_text((*at, *path))} has layout {value.layout}; only dense tensors can be stored, so pass "
                 f"tensor.to_dense()"
             )
