@@ -38,7 +38,8 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     for dtype in C_TYPES:
         same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
         if same and (sweep := compiled[dtype]) is not None:
-            of_dtype, zeros_of_dtype = _sums(sweep, list(map(in_memory_order, same)))
+            dense = [grad if grad.is_contiguous() else in_memory_order(grad) for grad in same]
+            of_dtype, zeros_of_dtype = _sums(sweep, dense)
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
             total, zeros = total + of_dtype, zeros + zeros_of_dtype
@@ -51,7 +52,7 @@ def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
 
 
 def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
-    """The sum of squares and the number of zeros of flat gradients of one dtype."""
+    """The sum of squares and the number of zeros of gradients of one dtype without holes in their memory."""
     numels = list(map(Tensor.numel, grads))
     table = array("q", [*map(Tensor.data_ptr, grads), *numels])
     row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)
