@@ -53,7 +53,7 @@ def test_a_precision_of_frozen_parameters_is_the_models() -> None:
 
 @pytest.mark.parametrize("last", [torch.bfloat16, torch.float32], ids=str)
 def test_ranks_agree_on_whether_a_precision_has_an_effect(last: torch.dtype) -> None:
-    """A rank without a bf16 parameter, such as a pipeline stage, is no reason if another rank has some."""
+    """A rank without a bf16 parameter, such as a pipeline stage, is accepted if another rank has some."""
 
     def rank_main(comm: ThreadComm) -> str:
         stage = Axes(dp=Alone(), tp=Alone())
