@@ -46,7 +46,7 @@ RECORDED: list[str] = []
 # Sessions of every night. With the default ones and those of ci.yml they run everything that tests.
 NIGHTLY = ["slow", "faults", "orders", "modes", "fuzz", "kernels", "trainers", "megatron", "jax", "s3", "checkout"]
 # Variables with which a test file runs all of what it samples by default.
-WHOLE = {"OPT_PARITY": "full", "OPT_WORLDS": "full", "OPT_EXITS": "full", "OPT_GRIDS": "full"}
+WHOLE = {"OPT_PARITY": "full", "OPT_WORLDS": "full", "OPT_GRIDS": "full"}
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]

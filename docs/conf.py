@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE / "make"), *(str(HERE.parent / name) for name in ("integration_tests/support", "examples"))]
+TESTS = HERE.parent / "integration_tests"
+sys.path[:0] = [str(HERE / "make"), str(TESTS / "support"), str(TESTS / "testing"), str(HERE.parent / "examples")]
 
 import generate  # noqa: E402  (of make/, which is only now on the path)
 

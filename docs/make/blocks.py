@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from programs import run_program
+from processes import run_program
 
 FENCED = re.compile(r"^(`{3,}|:{3,})([^\n]*)\n(.*?)^\1 *$", re.DOTALL | re.MULTILINE)
 RUN, WRITTEN = {"python", "console"}, {"toml", "ini"}

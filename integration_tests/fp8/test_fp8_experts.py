@@ -29,9 +29,9 @@ from fp8_experts import (
     whole_grads,
 )
 from fp8_training import fp8_params, stored
+from processes import Job, run_jobs
 from torch import Tensor
 from tp_model import comms_of, cut
-from worlds import Job, run_jobs
 
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fp8_training import SHAPES, build, fp8_params, make_model, set_grads, stored, train
 from parity import roles_over
+from processes import world_of_one
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -334,14 +334,11 @@ def test_what_one_rank_refuses_all_ranks_refuse() -> None:
 
 
 def test_fully_shard_dequantises_which_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with world_of_one():
         model = make_model("tensorwise")
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
         with pytest.raises(ConfigError, match="fully_shard and other DTensors store parameters dequantised"):
             get_optimizer(OptimizerConfig(bf16=True, fp8_recipe="tensorwise"), [model])
-    finally:
-        dist.destroy_process_group()
 
 
 def test_replicas_that_differ_in_codes_are_refused_or_take_the_first_ones() -> None:

@@ -8,8 +8,8 @@ an empty history.
 import pytest
 import resuming_on_grids as grids
 import torch
+from processes import Job, run_jobs
 from resuming_on_grids import Numbers, Run, Size
-from worlds import Job, run_jobs
 
 STEPS = 4  # after the save
 SAVED = Size(2, 2)

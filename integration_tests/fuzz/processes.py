@@ -1,103 +1,35 @@
-"""Ranks as gloo processes: a pool that is started once, so that imports are paid once; each case has a new world."""
+"""Ranks as gloo processes, with a group for every axis of a grid."""
 
-import atexit
-import os
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+import processes
 import torch.distributed as dist
-from installed_packages import read_entry_points_once
-from programs import fork_server
 
 from fuzz.cases import Grid, Place
 from fuzz.failed import Failed
-from opt_checkpoint.run.ranks import leave
 from opt_distributed.comm.groups import ProcessGroups
 
-TIMEOUT = timedelta(seconds=60)
-MAX_RANKS = 4
-
-
-class _Job(NamedTuple):
-    """A request to a worker."""
-
-    world: int  # number of the world, for its keys in the store
-    rank: int
-    size: int
-    rank_main: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-class Pool:
-    """Worker processes that form one world after another."""
-
-    def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = fork_server()
-        self._worlds = 0
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for _ in range(MAX_RANKS):
-            parent_end, worker_end = context.Pipe()
-            process = context.Process(target=_work, args=(worker_end, self.store.port), daemon=True)
-            process.start()
-            worker_end.close()
-            self._pipes.append(parent_end)
-            self._processes.append(process)
-
-    def run(self, size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
-        """The result of `rank_main(*args)` on each of `size` ranks of a new world; `Failed` where it raised."""
-        self._worlds += 1
-        for rank, pipe in enumerate(self._pipes[:size]):
-            pipe.send(_Job(self._worlds, rank, size, rank_main, args))
-        return [self._result(pipe) for pipe in self._pipes[:size]]
-
-    def close(self) -> None:
-        """Ends the workers."""
-        for process in self._processes:
-            process.kill()
-
-    def _result(self, pipe: Connection) -> Any:
-        try:
-            if pipe.poll(3 * TIMEOUT.total_seconds()):
-                return pipe.recv()
-        except (EOFError, OSError):
-            return Failed(kind="Died", text="the process ended", where="", is_consequence=False)
-        return Failed(kind="TimeoutError", text="the rank did not end: it hangs", where="", is_consequence=False)
-
-
-_pools: list[Pool] = []
+TIMEOUT = timedelta(seconds=processes.TIMEOUT_S)
 
 
 def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
-    """`Pool.run` on this process's pool, which is started when first needed and again after a hang."""
-    if not _pools:
-        _pools.append(Pool())
-        atexit.register(_pools[0].close)
-    results = _pools[0].run(size, rank_main, *args)
+    """Return the result of `rank_main(*args)` on each of `size` ranks of a new world, `Failed` where it raised."""
+    try:
+        results = processes.run_processes(size, _or_failed, rank_main, args)
+    except processes.RankError as error:
+        return [Failed(kind="RankError", text=str(error), where="", is_consequence=False)] * size
     if any(isinstance(result, Failed) for result in results):  # a collective may still be under way
-        _pools.pop().close()
+        processes.close_workers()
     return results
 
 
-def _work(pipe: Connection, port: int) -> None:
-    torch.set_num_threads(1)
-    read_entry_points_once()
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    while True:
-        job: _Job = pipe.recv()
-        prefixed = dist.PrefixStore(f"world {job.world}", store)
-        dist.init_process_group("gloo", store=prefixed, rank=job.rank, world_size=job.size, timeout=TIMEOUT)
-        try:
-            result = job.rank_main(*job.args)
-        except Exception as error:
-            result = Failed.of(error)
-        pipe.send(result)
-        leave(dist.group.WORLD)
+def _or_failed(rank_main: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return rank_main(*args)
+    except Exception as error:
+        return Failed.of(error)
 
 
 def process_groups(grid: Grid, rank: int) -> ProcessGroups:

@@ -12,7 +12,7 @@ from fuzz.failed import Failed
 from opt_distributed.comm.allocate import zeros
 from opt_distributed.comm.collectives import DONE, Alone, Comm, Op, Pending, Sizes
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World
+from opt_distributed.comm.threads import ThreadComm, World, run_threads
 
 TIMEOUT_S = 60.0
 
@@ -143,21 +143,19 @@ def run_ranks(grid: Grid, rank_main: Callable[[int, Roles, Comm], Any], *, late:
     A rank that fails stops the others. If `patient`, one that refuses does not, since every rank has to by itself.
     """
     groups = ThreadGroups(grid, late=late)
-    hangs = Failed(kind="TimeoutError", text="the rank did not end: it hangs", where="", is_consequence=False)
-    results: list[Any] = [hangs] * grid.size
 
-    def run(rank: int) -> None:
+    def run(comm: ThreadComm) -> Any:
         try:
-            results[rank] = rank_main(rank, groups.roles(rank), groups.embedding(rank))
+            return rank_main(comm.rank, groups.roles(comm.rank), groups.embedding(comm.rank))
         except Exception as error:
-            results[rank] = Failed.of(error)
-            if not (patient and results[rank].is_refusal):
+            failed = Failed.of(error)
+            if not (patient and failed.is_refusal):
                 groups.abort()
+            return failed
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(grid.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * TIMEOUT_S)
-    groups.abort()
-    return results
+    try:
+        return run_threads(grid.size, run)
+    except TimeoutError as error:
+        return [Failed(kind="TimeoutError", text=str(error), where="", is_consequence=False)] * grid.size
+    finally:
+        groups.abort()

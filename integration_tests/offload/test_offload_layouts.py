@@ -15,9 +15,9 @@ from fake_accelerator import DeferredRank, run_deferred
 from offloaded import ALL, HALF, built
 from on_device import NUM_ORDERS, SHAPES, SIZE, STEPS, Trained, equal, iterate, launched, outcome
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over, train
+from processes import Job, run_jobs
 from torch import Tensor, nn
 from tp_model import Grid, run_grid
-from worlds import Job, run_jobs
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import run_program
+from processes import run_program
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS

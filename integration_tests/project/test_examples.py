@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import run_program
+from processes import RankError, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -48,7 +48,7 @@ def test_the_gpt_trains_and_resumes_from_its_newest_checkpoint(tmp_path: Path) -
 
 
 def test_the_gpt_refuses_a_batch_that_ranks_cannot_share_equally(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="--batch 3 is not a multiple of the 2 ranks"):
+    with pytest.raises(RankError, match="--batch 3 is not a multiple of the 2 ranks"):
         torchrun("train_gpt.py", "--dir", tmp_path, "--batch", 3)
 
 

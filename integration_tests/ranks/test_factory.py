@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from factory_ranks import REFUSED, Asked, ask_everything, with_empty_ranks
+from processes import run_processes
+from tiny_model import make_model, weights
 from training import train_here
-from worlds import make_model, run_processes, weights
 
 from opt_config import OptimizerConfig
 
@@ -40,8 +41,6 @@ def test_a_rank_that_trains_nothing_has_the_result_of_those_that_do(
     size: int, empty: tuple[int, ...], config: OptimizerConfig, dtype: torch.dtype, bad_step: int
 ) -> None:
     ran = run_processes(size, with_empty_ranks, config, dtype, empty, bad_step)
-    for rank in ran:
-        assert not isinstance(rank, Exception), rank
     assert [rank.is_stub for rank in ran] == [rank in empty for rank in range(size)]
     for rank in ran[1:]:
         assert str(rank.results) == str(ran[0].results)  # as text: an infinite norm equals itself, a NaN too
@@ -74,10 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def asked(folder: Path) -> list[Asked]:
     """The results of two ranks."""
-    ranks = run_processes(2, ask_everything, str(folder))
-    for rank in ranks:
-        assert not isinstance(rank, Exception), rank
-    return ranks
+    return run_processes(2, ask_everything, str(folder))
 
 
 UNKNOWN = (

@@ -2,7 +2,7 @@
 
 import pytest
 from laid_out_ranks import raise_in_backward
-from worlds import run_processes
+from processes import run_processes
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])

@@ -18,7 +18,7 @@ from group_ranks import (
     train,
     train_alone,
 )
-from worlds import FSDP2_RUNS, Job, run_jobs
+from processes import FSDP2_RUNS, Job, run_jobs
 
 RUNS = [name for name in LAYOUTS if FSDP2_RUNS or ("fsdp" not in name and name != "hsdp")]
 RULES = {"adam": config(), "muon": config(optimizer="muon", muon_tp_mode="duplicated", muon_fp32_matmul_prec="highest")}

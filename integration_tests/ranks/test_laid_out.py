@@ -26,8 +26,8 @@ from cut_ranks import (
     two_axes,
 )
 from laid_out_ranks import config, train_fsdp, train_whole
+from processes import FSDP2_RUNS, Job, run_jobs
 from torch import Tensor
-from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_config import OptimizerConfig
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from programs import run_program
+from processes import run_program
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from cut_ranks import EVEN, UNEVEN, LayOut, Shapes, clip_attention, fsdp, fsdp_x_tp, hsdp, tp
+from processes import Job, run_jobs
 from torch import Tensor
-from worlds import Job, run_jobs
 
 CASES: dict[str, tuple[Shapes, LayOut]] = {
     "fsdp": (UNEVEN, fsdp),  # rows of heads are cut, and the last rank has fewer

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from group_ranks import STEPS, Mlp, train_alone
+from processes import Job, run_jobs
 from torch_ddp_ranks import KINDS, Ran, made_for, train
-from worlds import Job, run_jobs
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import Job, run_jobs
 from torch_checkpoint_ranks import DROP_INS, finished, resume_with_ours, save_with_ours
-from worlds import Job, run_jobs
 
 # Blocks of eight-bit state follow the shards: on other shards they round otherwise, by about one part in 127.
 TOLERANCE = {"drop-in, 8 bit": 1e-2}

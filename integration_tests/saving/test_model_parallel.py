@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from divided_model import Layout, cut, load_under_fsdp2, parts, place, save_and_resume_all, truth
-from worlds import run_processes
+from processes import run_processes
 
 DENSE = [Layout(tp=2, dp=2), Layout(dp=4), Layout(tp=4), Layout(pp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4)]
 MOE = [
@@ -32,8 +32,6 @@ def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, t
     kind, layouts, options = CASES[case]
     pairs = {saved: [saved, *((layouts[i:] + layouts)[1:3])] for i, saved in enumerate(layouts)}
     per_rank = run_processes(4, save_and_resume_all, kind, pairs, str(tmp_path), options)
-    for rank in per_rank:
-        assert not isinstance(rank, Exception), rank
     expected = truth(kind)
     rounding = {"rtol": 2e-2, "atol": 2e-2} if options.get("bf16") else {"rtol": 1e-5, "atol": 1e-6}
     for saved, layout in per_rank[0]:

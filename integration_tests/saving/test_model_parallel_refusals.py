@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_processes
 from torch import nn
 from unplaced_parts import REFUSED, ask_all
-from worlds import run_processes
 
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles

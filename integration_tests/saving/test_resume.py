@@ -13,10 +13,10 @@ import pytest
 import resuming_on_grids as grids
 import torch
 from pairs import covering
+from processes import FSDP2_RUNS, Job, run_jobs
 from resuming import AFTER, BEFORE, FSDP2, Case, begin, resume, run_and_save, train
 from resuming_on_grids import Numbers, Run, Size
 from tp_model import Grid
-from worlds import FSDP2_RUNS, Job, run_jobs
 
 from opt_distributed.comm.collectives import Alone
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Job, run_jobs
 from state_ranks import begin, resume, state_of, train_and_save
 from torch import nn
-from worlds import Job, run_jobs
 
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import OptimizerConfig, ParamKey

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import Job, run_jobs
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +32,6 @@ from torch_checkpoint_ranks import (
     save,
     save_sharded,
 )
-from worlds import Job, run_jobs
 
 from opt_checkpoint import load_optimizer
 

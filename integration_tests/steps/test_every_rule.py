@@ -8,8 +8,8 @@ from typing import NamedTuple
 import every_rule_ranks as ranks
 import pytest
 import torch
+from processes import Job, run_jobs
 from torch import Tensor
-from worlds import Job, run_jobs
 
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.optim import drop_in

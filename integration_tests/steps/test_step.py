@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from processes import Job, run_jobs
+from tiny_model import joined_batch, make_model, weights
 from torch import Tensor
 from training import overflow_on_one_rank, train_here, train_rank
-from worlds import Job, joined_batch, make_model, run_jobs, weights
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer

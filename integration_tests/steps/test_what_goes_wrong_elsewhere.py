@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from parity import LR, Net, grads_of, roles_over
+from processes import refusal
 from torch import Tensor, nn
-from worlds import refusal
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from parity import Held
+from processes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from tp_model import Part, cut, joined
-from worlds import mesh_of
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from processes import refusal
+from tiny_model import joined_batch, make_model, weights
 from torch import Tensor, nn
-from worlds import joined_batch, make_model, refusal, weights
 
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import Optimizer, ProcessGroups, get_optimizer, get_optimizer_based_on_param_groups

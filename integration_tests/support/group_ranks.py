@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from processes import mesh_of, refusal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from worlds import mesh_of, refusal
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tiny_model import Tiny, joined_batch, make_model, my_batch
 from torch.distributed.fsdp import fully_shard
-from worlds import Tiny, joined_batch, make_model, my_batch
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig

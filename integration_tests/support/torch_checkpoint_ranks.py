@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cut_ranks import Net
+from processes import mesh_of
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from worlds import mesh_of
 
 import opt_checkpoint
 from opt_checkpoint import sharded_model, sharded_optimizer

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from tiny_model import joined_batch, make_model, my_batch, weights
 from torch import Tensor
-from worlds import joined_batch, make_model, my_batch, weights
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import run_processes
+from processes import run_processes
 
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
@@ -25,14 +25,6 @@ needs_fsdp2 = pytest.mark.skipif(
 )
 
 
-def results(rank_main: Any, *args: Any) -> list[Any]:
-    found = run_processes(2, rank_main, *args)
-    for result in found:
-        if isinstance(result, Exception):
-            raise result
-    return found
-
-
 @pytest.mark.parametrize(
     "rank_main",
     [
@@ -45,7 +37,7 @@ def results(rank_main: Any, *args: Any) -> list[Any]:
 )
 def test_two_ranks_are_one_process_with_the_joined_batch(rank_main: Any, tmp_path: Path) -> None:
     alone = trainer_ranks.train_alone()
-    for unbroken, resumed in results(rank_main, tmp_path):
+    for unbroken, resumed in run_processes(2, rank_main, tmp_path, fresh=True):
         torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
         for name, weight in alone.weights.items():
             torch.testing.assert_close(unbroken.weights[name], weight, **CLOSE, msg=name)
@@ -54,12 +46,12 @@ def test_two_ranks_are_one_process_with_the_joined_batch(rank_main: Any, tmp_pat
 
 @needs_fsdp2
 def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_rule() -> None:
-    assert results(deferred_ranks.rules_after_fsdp2) == [["muon", "adam", "adam", "adam"]] * 2
+    assert run_processes(2, deferred_ranks.rules_after_fsdp2, fresh=True) == [["muon", "adam", "adam", "adam"]] * 2
 
 
 @needs_fsdp2
 def test_reading_the_optimizer_on_one_rank_before_the_first_step_raises_without_waiting() -> None:
-    first, second = results(deferred_ranks.one_rank_reads_built)
+    first, second = run_processes(2, deferred_ranks.one_rank_reads_built, fresh=True)
     assert "is not built" in first
     assert second == ""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from worlds import Job, run_jobs
+from processes import Job, run_jobs
 
 pytest.importorskip("megatron.core")  # `nox -s megatron` installs it
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import Job, run_jobs
+from processes import Job, run_jobs
 
 for package in ("torchtitan", "triton", "tyro", "spmd_types"):  # it imports triton and does not require it
     pytest.importorskip(package)

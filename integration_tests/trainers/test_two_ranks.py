@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import run_processes
+from processes import run_processes
 
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
@@ -29,10 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 def test_two_ranks_are_one_process_with_the_joined_batch(rank_main, tmp_path: Path) -> None:
     alone = trainer_ranks.train_alone()
     assert min(alone.norms) > 2 * trainer_ranks.MAX_NORM  # so that clipping matters at every step
-    for result in run_processes(2, rank_main, tmp_path):
-        if isinstance(result, Exception):
-            raise result
-        unbroken, resumed = result
+    for unbroken, resumed in run_processes(2, rank_main, tmp_path, fresh=True):
         if unbroken.norms:
             torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
         for name, weight in alone.weights.items():

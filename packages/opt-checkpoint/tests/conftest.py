@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,9 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks() -> RankPool:
     """Processes to be the ranks of small worlds, started when first needed and used again."""
-    pool = RankPool()
-    yield pool
-    pool.close()
+    return RankPool()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from checkpoint_ranks import load_as_ranks, save_as_ranks
+from processes import world_of_one
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -76,15 +76,12 @@ def test_the_first_position_of_a_repeated_parameter_wins() -> None:
 
 def test_a_dtensor_parameter_is_found_by_its_local_values() -> None:
     """From torch 2.13 on, to_local() of a parameter makes a new tensor at every call."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
+    with world_of_one():
         mesh = init_device_mesh("cpu", (1,))
         params = [torch.nn.Parameter(distribute_tensor(torch.ones(n, 2), mesh, [Shard(0)])) for n in (3, 4)]
         described = {str(i): sharded_like(str(i), param) for i, param in enumerate(params)}
         found = get_param_id_to_sharded_param_map(described, reversed(params))
         assert {index: entry.key for index, entry in found.items()} == {0: "1", 1: "0"}
-    finally:
-        dist.destroy_process_group()
 
 
 def test_parameters_are_matched_by_identity_wherever_they_are() -> None:

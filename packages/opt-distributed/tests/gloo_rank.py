@@ -1,15 +1,15 @@
-"""One rank of a gloo world, as the main function of a process; prints what it found."""
+"""Ranks of gloo worlds, and what they find."""
 
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import join_world
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -20,7 +20,6 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.groups import ProcessGroups
 from opt_distributed.finalize import finalize_model_grads
 
-TIMEOUT_S = 60.0
 SHORT_TIMEOUT_S = 1.0
 NUM_ITERATIONS = 3
 OVERLAP = DistributedDataParallelConfig(
@@ -91,15 +90,15 @@ def largest_difference(
     return max((a - b).abs().max().item() for a, b in zip(alone.parameters(), model.parameters(), strict=True))
 
 
-def trains() -> None:
+def trains() -> dict[str, bool]:
     """Every way of reducing, over all ranks and over a grid of two instances."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    print("overlap", largest_difference(OVERLAP, None) < 1e-12)
+    found = {"overlap": largest_difference(OVERLAP, None) < 1e-12}
     # Sums are rounded to fp32: 2^-24 of gradients below 1, in three iterations, of which a tenth counts.
     fp32 = replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)
-    print("fp32 sums", largest_difference(fp32, None) < 1e-7)
+    found["fp32 sums"] = largest_difference(fp32, None) < 1e-7
     plain = DistributedDataParallelConfig(use_distributed_optimizer=True, average_in_collective=True)
-    print("in the step", largest_difference(plain, None) < 1e-12)
+    found["in the step"] = largest_difference(plain, None) < 1e-12
     rows = [dist.new_group([2 * i, 2 * i + 1]) for i in range(size // 2)]
     columns = [dist.new_group(list(range(j, size, 2))) for j in range(2)]
     world = dist.group.WORLD
@@ -116,8 +115,9 @@ def trains() -> None:
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, num_distributed_optimizer_instances=2, bucket_size=100
     )
-    print("instances", largest_difference(config, groups) < 1e-12)
-    print("finalized", finalizes(rows[rank // 2], columns[rank % 2]))
+    found["instances"] = largest_difference(config, groups) < 1e-12
+    found["finalized"] = finalizes(rows[rank // 2], columns[rank % 2])
+    return found
 
 
 def finalizes(dp: dist.ProcessGroup, others: dist.ProcessGroup) -> bool:
@@ -138,25 +138,29 @@ def finalizes(dp: dist.ProcessGroup, others: dist.ProcessGroup) -> bool:
     return found <= want and len(found) >= 2 and model.expert_bias.tolist() == [0.5, -0.5]
 
 
-def trains_compiled() -> None:
+def trains_compiled() -> dict[str, bool]:
     """Overlap in both directions, with the wrapper, the module or its blocks compiled by torch.compile."""
-    print("wrapper", largest_difference(OVERLAP, None, after=compiled) < 1e-12)
-    print("module", largest_difference(OVERLAP, None, before=compiled) < 1e-12)
-    print("blocks", largest_difference(OVERLAP, None, before=compiled_blocks) < 1e-12)
-    print("blocks and wrapper", largest_difference(OVERLAP, None, before=compiled_blocks, after=compiled) < 1e-12)
+    differences = {
+        "wrapper": largest_difference(OVERLAP, None, after=compiled),
+        "module": largest_difference(OVERLAP, None, before=compiled),
+        "blocks": largest_difference(OVERLAP, None, before=compiled_blocks),
+        "blocks and wrapper": largest_difference(OVERLAP, None, before=compiled_blocks, after=compiled),
+    }
+    return {name: difference < 1e-12 for name, difference in differences.items()}
 
 
-def meets_no_peer(*, dies: bool) -> None:
-    """Rank 1 goes missing after the first iteration; rank 0 must name what it waited for.
+def meets_no_peer(rank: int, meeting: str, dies: bool) -> None:
+    """Rank 1 goes missing after the first iteration; rank 0 must name what it waited for, which it writes to a file.
 
     The timeout is short only for the one collective that cannot complete.
     """
+    join_world(rank, 2, meeting)
     ddp = DistributedDataParallel(OVERLAP, make_model(), groups=None)
     backward(ddp(samples(0, 1)).square().mean())
     ddp.finish_grad_sync()
     ddp.zero_grad_buffer()
     dist.barrier()
-    if dist.get_rank() == 1:
+    if rank == 1:
         if not dies:
             default_store().wait(["rank 0 has seen the error"])
         os._exit(0)
@@ -167,35 +171,7 @@ def meets_no_peer(*, dies: bool) -> None:
         backward(ddp(samples(0, 1)).square().mean())
         ddp.finish_grad_sync()
     except CollectiveError as error:
-        print("error", error)
-        print("unchanged", all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True)))
-    sys.stdout.flush()
+        unchanged = all(torch.equal(a, b) for a, b in zip(before, ddp.parameters(), strict=True))
+        Path(f"{meeting}.found").write_text(f"unchanged {unchanged}: {error}")
     default_store().set("rank 0 has seen the error", "")
     os._exit(0)  # the group is broken: no peer will answer its farewell
-
-
-SCENARIOS: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {
-        "trains": trains,
-        "trains compiled": trains_compiled,
-        "dies": lambda: meets_no_peer(dies=True),
-        "never comes": lambda: meets_no_peer(dies=False),
-    }
-)
-
-
-def main(scenario: str, rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT_S))
-    SCENARIOS[scenario]()
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # all results are printed; gloo's threads may abort a process that exits slowly
-
-
-def run(scenario: str, rank: int, size: int, port: int, output: str) -> None:
-    """Run a scenario as this rank. Write what it prints to `output`.out and `output`.err."""
-    for stream, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output + suffix, os.O_WRONLY | os.O_CREAT), stream)
-    main(scenario, rank, size, port)

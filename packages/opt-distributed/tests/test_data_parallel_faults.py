@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from data_parallel_net import over
+from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -89,9 +89,8 @@ def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """Of one rank, which suffices for placements."""
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    with world_of_one():
+        yield init_device_mesh("cpu", (1,))
 
 
 def test_a_parameter_that_is_laid_out_already_is_refused_on_every_rank(mesh: DeviceMesh) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
@@ -197,10 +198,8 @@ def test_groups_of_other_kinds_are_refused_on_every_rank() -> None:
 
 @pytest.fixture
 def gloo() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with world_of_one() as group:
+        yield group
 
 
 def test_gloo_is_refused_by_name(gloo: dist.ProcessGroup) -> None:

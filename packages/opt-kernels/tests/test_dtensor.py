@@ -1,15 +1,11 @@
-"""DTensor parameters: every rank updates its shard, and state dicts hold DTensors. Run as a program, it is one rank."""
+"""DTensor parameters: every rank updates its shard, and state dicts hold DTensors."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import run_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -98,10 +94,7 @@ def _check_matrices(mesh: DeviceMesh) -> None:
     optim.Muon(net).step()
 
 
-def _rank(rank: int, meeting: str) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=WORLD, timeout=timeout)
+def _rank() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
     # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
@@ -131,14 +124,7 @@ def _rank(rank: int, meeting: str) -> None:
     _check_matrices(mesh)
     with pytest.raises(ValueError, match="its norm spans ranks"):
         optim.AdamW([param], max_norm=1.0).step()
-    dist.destroy_process_group()
 
 
-def test_shards_move_as_the_whole_does(tmp_path: Path) -> None:
-    meeting = str(tmp_path / "world")
-    ranks = [subprocess.Popen([sys.executable, __file__, str(rank), meeting]) for rank in range(WORLD)]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0] * WORLD
-
-
-if __name__ == "__main__":
-    _rank(int(sys.argv[1]), sys.argv[2])
+def test_shards_move_as_the_whole_does() -> None:
+    run_processes(WORLD, _rank)

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from processes import world_of_one
 from torch import Tensor, nn
 
 from opt_kernels.quantized import RECIPES, QuantizationError, QuantizedTensor, is_quantized, quantize_linears_
@@ -223,9 +224,8 @@ def test_a_pickled_parameter_is_still_one() -> None:
 
 @pytest.fixture
 def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 @pytest.mark.parametrize("collective", [dist.all_reduce, lambda weight: dist.broadcast(weight, 0)], ids=["sum", "copy"])

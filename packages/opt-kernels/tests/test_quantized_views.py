@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from processes import world_of_one
 from torch import Tensor, nn
 
 from opt_kernels.quantized import QuantizationError, QuantizedTensor, quantize_linears_
@@ -187,13 +188,8 @@ def test_gradients_pass_through_views() -> None:
 
 
 def test_a_collective_cannot_write_a_view() -> None:
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        with pytest.raises(QuantizationError, match="would work on a dequantised copy"):
-            torch.distributed.broadcast(weight().detach().view(-1), 0)
-    finally:
-        torch.distributed.destroy_process_group()
+    with world_of_one(), pytest.raises(QuantizationError, match="would work on a dequantised copy"):
+        torch.distributed.broadcast(weight().detach().view(-1), 0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from models import Experts, Model, mark
+from processes import world_of_one
 from torch import nn
 
 from opt_config import ConfigError
@@ -196,12 +197,10 @@ def test_what_cannot_be_is_refused(overrides, message):
 
 @pytest.fixture
 def mesh() -> Iterator[object]:
-    from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
-    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
-    distributed.destroy_process_group()
+    with world_of_one():
+        yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
 
 
 def test_placements_are_read_as_plain_values(mesh):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import world_of_one
 from stack_models import backward, make_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -81,9 +81,8 @@ def test_the_command_line_refuses_a_precision_without_effect(
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import world_of_one
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -45,9 +45,8 @@ EXPECTED = {
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with world_of_one():
+        yield
 
 
 def test_an_unmarked_model_gives_muon_its_hidden_matrices_only(caplog: pytest.LogCaptureFixture) -> None:

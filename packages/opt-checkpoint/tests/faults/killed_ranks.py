@@ -6,12 +6,11 @@ import os
 import re
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import stores
-from checkpoint_ranks import fork_server, function_at, join_world, new_meeting
 from disks import dying_at
+from processes import join_world, new_meeting, start
 from states import state_at
 from stores import faulty
 
@@ -66,7 +65,7 @@ class DyingCopies(UnsyncedFiles):
 
 def save_tiers_and_die(rank: int, size: int, meeting: str, folder: str, victim: int) -> None:
     """Save step 1, then step 2, in the middle of whose replication one rank dies; exits 3 on a clean error."""
-    join_world(rank, size, meeting, timedelta(seconds=20))
+    join_world(rank, size, meeting, timeout_s=20)
     files = DyingCopies(rank, 2) if rank == victim else None
     node = f"node-{rank}"
     options = {"durable_every": 100, "keep_local": 2, "timeout_s": 20.0}
@@ -91,23 +90,15 @@ def save_at_once(folder: str, step: int, start_at: float) -> None:
     os._exit(0)
 
 
-def die_by_name(file: str, rank: int, size: int, meeting: str, folder: str) -> None:
-    """`die_while_loading` of a test file, which this process cannot import by name."""
-    function_at(file, "die_while_loading")(rank, size, meeting, folder)
-
-
 def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
     """Start a world, kill some of its ranks a while after its first commit, then the rest; exit codes by rank."""
-    meeting, server = new_meeting(folder.parent), fork_server()
-    arguments = (size, meeting, str(folder), background, 100_000)
-    processes = [server.Process(target=train_and_save, args=(rank, *arguments)) for rank in range(size)]
 
     def committed() -> set[str]:
         return {p.name for p in folder.glob("step-*")}
 
-    before = committed()
-    for process in processes:
-        process.start()
+    before, meeting = committed(), new_meeting(folder.parent)
+    arguments = (size, meeting, str(folder), background, 100_000)
+    processes = [start(train_and_save, rank, *arguments) for rank in range(size)]
     deadline = time.monotonic() + 60
     while committed() <= before and time.monotonic() < deadline:
         time.sleep(0.002)

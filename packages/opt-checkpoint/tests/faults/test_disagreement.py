@@ -6,14 +6,13 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, fork_server, join_world, new_meeting, save_as_ranks
+from checkpoint_ranks import RankPool, save_as_ranks
 from states import COLUMNS, ROWS, assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -35,7 +34,7 @@ from opt_checkpoint.dcp.save_planner import Common
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import die_by_name
+from processes import join_world, new_meeting, start
 
 
 def drop_shard(state: dict[str, Any]) -> None:
@@ -313,7 +312,7 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(ranks: RankPool, saved: Path) -
 
 
 def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
-    join_world(rank, size, meeting, timedelta(seconds=30))
+    join_world(rank, size, meeting, timeout_s=30)
     if rank == 1:
         ShardedLoadPlanner.finish_plan = lambda self, unexpected: os._exit(9)
     try:
@@ -324,10 +323,8 @@ def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
 
 
 def test_when_a_rank_dies_while_loading_the_others_raise(saved: Path) -> None:
-    meeting, server = new_meeting(saved.parent), fork_server()
-    processes = [server.Process(target=die_by_name, args=(__file__, r, 2, meeting, str(saved))) for r in range(2)]
-    for process in processes:
-        process.start()
+    meeting = new_meeting(saved.parent)
+    processes = [start(die_while_loading, rank, 2, meeting, str(saved)) for rank in range(2)]
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [7, 9]

@@ -19,8 +19,8 @@ from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from checkpoint_ranks import fork_server
 from killed_ranks import run_until_killed, save_and_die, save_at_once
+from processes import start
 
 
 def check_restart(folder: Path) -> int:
@@ -63,8 +63,7 @@ def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path:
     for call in calls if full else calls[::3]:
         folder = tmp_path / str(call)
         save(state_at(1, 0, 1), folder / step_name(1))
-        process = fork_server().Process(target=save_and_die, args=(str(folder), 2, call))
-        process.start()
+        process = start(save_and_die, str(folder), 2, call)
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
         renamed = counting.calls.index("rename") + 1 < call
@@ -75,9 +74,7 @@ def test_of_jobs_that_save_one_step_at_once_one_wins(tmp_path: Path, full: bool)
     for trial in range(20 if full else 3):
         folder = tmp_path / str(trial)
         start_at = time.time() + 0.5
-        jobs = [fork_server().Process(target=save_at_once, args=(str(folder), 7, start_at)) for _ in range(3)]
-        for job in jobs:
-            job.start()
+        jobs = [start(save_at_once, str(folder), 7, start_at) for _ in range(3)]
         for job in jobs:
             job.join(60)
         codes = sorted(job.exitcode for job in jobs)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, fork_server
+from checkpoint_ranks import RankPool
+from processes import start
 from states import assert_is_step, state_at
 from stores import FaultyClient, failing, faulty
 
@@ -278,8 +279,7 @@ def test_killed_before_any_request_the_newest_is_whole_and_the_next_save_clears_
     for number in numbers if full else (2, writing.index("create") + 1):
         bucket = ObjectPath.at(f"file://{tmp_path}/{number}")
         save(state_at(1, 0, 1), bucket / step_name(1))
-        process = fork_server().Process(target=save_to_store_and_die, args=(f"{tmp_path}/{number}", 2, number))
-        process.start()
+        process = start(save_to_store_and_die, f"{tmp_path}/{number}", 2, number)
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
         assert_resumes_from(bucket, 1)

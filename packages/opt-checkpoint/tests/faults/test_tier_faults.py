@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, fork_server, new_meeting
+from checkpoint_ranks import RankPool
+from processes import new_meeting, start
 from states import state_at
 
 from opt_checkpoint import (
@@ -130,12 +131,8 @@ def test_killed_in_the_middle_of_replication_the_step_before_is_resumed(
     tmp_path: Path, ranks: RankPool, victim: int
 ) -> None:
     """One rank dies while it writes the other's copy of step 2; the other one's copy may have arrived."""
-    jobs = []
     meeting = new_meeting(tmp_path)
-    for rank in (0, 1):
-        job = fork_server().Process(target=save_tiers_and_die, args=(rank, 2, meeting, str(tmp_path), victim))
-        job.start()
-        jobs.append(job)
+    jobs = [start(save_tiers_and_die, rank, 2, meeting, str(tmp_path), victim) for rank in (0, 1)]
     for job in jobs:
         job.join(90)
     assert jobs[victim].exitcode == -signal.SIGKILL

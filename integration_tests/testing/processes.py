@@ -1,0 +1,286 @@
+"""Ranks as processes: what threads cannot show, such as process groups, DTensors, FSDP2, lost ranks and exit statuses.
+
+- `run_processes` runs a function on every rank of a gloo world. Its workers are started once and used again.
+- `run_jobs` runs several functions in one world.
+- `run_program` runs a script as torchrun does.
+- `start` starts a process that a test may kill; `join_world` makes it a rank.
+
+All of them are forked from a server that has imported torch and our packages, and computed nothing: a started
+interpreter spends about five seconds on these imports. This module imports none of our packages.
+"""
+
+import atexit
+import gc
+import importlib.util
+import inspect
+import multiprocessing as mp
+import os
+import pickle
+import runpy
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from installed_packages import read_entry_points_once
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+TIMEOUT_S = 60
+ANSWER_S = 4 * TIMEOUT_S  # a collective gives up after one timeout; a world of many jobs takes its time
+PRELOADED = ["opt_stack", "opt_checkpoint", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
+# On torch 2.6 a model that FSDP2 sharded cannot run without a GPU; its parameters can be updated, saved and loaded.
+FSDP2_RUNS = hasattr(torch.cpu.Stream, "record_event")
+
+
+class RankError(RuntimeError):
+    """Ranks raised, died or hung; the message has their tracebacks."""
+
+
+class Job(NamedTuple):
+    """A program for the ranks of a world: a function and its arguments."""
+
+    rank_main: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+    """Run `rank_main(*args)` on `size` gloo ranks; return their results in rank order.
+
+    `rank_main` is a function at the top level of a file; it finds the world in `torch.distributed`. Arguments and
+    results are pickled. With `fresh`, nothing ran in the processes before, and nothing runs in them afterwards.
+
+    Raises:
+        RankError: a rank raised, died or hung.
+    """
+    if fresh:
+        close_workers()
+    answers = _workers.run(size, ByFile.of(rank_main, *args))
+    failed = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(answers) if not succeeded]
+    if fresh or failed:  # after a failure, a collective may still be under way
+        close_workers()
+    if failed:
+        raise RankError("\n".join(failed))
+    return [result for _, result in answers]
+
+
+def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
+    """Run the jobs in turn in one world. Results by job, then by rank."""
+    by_rank = run_processes(size, _all_jobs, dict(jobs))
+    return {name: [results[name] for results in by_rank] for name in jobs}
+
+
+def _all_jobs(jobs: Mapping[str, Job]) -> dict[str, Any]:
+    return {name: job.rank_main(*job.args) for name, job in jobs.items()}
+
+
+def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
+    """Run `python program *arguments` on `ranks` ranks, with torchrun's variables; return what they print, in turn.
+
+    They run in `folder`, by default in the folder in which this process was started.
+
+    Raises:
+        RankError: a rank failed; the message is the end of what it wrote to stderr.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        outputs = [Path(scratch) / str(rank) for rank in range(ranks)]
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
+        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
+        argv = [str(word) for word in (program, *arguments)]
+        processes = [
+            start(_launched, world | {"RANK": rank, "LOCAL_RANK": rank}, argv, output, folder)
+            for rank, output in enumerate(outputs)
+        ]
+        for process in processes:
+            process.join(ANSWER_S)
+            process.kill()
+        for process, output in zip(processes, outputs, strict=True):
+            errors = output.with_suffix(".err")
+            if process.exitcode != 0:
+                raise RankError(errors.read_text()[-3000:] if errors.exists() else f"exit status {process.exitcode}")
+        return "".join(output.with_suffix(".out").read_text() for output in outputs)
+
+
+def _launched(world: dict[str, object], argv: list[str], output: Path, folder: Path | None) -> None:
+    if folder is not None:
+        os.chdir(folder)
+    os.environ.update({name: str(value) for name, value in world.items()})
+    for stream, suffix in ((1, ".out"), (2, ".err")):
+        os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def start(main: Callable[..., Any], *args: Any) -> Any:
+    """Start a process that runs `main(*args)` and ends; a `multiprocessing.Process`, which the test may kill."""
+    process = fork_server().Process(target=_run_alone, args=(ByFile.of(main, *args),))
+    process.start()
+    return process
+
+
+def fork_server() -> Any:
+    """Return a context whose processes are as clean as spawned ones."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)  # those that are installed
+    return context
+
+
+def new_meeting(folder: Path) -> str:
+    """Return the name of a file in which the ranks of a new world find each other."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="world-") as file:
+        return file.name
+
+
+def join_world(rank: int, size: int, meeting: str, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Make this process, which the test started, a rank of a gloo world."""
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
+
+
+@contextmanager
+def world_of_one() -> Iterator[dist.ProcessGroup]:
+    """Make this process a gloo world of size one: enough for meshes, DTensors and refusals."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@cache
+def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return the same mesh for all models of a world: making one takes longer than a step, and slows what follows."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def refusal(build: Callable[[], object]) -> str:
+    """Return the message of the ValueError that `build` raises on this rank, or "built" if it raises none."""
+    try:
+        build()
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+class ByFile(NamedTuple):
+    """A function and its last arguments, for a process that cannot import the file: pytest imports files by path."""
+
+    module: str
+    file: str
+    name: str
+    pickled: bytes
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], *args: Any) -> "ByFile":
+        file = inspect.getsourcefile(function)
+        assert file is not None
+        return cls(function.__module__, file, function.__name__, pickle.dumps(args))
+
+    def __call__(self, *first: Any) -> Any:
+        if self.module not in sys.modules:
+            spec = importlib.util.spec_from_file_location(self.module, self.file)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[self.module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[self.module])
+        # Only now: the arguments may be of classes of this file.
+        return getattr(sys.modules[self.module], self.name)(*first, *pickle.loads(self.pickled))
+
+
+def _run_alone(main: ByFile) -> None:
+    torch.set_num_threads(1)
+    main()
+
+
+class _Workers:
+    """Processes that form one world after another. More are started when a world needs them."""
+
+    def __init__(self) -> None:
+        self._store: dist.TCPStore | None = None
+        self._num_worlds = 0
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(self, size: int, rank_main: ByFile) -> list[tuple[bool, Any]]:
+        if self._store is None:
+            # It listens before anybody asks: on torch 2.6 a rank that comes too early may wait for half a minute.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        while len(self._workers) < size:
+            ours, theirs = fork_server().Pipe()
+            process = fork_server().Process(target=_serve, args=(theirs, self._store.port), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        self._num_worlds += 1
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((self._num_worlds, rank, size, rank_main))
+        return [self._answer(pipe) for _, pipe in self._workers[:size]]
+
+    def close(self) -> None:
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()
+        self._store = None
+
+    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
+        try:
+            if not pipe.poll(ANSWER_S):
+                return False, f"no answer in {ANSWER_S} s: it hangs"
+            succeeded, answer = pipe.recv()
+        except (EOFError, OSError):
+            return False, "the process ended without a result"
+        return succeeded, pickle.loads(answer) if succeeded else answer
+
+
+_workers = _Workers()
+
+
+@atexit.register
+def close_workers() -> None:
+    """End the workers; the next world starts new ones."""
+    _workers.close()
+
+
+def _serve(pipe: Connection, port: int) -> None:
+    """Be a rank of one world after another, until killed."""
+    torch.set_num_threads(1)
+    read_entry_points_once()
+    os.environ.update(GLOO_SOCKET_IFNAME="lo")
+    gc.freeze()  # what was imported; looking through it after each world would take longer than most worlds
+    store, timeout = dist.TCPStore("127.0.0.1", port, is_master=False), timedelta(seconds=TIMEOUT_S)
+    while True:
+        world, rank, size, rank_main = pipe.recv()
+        try:
+            prefixed = dist.PrefixStore(f"world {world}", store)
+            dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=size, timeout=timeout)
+            answer = (True, pickle.dumps(rank_main()))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+        _leave()
+
+
+def _leave() -> None:
+    """Destroy the world, and free what refers to its groups, so that peers that wait for this rank raise."""
+    mesh_of.cache_clear()
+    # On torch 2.6, gloo's threads need the GIL to free a finished message, but destroying a group waits for them while
+    # it has the GIL. Sleeping first gives them the GIL.
+    time.sleep(0.01)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
