@@ -1,0 +1,58 @@
+"""Planted faults: every kind is drawn and can be compiled, and a fault is noticed or named."""
+
+from pathlib import Path
+
+import plant_faults
+import pytest
+
+SOURCE = """
+def scaled(values: list[int], count: int = 2) -> list[int]:
+    found = [value * 3 for value in values[1:] if value > 0]
+    if len(found) == count:
+        found.append(pow(count, 3))
+    return found
+"""
+TEST = """
+from opt_x.scaling import scaled
+def test_scaled():
+    assert scaled([7, 1, 2]) == [3, 6, 8]
+"""
+
+
+def test_every_kind_of_fault_is_found_and_changes_what_runs() -> None:
+    faults = plant_faults.faults_in(SOURCE, "x.py")
+    assert {fault.kind for fault in faults} == {
+        *("comparison", "arithmetic", "constant", "dropped statement", "swapped arguments", "negated condition"),
+        "slice",
+    }
+    for fault in faults:
+        changed = plant_faults.planted(SOURCE, fault)
+        assert changed != SOURCE
+        compile(changed, "x.py", "exec")
+    assert all("list[int]" not in fault.before for fault in faults)  # annotations
+
+
+def test_a_fault_of_a_seed_is_the_same_in_every_run() -> None:
+    faults = [plant_faults.draw(plant_faults.ROOT, 3, number) for number in (0, 1, 0)]
+    assert faults[0] == faults[2] != faults[1]
+
+
+def test_a_fault_is_noticed_by_a_test_that_passes_without_it_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    sources = repository / "packages/opt-x/src/opt_x"
+    (tests := repository / "packages/opt-x/tests").mkdir(parents=True)
+    sources.mkdir(parents=True)
+    (sources / "scaling.py").write_text(SOURCE)
+    (tests / "test_scaling.py").write_text(TEST)
+    (tests / "test_broken.py").write_text("def test_broken():\n    assert 'scaled' == ''\n")
+    monkeypatch.setattr(plant_faults, "ROOT", tmp_path)
+    monkeypatch.setattr(plant_faults, "copied_files", lambda root: [])
+    tree = plant_faults.Tree(repository)
+    by_text = {f.before + " -> " + f.after: f for f in plant_faults.faults_in(SOURCE, str(sources / "scaling.py"))}
+    found = {text: tree.noticed_by(by_text[text]) for text in ("value * 3 -> (value / 3)", "value > 0 -> (value >= 0)")}
+    assert found == {
+        "value * 3 -> (value / 3)": "packages/opt-x/tests/test_scaling.py::test_scaled",
+        "value > 0 -> (value >= 0)": "",
+    }
