@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from inspect import ismodule
 from typing import Any
 
+import tiers
 from installed_packages import read_entry_points_once
 
 pytest_plugins = ["outcomes"]  # of integration_tests/support: the markers, and the record of what ran
@@ -31,6 +32,11 @@ if find_spec("hypothesis") is not None:  # some GPU machines have pytest only
 
 def pytest_report_header() -> str:
     return f"torch: {torch.__version__ if find_spec('torch') is not None else 'not installed'}"
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int) -> None:
+    if exitstatus and not tiers.NIGHT:
+        terminalreporter.write_line(f"grids are sampled: OPT_SEED={tiers.SEED} draws the same cases again")
 
 
 def pytest_collection_finish() -> None:

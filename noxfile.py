@@ -43,10 +43,21 @@ FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reord
 # What each run of `tests` writes: the tests that it ran, skipped and deselected. Judged only if this process ran all.
 OUTCOMES = ".nox/outcomes/{}.json"
 RECORDED: list[str] = []
-# Sessions of every night. With the default ones and those of ci.yml they run everything that tests.
-NIGHTLY = ["slow", "faults", "orders", "modes", "fuzz", "kernels", "trainers", "megatron", "jax", "s3", "checkout"]
-# Variables with which a test file runs all of what it samples by default.
-WHOLE = {"OPT_PARITY": "full", "OPT_WORLDS": "full", "OPT_GRIDS": "full"}
+# All folders of tests, in parts that take less than an hour or two at night. Everything of them runs then, and whole.
+PARTS = {
+    "packages": [
+        f"packages/opt-{name}/tests" for name in ("config", "scheduler", "paramgroups", "distributed", "stack")
+    ],
+    "checkpoint": ["packages/opt-checkpoint/tests"],
+    "kernels": ["packages/opt-kernels/tests", "kernels"],
+    "device": [f"integration_tests/{name}" for name in ("device", "offload")],
+    "steps": [f"integration_tests/{name}" for name in ("fp8", "ranks", "saving", "steps")],
+    "modes": ["integration_tests/modes"],
+    "fuzz": ["integration_tests/fuzz"],
+    "project": ["integration_tests/project"],
+}
+# What `nightly` runs besides: planted faults, and tests that need other environments.
+OTHER_NIGHTLY = ["planted", "trainers", "megatron", "jax", "s3", "checkout"]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
 # Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
@@ -163,18 +174,38 @@ def tests(session: nox.Session, package: str) -> None:
     """The tests: each package with only its declared dependencies, then everything together.
 
     If all of it ran, a test that was skipped everywhere is a failure: integration_tests/support/outcomes.py.
+    `-- --changed` runs only the tests that name what was changed since `main`.
     """
+    folders = ["kernels", "integration_tests"] if package == "all" else [f"packages/{package}/tests"]
+    if "--changed" in session.posargs:
+        session.posargs.remove("--changed")
+        folders = changed_tests(session, folders)
+        session.posargs.append("-x")
     if package != "all":
         install(session, *requirements(package))
-        run_recorded(session, package, *TWO_AT_A_TIME, f"packages/{package}/tests")
+        run_recorded(session, package, *TWO_AT_A_TIME, *folders)
         return
-    install(session, groups=("test", "kernels", "lint", "extras", "docs"))
+    install(session, groups=("test", "kernels", "lint", "extras"))
     session.run("lint-imports", "--no-cache")
-    run_recorded(session, "together", *FILE_BY_FILE, "kernels", "integration_tests")
-    folders = [f"packages/{name}/tests" for name in PACKAGES]
-    run_recorded(session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *folders)
+    run_recorded(session, "together", *FILE_BY_FILE, *folders)
+    if session.posargs:
+        return
+    run_recorded(
+        session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *(f"packages/{name}/tests" for name in PACKAGES)
+    )
     if {*PACKAGES, "together", "extras"} <= {*RECORDED}:
         session.run("python", "integration_tests/support/outcomes.py", *map(OUTCOMES.format, RECORDED))
+
+
+def changed_tests(session: nox.Session, folders: list[str]) -> list[str]:
+    """The test files below the folders that name what was changed since `main`; skips the session if there are none."""
+    sys.path.insert(0, str(ROOT / "integration_tests" / "project"))
+    from naming import changed_files, files_naming
+
+    found = files_naming(ROOT, changed_files(ROOT))
+    if not (wanted := [test for test in found if test.startswith(tuple(f"{folder}/" for folder in folders))]):
+        session.skip("no test here names what was changed")
+    return wanted
 
 
 @nox.session
@@ -211,25 +242,24 @@ def types(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def nightly(session: nox.Session) -> None:
-    """Everything that the default run samples or leaves out: hours. `.github/workflows/nightly.yml` runs each part."""
-    for part in NIGHTLY:
+    """Everything, whole: hours. `.github/workflows/nightly.yml` runs each part; a release needs it."""
+    for part in (*(f"whole({part})" for part in PARTS), *OTHER_NIGHTLY):
         session.notify(part)
 
 
-def files_with(*words: str) -> list[str]:
-    """The test files that contain one of the words."""
-    files = [*Path("packages").glob("*/tests/**/test_*.py"), *Path("integration_tests").glob("**/test_*.py")]
-    return sorted(str(file) for file in files if any(word in file.read_text() for word in words))
+@nox.session(default=False)
+@nox.parametrize("part", [*PARTS], ids=[*PARTS])
+def whole(session: nox.Session, part: str) -> None:
+    """A part of the tests at night: those marked `nightly` too, whole grids, thousands of seeds and orders."""
+    install(session, groups=("test", "kernels", "extras", "docs"))
+    session.run(*FILE_BY_FILE, "--nightly", *PARTS[part], *session.posargs)
 
 
 @nox.session(default=False)
-def slow(session: nox.Session) -> None:
-    """Tests that are marked `nightly`, and grids and counts that the default run samples, whole."""
-    install(session, groups=("test", "kernels", "extras", "docs"))
-    session.run(
-        *FILE_BY_FILE, "--nightly", "-m", "nightly", "packages", "integration_tests", "kernels", *session.posargs
-    )
-    session.run(*FILE_BY_FILE, *files_with(*WHOLE), *session.posargs, env=WHOLE)
+def planted(session: nox.Session) -> None:
+    """A hundred faults in the sources, drawn by a seed: at least 95 are noticed by the default tests."""
+    install(session, groups=("test", "kernels", "extras"))
+    session.run("python", "integration_tests/project/plant_faults.py", *session.posargs)
 
 
 @nox.session(default=False)
@@ -239,22 +269,10 @@ def docs(session: nox.Session) -> None:
     project = "integration_tests/project"
     readmes = [f"{project}/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
     readmes += map(str, sorted(Path("packages").glob("*/tests/test_do*s.py")))  # test_documents and test_doctests
-    session.run("pytest", "-n", "2", f"{project}/test_docs.py", "-k", "not builds", *readmes, *session.posargs)
+    session.run(
+        "pytest", "-n", "2", "--nightly", f"{project}/test_docs.py", "-k", "not builds", *readmes, *session.posargs
+    )
     session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "docs", "site")
-
-
-@nox.session(default=False)
-def integration(session: nox.Session) -> None:
-    """Only the tests of several packages and several processes."""
-    install(session)
-    session.run(*FILE_BY_FILE, "integration_tests", *session.posargs)
-
-
-@nox.session(default=False)
-def fuzz(session: nox.Session) -> None:
-    """2,000 random compositions against float64 on one process; `nox -s fuzz -- --fuzz-cases 5000` for more."""
-    install(session)
-    session.run("pytest", "-n", "2", "integration_tests/fuzz", *(session.posargs or ["--fuzz-cases", "2000"]))
 
 
 @nox.session(default=False)
@@ -366,7 +384,7 @@ def trainers(session: nox.Session) -> None:
     install(session, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
     program = "integration_tests/project/test_docs.py::test_the_program_for_the_trainer_trains"
-    session.run("pytest", program, *session.posargs)
+    session.run("pytest", "--nightly", program, *session.posargs)
 
 
 @nox.session(default=False)
@@ -398,14 +416,7 @@ def s3(session: nox.Session) -> None:
     session.run("pytest", "packages/opt-checkpoint/tests_s3", *session.posargs)
 
 
-# --- kernels, faults, figures -----------------------------------------------------------------------------------------
-
-
-@nox.session(default=False)
-def kernels(session: nox.Session) -> None:
-    """Triton numerics under the interpreter, and every kernel compiled for every target with the gates on it."""
-    install(session, "opt-kernels", groups=("test", "kernels"))
-    session.run("pytest", "kernels", "packages/opt-kernels/tests", *session.posargs, env={"OPT_TARGETS": "all"})
+# --- figures -----------------------------------------------------------------------------------------
 
 
 @nox.session(default=False)
@@ -429,31 +440,3 @@ def numbers(session: nox.Session) -> None:
     install(session, groups=("examples",))
     for options in ((), ("--report", "kernels/results")):
         session.run("python", "examples/which_numbers.py", *options, *session.posargs)
-
-
-@nox.session(default=False)
-def faults(session: nox.Session) -> None:
-    """Checkpoints under kill -9, corruption and full disks, at full counts."""
-    install(session, "opt-checkpoint")
-    session.run("pytest", "packages/opt-checkpoint/tests/faults", *session.posargs, env={"OPT_FAULTS": "full"})
-
-
-@nox.session(default=False)
-def orders(session: nox.Session) -> None:
-    """Wrapper, step, offload, staging and fp8 on a device that runs its work later, in thousands of random orders.
-
-    Takes about twenty minutes on two cores.
-    """
-    install(session)
-    session.run(*TWO_AT_A_TIME, *files_with("NUM_ORDERS"), *session.posargs, env={"OPT_ORDERS": "50"})
-
-
-@nox.session(default=False)
-def modes(session: nox.Session) -> None:
-    """The verdict on every combination of modes, wrapped or not, on one to four ranks; every legal one is trained on
-    two ranks, and every four values that go together on one to four.
-
-    Takes about ten minutes on two cores.
-    """
-    install(session)
-    session.run(*TWO_AT_A_TIME, "integration_tests/modes", *session.posargs, env={"OPT_MODES": "full"})

@@ -1,6 +1,6 @@
 """Parameters in fp8 on a device that runs its work later: the codes of a CPU, in every legal order of the work.
 
-`OPT_ORDERS` is the number of orders for each case.
+More orders at night.
 """
 
 from functools import partial

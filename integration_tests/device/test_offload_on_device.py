@@ -1,6 +1,6 @@
 """Offload to the host of a device that runs its work later: the bits are a CPU's, in every legal order of the work.
 
-`OPT_ORDERS` is the number of orders for each case.
+More orders at night.
 """
 
 from collections.abc import Callable

@@ -1,21 +1,21 @@
 """Snapshots for background saves, taken on a device whose work runs later: the values of their moment, in every order.
 
-`OPT_ORDERS` is the number of orders.
+More orders at night.
 """
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
+from tiers import NIGHT
 from torch import Tensor
 
 from opt_checkpoint import sharded_like
 from opt_checkpoint.run import staging
 from opt_checkpoint.run.staging import Staging
 
-NUM_ORDERS = max(12, int(os.environ.get("OPT_ORDERS", "12")))
+NUM_ORDERS = 50 if NIGHT else 12
 STEPS = 3
 
 

@@ -1,6 +1,6 @@
 """A step that stays on the device: the host reads nothing, work runs in any legal order, and the bits are a CPU's.
 
-`OPT_ORDERS` is the number of orders for each case.
+More orders at night.
 """
 
 from dataclasses import replace

@@ -1,10 +1,11 @@
 """Compositions of rule, numbers, sharding, groups and faults against float64 on one process; see the package."""
 
 import pytest
+from tiers import NIGHT
 
 from fuzz.running import check_seed
 
-BY_DEFAULT = 64  # `nox -s fuzz` runs 2,000
+BY_DEFAULT = 2000 if NIGHT else 64
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

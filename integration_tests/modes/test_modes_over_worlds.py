@@ -1,10 +1,9 @@
 """Every mode at 1 to 4 ranks, wrapped or not: the weights of one process, and the planned bytes. Ranks are threads.
 
-Cases that hold every pair of values; with `OPT_MODES=full` every four values.
+Cases that hold every pair of values; at night every four values.
 """
 
 import itertools
-import os
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -13,10 +12,10 @@ import pytest
 import torch
 from modes import Values, name_of
 from modes_over_worlds import Distance, Trained, alone, every_case, is_exact, train
-from pairs import covering
+from tiers import NIGHT, covering
 
 ALL = list(every_case())
-STRENGTH = 4 if os.environ.get("OPT_MODES") == "full" else 2
+STRENGTH = 4 if NIGHT else 2
 CASES = covering(ALL, dict.items, strength=STRENGTH)
 
 

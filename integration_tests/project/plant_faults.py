@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from naming import default_tests, named_in, names_of
+
 ROOT = Path(__file__).parents[2]
 NEEDED = 0.95
 STAGE_S = 1500  # a stage that takes longer hangs, which is noticed
@@ -157,17 +159,11 @@ def draw(root: Path, seed: int, number: int) -> Fault:
 
 def stages(root: Path, fault: Fault) -> list[list[str]]:
     """The files of default tests, from those that most likely notice the fault to all the rest."""
-    path = root / fault.file
-    package = Path(fault.file).parts[1]
-    names = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    words = {path.stem if path.stem != "__init__" else path.parent.name, *(n for n in names if not n.startswith("_"))}
-    word = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")
-    tests = sorted(root.glob("packages/*/tests/**/test_*.py"))
-    tests += sorted(root.glob("kernels/tests/test_*.py")) + sorted(root.glob("integration_tests/**/test_*.py"))
+    package, names = Path(fault.file).parts[1], names_of(root / fault.file)
     ordered: list[list[str]] = [[], [], [], []]
-    for test in tests:
-        is_far = f"packages/{package}/" not in str(test)
-        ordered[2 * is_far + (word.search(test.read_text()) is None)].append(str(test.relative_to(root)))
+    for test in default_tests(root):
+        is_far = not test.startswith(f"packages/{package}/")
+        ordered[2 * is_far + names.isdisjoint(named_in(root / test))].append(test)
     return [stage for stage in ordered if stage]
 
 

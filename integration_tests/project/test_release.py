@@ -129,6 +129,23 @@ def listed(source: str, name: str) -> list[str]:
     return found
 
 
+def parts() -> dict[str, list[str]]:
+    """The folders that each part of `nox -s nightly` runs."""
+    (value,) = re.findall(r"^PARTS = (\{.*?^\})$", (ROOT / "noxfile.py").read_text(), re.MULTILINE | re.DOTALL)
+    found: dict[str, list[str]] = eval(value)
+    return found
+
+
+def test_every_folder_of_tests_runs_at_night() -> None:
+    """In a part, or by name in a session with another environment."""
+    files = [*ROOT.glob("packages/*/tests*/**/test_*.py"), *ROOT.glob("kernels/**/test_*.py")]
+    files += ROOT.glob("integration_tests/**/test_*.py")
+    folders = tuple(f"{folder}/" for part in parts().values() for folder in part)
+    left = {str(file.relative_to(ROOT)) for file in files if not str(file.relative_to(ROOT)).startswith(folders)}
+    noxfile = (ROOT / "noxfile.py").read_text()
+    assert {file for file in left if str(Path(file).parent) not in noxfile} == set()
+
+
 def test_workflows_run_every_session_that_tests() -> None:
     yaml = pytest.importorskip("yaml")
     noxfile = (ROOT / "noxfile.py").read_text()
@@ -137,18 +154,21 @@ def test_workflows_run_every_session_that_tests() -> None:
     for path in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
         jobs = yaml.safe_load(path.read_text())["jobs"]
         for job in jobs.values():
+            if called := job.get("uses"):
+                assert (ROOT / called).exists()
+                continue
             values = job.get("strategy", {}).get("matrix", {})
-            named |= set(values.get("session", ()))
+            named |= {session.partition("(")[0] for session in values.get("session", ())}
             assert set(values.get("python", ())) <= set(listed(noxfile, "PYTHONS"))
             assert set(values.get("torch", ())) <= set(listed(noxfile, "TORCHES"))
             runs = "\n".join(step.get("run", "") for step in job["steps"])
             named |= set(re.findall(r'nox -s "?([a-z]\w*)', runs))
             assert set(job.get("needs", "").split()) <= set(jobs)
         if path.stem == "nightly":
-            assert values["session"] == listed(noxfile, "NIGHTLY")
+            assert values["session"] == [*(f"whole({part})" for part in parts()), *listed(noxfile, "OTHER_NIGHTLY")]
     assert named >= {"tests", "docs", "release", "matrix"}
     assert named <= sessions
     assert named >= {*listed(noxfile, "nox.options.sessions")}
     # Everything runs in a workflow but figures, parts of other sessions, and what a maintainer does.
-    by_hand = "bench leaderboard numbers quickstart integration wheels changelog nightly"
+    by_hand = "bench leaderboard numbers quickstart wheels changelog nightly"
     assert sessions - named == set(by_hand.split())

@@ -1,17 +1,16 @@
 """Any world, layout, numbers, rule and wrapping: the weights of one process on the joined batch. Ranks are threads."""
 
 import itertools
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from pairs import covering
 from parity import Case, Trained, dtypes, every_case, train, values_of
+from tiers import covering, sampled
 
 ALL = every_case()
-CASES = ALL if os.environ.get("OPT_PARITY") == "full" else covering(ALL, values_of, strength=2)
+CASES = sampled(ALL, values_of)
 
 # Between a mean of three ranks, or another order of a norm's sum, and one process lie a few fp32 roundings of the
 # gradient, 2**-23 relative each. Adam's and Muon's updates are of size lr = 0.02 whatever the gradient's, and move by

@@ -1,10 +1,9 @@
 """A saved run resumes on other layouts, dtypes, ranks and TP x DP grids: the same elements bit for bit, and the same
 losses; on the same ranks to the last bit, on others as near as summation order allows. Real processes over gloo.
 
-Pairs of values of the grids here; `OPT_WORLDS=full` loads every grid on every other one.
+Pairs of values of the grids here; at night every grid is loaded on every other one.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,10 +11,10 @@ from typing import NamedTuple
 import pytest
 import resuming_on_grids as grids
 import torch
-from pairs import covering
 from processes import FSDP2_RUNS, Job, run_jobs
 from resuming import AFTER, BEFORE, FSDP2, Case, begin, resume, run_and_save, train
 from resuming_on_grids import Numbers, Run, Size
+from tiers import sampled
 from tp_model import Grid
 
 from opt_distributed.comm.collectives import Alone
@@ -55,11 +54,9 @@ NUMBERS = {
 SAVED = [Size(tp, dp) for tp in (1, 2) for dp in (1, 2)]
 LOADED = [Size(tp, dp) for tp in range(1, 5) for dp in range(1, 5) if tp * dp <= 4]
 ALL_PAIRS = [(numbers, saved, loaded) for numbers in NUMBERS for saved in SAVED for loaded in LOADED]
-PAIRS = ALL_PAIRS
-if os.environ.get("OPT_WORLDS") != "full":
-    axes_of = lambda pair: enumerate((pair[0], *pair[1], *pair[2]))
-    same_grid = [pair for pair in ALL_PAIRS if pair[1] == pair[2]]
-    PAIRS = list(dict.fromkeys((*same_grid, *covering(ALL_PAIRS, axes_of, strength=2))))
+SAME_GRID = [pair for pair in ALL_PAIRS if pair[1] == pair[2]]
+AXES_OF = lambda pair: enumerate((pair[0], *pair[1], *pair[2]))
+PAIRS = list(dict.fromkeys((*SAME_GRID, *sampled(ALL_PAIRS, AXES_OF))))
 # bf16 runs only load on other grids, to save time.
 GOING_ON = [pair for pair in PAIRS if pair[0] == "fp32" or pair[1] == pair[2]]
 ON_GRIDS_NEAR = 5e-6  # sums in another order: a few units of 2**-22, the last place of a loss near 3

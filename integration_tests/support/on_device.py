@@ -1,7 +1,6 @@
 """Training of small models on the fake accelerator, for the tests of steps on a device."""
 
 import itertools
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -9,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from fake_accelerator import DeferredDevice
-from pairs import covering
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from tiers import NIGHT, sampled
 from torch import Tensor, nn
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
@@ -22,7 +21,7 @@ from opt_kernels.backends.grad_stats import GradStats
 from opt_kernels.works import Batch, Hyper
 from opt_stack import Optimizer, StepResult, get_optimizer
 
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "1"))
+NUM_ORDERS = 50 if NIGHT else 1
 STEPS = 4
 BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2
@@ -32,9 +31,9 @@ sweep_stats = stats.grad_stats
 
 
 def layouts() -> list[Case]:
-    """Layouts, precisions and wrappings on `SIZE` ranks, with clipping: every pair of values; all with `OPT_ORDERS`."""
+    """Layouts, precisions and wrappings on `SIZE` ranks, with clipping: every pair of values; all at night."""
     every = list(itertools.product(Spread, Numbers, Wrapping))
-    chosen = every if "OPT_ORDERS" in os.environ else covering(every, lambda values: values, strength=2)
+    chosen = sampled(every, lambda values: values)
     return [
         Case(
             size=SIZE,

@@ -9,6 +9,7 @@ the reason that they give for skipping.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -40,11 +41,13 @@ if not any(map(which, ("c++", "g++", "clang++"))):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("opt-stack")
-    group.addoption("--nightly", action="store_true", help="also run the tests that are marked nightly")
+    group.addoption("--nightly", action="store_true", help="run all tests, and whole what is sampled by default")
     group.addoption("--outcomes", type=Path, help="record in this file which tests ran, were skipped and deselected")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nightly"):
+        os.environ["OPT_NIGHTLY"] = "1"  # read by integration_tests/testing/tiers.py, when tests are imported
     if path := config.getoption("--outcomes"):
         config.pluginmanager.register(Outcomes(path))
 

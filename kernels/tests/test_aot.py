@@ -1,6 +1,6 @@
 """Every kernel passes its gates when compiled ahead of time, and each gate can fail.
 
-For sm_90 here; `OPT_TARGETS=all` compiles for every architecture.
+For sm_90 here; at night for every architecture.
 """
 
 import json
@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import NIGHT
 
 from opt_kernels.formulas.registry import FORMULAS
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 WORKBENCH = Path(__file__).parents[1]
-TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942") if os.environ.get("OPT_TARGETS") == "all" else ("sm_90",)
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942") if NIGHT else ("sm_90",)
 # A separate process, because this one may have defined kernels for Triton's interpreter, which compiles nothing.
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
 

@@ -1,9 +1,7 @@
 """The wrapper and the step's reductions on devices that run their work later: the same bits in every legal order.
 
-`OPT_ORDERS` is the number of orders for each program.
+More orders at night.
 """
-
-import os
 
 import pytest
 from deferred_training import (
@@ -16,8 +14,9 @@ from deferred_training import (
     whole_in_the_step,
     wrapped,
 )
+from tiers import NIGHT
 
-NUM_ORDERS = int(os.environ.get("OPT_ORDERS", "4"))
+NUM_ORDERS = 50 if NIGHT else 4
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
 WHOLE = {**SHARDED, "bucket_size": 128}

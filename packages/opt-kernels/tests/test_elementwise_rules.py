@@ -1,6 +1,6 @@
 """Adam, SGD and Lion: one contract for every rule, backend, size and dtype.
 
-Pairs of values of these; `OPT_GRIDS=full` runs all combinations.
+Pairs of values of these; all combinations at night.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,6 +1,6 @@
 """Works that elementwise rules take on every backend: layouts, cuts, skips, refusals.
 
-Pairs of rules, formats and backends; `OPT_GRIDS=full` runs all combinations.
+Pairs of rules, formats and backends; all combinations at night.
 """
 
 from collections.abc import Callable, Mapping

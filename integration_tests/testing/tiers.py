@@ -1,0 +1,40 @@
+"""The two tiers: the default run samples large grids, `pytest --nightly` runs everything that there is, whole."""
+
+import itertools
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+NIGHT = os.environ.get("OPT_NIGHTLY") == "1"  # set by the option --nightly
+SEED = int(os.environ.get("OPT_SEED", "5"))  # of samples; printed where a test fails
+
+
+def sampled(cases: Sequence[T], values: Callable[[T], Iterable[Hashable]]) -> list[T]:
+    """Return cases that hold every two values that occur together in any case; at night, all cases."""
+    return list(cases) if NIGHT else covering(cases, values, strength=2)
+
+
+def covering(cases: Sequence[T], values: Callable[[T], Iterable[Hashable]], *, strength: int) -> list[T]:
+    """Return cases in which every `strength` values occur together that do so in any case.
+
+    Each is the best of a few cases that hold a combination not yet covered, the rarest first. `values` returns those of
+    a case, each with the name of its axis.
+    """
+    draw = random.Random(SEED)
+    combinations_of = [list(itertools.combinations(values(case), strength)) for case in cases]
+    cases_of: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
+    for at, combinations in enumerate(combinations_of):
+        for combination in combinations:
+            cases_of[combination].append(at)
+    left, chosen = set(cases_of), []
+    for combination in sorted(cases_of, key=lambda combination: len(cases_of[combination])):
+        if combination in left:
+            of_it = cases_of[combination]
+            tried = draw.sample(of_it, min(len(of_it), 40))
+            best = max(tried, key=lambda at: len(left.intersection(combinations_of[at])))
+            chosen.append(cases[best])
+            left.difference_update(combinations_of[best])
+    return chosen
