@@ -252,7 +252,8 @@ def nightly(session: nox.Session) -> None:
 def whole(session: nox.Session, part: str) -> None:
     """A part of the tests at night: those marked `nightly` too, whole grids, thousands of seeds and orders."""
     install(session, groups=("test", "kernels", "extras", "docs"))
-    session.run(*FILE_BY_FILE, "--nightly", *PARTS[part], *session.posargs)
+    workers = TWO_AT_A_TIME if part in ("device", "modes", "fuzz") else FILE_BY_FILE  # few files of many cases
+    session.run(*workers, "--nightly", *PARTS[part], *session.posargs)
 
 
 @nox.session(default=False)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from processes import RankError, run_program
 
+pytestmark = pytest.mark.nightly
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def board(small_example: Callable[..., ModuleType]) -> ModuleType:
@@ -27,7 +29,6 @@ def finish(board: ModuleType, contender: object, directory: Path, best: float) -
     return rates
 
 
-@pytest.mark.nightly
 def test_every_contender_trains(board: ModuleType, tmp_path: Path) -> None:
     for contender in board.CONTENDERS:
         run = board.Run(contender, contender.lr, 0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from progress import Progress
 
+pytestmark = pytest.mark.nightly
 EXAMPLE = Path(__file__).parents[2] / "examples/quickstart.py"
 STEPS = 6
 

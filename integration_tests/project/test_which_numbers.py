@@ -8,13 +8,14 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def example(small_example: Callable[..., ModuleType]) -> ModuleType:
     return small_example("which_numbers", dim=32)
 
 
-@pytest.mark.nightly
 def test_every_format_trains_and_its_bytes_are_reported(
     example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

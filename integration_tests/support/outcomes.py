@@ -9,7 +9,6 @@ the reason that they give for skipping.
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -46,8 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--nightly"):
-        os.environ["OPT_NIGHTLY"] = "1"  # read by integration_tests/testing/tiers.py, when tests are imported
     if path := config.getoption("--outcomes"):
         config.pluginmanager.register(Outcomes(path))
 

@@ -3,12 +3,15 @@
 import itertools
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-NIGHT = os.environ.get("OPT_NIGHTLY") == "1"  # set by the option --nightly
+NIGHT = "--nightly" in sys.argv or "OPT_NIGHTLY" in os.environ
+if NIGHT:
+    os.environ["OPT_NIGHTLY"] = "1"  # for the workers of xdist, which have other arguments
 SEED = int(os.environ.get("OPT_SEED", "5"))  # of samples; printed where a test fails
 
 
