@@ -106,7 +106,8 @@ def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path 
         for process, output in zip(processes, outputs, strict=True):
             errors = output.with_suffix(".err")
             if process.exitcode != 0:
-                raise RankError(errors.read_text()[-3000:] if errors.exists() else f"exit status {process.exitcode}")
+                text = errors.read_text()[-3000:] if errors.exists() else ""
+                raise RankError(f"exit status {process.exitcode}\n{text}")
         return "".join(output.with_suffix(".out").read_text() for output in outputs)
 
 

@@ -8,13 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import RankError, run_program
 
 from opt_checkpoint import load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
@@ -38,12 +36,6 @@ def test_the_readmes_programs_run_and_its_commands_too(tmp_path: Path, monkeypat
     assert set(codes.values()) == {0}
 
 
-def start_train(folder: Path, world: Mapping[str, object]) -> subprocess.Popen[bytes]:
-    """The README's first program as one process; with torchrun's variables in `world`, as a rank."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in world.items()}}
-    return subprocess.Popen([sys.executable, folder / "train.py"], cwd=folder, env=env)
-
-
 def weights_at_the_end(folder: Path) -> dict[str, torch.Tensor]:
     index = read_index(folder / "train-run" / "step-000000200")
     weights = {key: torch.zeros(t.shape) for key, t in index.tensors.items() if key.startswith("model.")}
@@ -56,24 +48,16 @@ def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_pat
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.py").write_text(PROGRAMS[0])
-    # Two ranks that cannot end, killed after their first checkpoints; the kill may come in the middle of a save.
-    waiting = PROGRAMS[0].replace("    step += 1\n", "    step += 1\n    if step == 150:\n        time.sleep(600)\n")
-    (tmp_path / "killed/train.py").write_text(f"import time\n{waiting}")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
-    world = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-    world |= {"TORCHELASTIC_USE_AGENT_STORE": True}
-    ranks = [start_train(tmp_path / "killed", world | {"RANK": rank, "LOCAL_RANK": rank}) for rank in range(2)]
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed/train-run/step-000000040").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    for rank in ranks:
-        rank.kill()
-        rank.wait(30)
-    assert (tmp_path / "killed/train-run/step-000000040").exists()
+    # Two ranks that are killed at step 150, while a save of the background may be under way.
+    killed = PROGRAMS[0].replace("    step += 1\n", "    step += 1\n    if step == 150:\n        os._exit(9)\n")
+    (tmp_path / "killed/train.py").write_text(killed)
+    with pytest.raises(RankError, match="exit status 9"):
+        run_program(tmp_path / "killed/train.py", ranks=2, folder=tmp_path / "killed")
+    assert list((tmp_path / "killed/train-run").glob("step-*"))
     assert not (tmp_path / "killed/train-run/step-000000200").exists()
     (tmp_path / "killed/train.py").write_text(PROGRAMS[0])
     for name in ("killed", "whole"):  # both to the end, in one process
-        assert start_train(tmp_path / name, {}).wait(120) == 0
+        run_program(tmp_path / name / "train.py", folder=tmp_path / name)
     resumed, whole = (weights_at_the_end(tmp_path / name) for name in ("killed", "whole"))
     assert len(whole) == 4
     for key, weight in whole.items():  # averaging two equal gradients is exact

@@ -42,6 +42,7 @@ def check_restart(folder: Path) -> int:
     return steps[-1]
 
 
+@pytest.mark.nightly  # the moment is drawn
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, full: bool, background: bool) -> None:
     rng = random.Random(background)
@@ -70,6 +71,7 @@ def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path:
         assert check_restart(folder) == (2 if renamed else 1)
 
 
+@pytest.mark.nightly  # a race
 def test_of_jobs_that_save_one_step_at_once_one_wins(tmp_path: Path, full: bool) -> None:
     for trial in range(20 if full else 3):
         folder = tmp_path / str(trial)
