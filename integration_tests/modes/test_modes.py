@@ -21,6 +21,7 @@ def in_fp32(rule: str) -> Trained:
     return train({**{axis: next(iter(values)) for axis, values in AXES.items()}, "rule": rule}, ranks=1)
 
 
+@pytest.mark.nightly  # test_modes_over_worlds.py trains every mode by default
 @pytest.mark.parametrize("mode", cases(refused=False), ids=name_of)
 def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
     plain, found = in_fp32(mode["rule"]), train(mode)

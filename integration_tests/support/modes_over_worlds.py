@@ -47,7 +47,11 @@ IN_CODES = ("first", "second")  # the parameters in fp8, where the mode has some
 WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-10, **dict.fromkeys(IN_FP8, 2.0**-3)}
 # One more rounding of a moment, relative to the update.
 MOMENT_ROUNDING = {"fp32": 0.0, "bf16": 2.0**-7, "scaled fp16": 2.0**-9, "scaled fp8": 2.0**-2}
-# Of fp32 weights with fp32 moments: see `test_parity.ATOL`. SOAPMuon makes singular values equal, small ones too.
+# Of fp32 weights with fp32 moments. Between a mean of three ranks, or another order of a norm, and one process lie
+# a few fp32 roundings of the gradient, 2**-23 relative each. Updates are of size lr whatever the gradient, and move by
+# that fraction. SOAP's turn with the eigenvectors of its factors, by the same fraction over the gap between two
+# eigenvalues, which is 1e-3 of the largest in such matrices. AdaptiveMuon divides each element of an update by its own
+# size, so that small ones move more; SOAPMuon makes singular values equal, small ones too.
 RULE = {"adaptive_muon": 1e-4, "soap": 5e-4, "soap_muon": 1e-3}
 
 

@@ -1,8 +1,7 @@
-"""The parity grid: cases, the small model they train, and ranks as threads that train it."""
+"""A small model whose gradients are known to the bit, and ranks as threads that train it in a layout and format."""
 
-import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -46,13 +45,12 @@ class Wrapping(Enum):
     OVERLAP = "overlap"
 
 
-RULES = ("adam", "adam-l2", "sgd", "lion", "muon", "adaptive_muon", "soap")
 MATRIX_RULES = ("muon", "adaptive_muon", "soap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One point of the grid."""
+    """How the model is trained."""
 
     size: int  # ranks
     spread: Spread
@@ -66,11 +64,6 @@ class Case:
         return f"{self.rule}-{self.size}-{self.spread.value}-{self.numbers.value}-{clip}-{self.wrapping.value}"
 
     @property
-    def is_legal(self) -> bool:
-        """False for a matrix rule on flat shards, which the plan refuses (tested with the plans)."""
-        return not (self.rule in MATRIX_RULES and self.spread is Spread.FLAT)
-
-    @property
     def config(self) -> OptimizerConfig:
         numbers: dict[str, Any] = {
             Numbers.FP32: {},
@@ -80,8 +73,7 @@ class Case:
         }[self.numbers]
         sharded = self.spread is not Spread.REPLICATED
         return OptimizerConfig(
-            optimizer=self.rule.removesuffix("-l2"),
-            decoupled_weight_decay=not self.rule.endswith("-l2"),
+            optimizer=self.rule,
             lr=LR,
             weight_decay=WEIGHT_DECAY,
             clip_grad=MAX_NORM if self.clips else 0.0,
@@ -107,24 +99,13 @@ class Case:
     @property
     def alone(self) -> "Case":
         """The same training in one process."""
-        plain = {"size": 1, "spread": Spread.REPLICATED, "wrapping": Wrapping.PLAIN}
-        return Case(**{**{f.name: getattr(self, f.name) for f in fields(self)}, **plain})
+        return replace(self, size=1, spread=Spread.REPLICATED, wrapping=Wrapping.PLAIN)
 
     @property
     def is_exact(self) -> bool:
         """Whether bits must agree: an elementwise rule, a mean that is exact, and no clip coefficient, which comes from
         a norm that is summed in another order."""
         return self.rule not in MATRIX_RULES and self.size != 3 and not self.clips
-
-
-def every_case() -> list[Case]:
-    grid = itertools.product((1, 2, 3, 4), Spread, Numbers, RULES, (True, False), Wrapping)
-    names = [f.name for f in fields(Case)]
-    return [case for values in grid if (case := Case(**dict(zip(names, values, strict=True)))).is_legal]
-
-
-def values_of(case: Case) -> list[tuple[str, Any]]:
-    return [(f.name, getattr(case, f.name)) for f in fields(case)]
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
