@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from experts import Place
 from fp8_experts import (
     EP,
     GRIDS,
     SPREADS,
+    Place,
     Resumed,
     Trained,
     built,

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import experts
 import laid_out_ranks
 import pytest
 import torch
@@ -57,13 +56,6 @@ def test_tensor_parallel_ranks_have_the_step_without_offload(rule: str, mode: st
         found = run_grid(partial(tp_training.train, replace(config, **HALF)))
         assert all(map(same_bits, [one.weights for one in found], [one.weights for one in expected]))
         assert [one.norms for one in found] == [one.norms for one in expected]
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-@pytest.mark.parametrize("spread", experts.SPREADS)
-def test_experts_have_the_step_without_offload(spread: str, wrapped: bool) -> None:
-    """Compared with one process that holds everything, as without offload."""
-    experts.assert_step_of_one(experts.config(**experts.SPREADS[spread], **HALF), wrapped=wrapped)
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])

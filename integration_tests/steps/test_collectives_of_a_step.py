@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import SPREADS, config, norm_of, step_once
+from layouts import SPREADS, config, step_once
 from parity import SHAPES, Net, grads_of, roles_over
 from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import Optimizer, get_optimizer
 
 
@@ -153,32 +153,3 @@ class NotingRule:
         gathers = sum(call.kind == "all_gather" for call in self._comm.calls[last:])
         self._events.append(f"{self._name} after {gathers} gathers")
         self._rule.update_(*args, **kwargs)
-
-
-# --- several instances -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_two_instances_of_two_shards_have_the_weights_and_norm_of_one_process(wrapped: bool) -> None:
-    """Shards inside an instance, replicas between: gradients are means over four ranks, norms count one instance."""
-    instances, across = [World(2).comms() for _ in range(2)], [World(2).comms() for _ in range(2)]
-
-    def rank_main(comm: ThreadComm) -> tuple[float, list[Tensor]]:
-        instance, shard = divmod(comm.rank, 2)
-        axes = Axes(dp=instances[instance][shard], tp=Alone(), inter=across[shard][instance])
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
-        net = Net(torch.float32)
-        model: nn.Module = net
-        if wrapped:
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-            model = DistributedDataParallel(ddp, net, groups=roles)
-        optimizer = get_optimizer(config(use_distributed_optimizer=True), [model], {}, pg_collection=roles)
-        model(grads_of(0, comm.rank, 4)).backward()
-        return optimizer.step().grad_norm, [p.detach().clone() for p in net.parameters()]
-
-    net = Net(torch.float32)
-    step_once(config(), Alone(), net=net)
-    for norm, weights in run_threads(4, rank_main):
-        assert norm == pytest.approx(norm_of(SHAPES), rel=1e-6)
-        for got, want in zip(weights, net.parameters(), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)  # the clip coefficient's last bits

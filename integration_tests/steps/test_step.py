@@ -1,14 +1,13 @@
-"""The step against torch, against float64, and against itself on other numbers of ranks."""
+"""The step against torch and against float64, in one process; the fuzz compares ranks with one."""
 
 import math
 from typing import Any
 
 import pytest
 import torch
-from processes import Job, run_jobs
 from tiny_model import joined_batch, make_model, weights
 from torch import Tensor
-from training import overflow_on_one_rank, train_here, train_rank
+from training import train_here
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
@@ -128,88 +127,6 @@ def test_mains_of_16_bit_models_follow_float64(dtype: torch.dtype, config: Optim
     assert_close(mains, want, rtol=1e-5, atol=1e-6)
     for name, weight in weights(model).items():
         assert torch.equal(weight, mains[name].to(dtype)), name
-
-
-# --- more ranks -----------------------------------------------------------------------------------
-
-
-FP32_RUNS = {
-    "adamw": adamw(),
-    "no-clip": adamw(clip_grad=0.0),
-    "sgd": adamw(optimizer="sgd"),
-    "flat": adamw(use_distributed_optimizer=True),
-}
-BF16_RUNS = {
-    "bf16-replicated": adamw(bf16=True),
-    "bf16-flat": adamw(bf16=True, use_distributed_optimizer=True),
-}
-OVERFLOWS = {
-    f"{bad}-{'flat' if sharded else 'replicated'}": Job(
-        overflow_on_one_rank,
-        (
-            adamw(fp16=True, initial_loss_scale=64.0, hysteresis=2, use_distributed_optimizer=sharded),
-            torch.float16,
-            bad,
-        ),
-    )
-    for bad in (math.inf, math.nan)
-    for sharded in (False, True)
-}
-
-
-@pytest.fixture(scope="module")
-def two() -> dict[str, list[Any]]:
-    """The results of two ranks for all tests below."""
-    fp32 = {name: Job(train_rank, (config, 10, torch.float32)) for name, config in FP32_RUNS.items()}
-    bf16 = {name: Job(train_rank, (config, 10, torch.bfloat16)) for name, config in BF16_RUNS.items()}
-    return run_jobs(2, fp32 | bf16 | OVERFLOWS)
-
-
-@pytest.fixture(scope="module")
-def four() -> dict[str, list[Any]]:
-    return run_jobs(4, {name: Job(train_rank, (config, 10, torch.float32)) for name, config in FP32_RUNS.items()})
-
-
-@pytest.mark.parametrize("world", ["two", "four"])
-@pytest.mark.parametrize("name", FP32_RUNS)
-def test_any_number_of_ranks_gives_the_weights_of_one(name: str, world: str, request: pytest.FixtureRequest) -> None:
-    """Equal parts of a joined batch: the mean of the ranks' gradients is the joined one, up to summation order.
-
-    Adam divides by sqrt(v), so the noise of tiny gradients grows: hence an absolute tolerance of lr / 150.
-    """
-    want = train_here(FP32_RUNS[name], steps=10)
-    for got in request.getfixturevalue(world)[name]:
-        assert_close(got.weights, want.weights, rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("name", BF16_RUNS)
-def test_ranks_of_a_bf16_model_stay_equal_and_near_one_rank(name: str, two: dict[str, list[Any]]) -> None:
-    """Ranks see other bf16 activations than one rank on the joined batch, so near; among themselves, bit for bit."""
-    want = train_here(BF16_RUNS[name], steps=10, dtype=torch.bfloat16)
-    first, *others = two[name]
-    for other in others:
-        assert all(torch.equal(first.weights[name], other.weights[name]) for name in first.weights)
-    torch.testing.assert_close(first.norms, want.norms, rtol=5e-2, atol=0)
-    assert_close(first.weights, want.weights, rtol=5e-2, atol=3e-2)
-
-
-# --- overflow -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OVERFLOWS)
-def test_a_bad_gradient_on_one_rank_skips_the_step_on_all_and_changes_nothing(
-    name: str, two: dict[str, list[Any]]
-) -> None:
-    for rank in two[name]:
-        success, norm, _ = rank.result
-        assert success is False
-        assert not math.isfinite(norm)
-        for name, weight in rank.before["weights"].items():
-            assert torch.equal(weight, rank.after["weights"][name]), name
-        for index, state in rank.before["state"].items():
-            assert all(torch.equal(state[key], rank.after["state"][index][key]) for key in state)
-        assert rank.scales == [64.0, 64.0, 32.0, 16.0]  # one overflow is forgiven, every further one halves
 
 
 def test_without_a_loss_scale_a_nan_norm_is_refused_too() -> None:

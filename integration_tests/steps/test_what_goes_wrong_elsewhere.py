@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import LR, Net, grads_of, roles_over
+from parity import LR, Net, roles_over
 from processes import refusal
 from torch import Tensor, nn
 
@@ -54,36 +54,6 @@ def test_a_group_of_two_dtypes_keeps_each_parameters_own_state(flat: bool) -> No
         assert moments.numel() == numel * (1 if flat else 2)
         torch.testing.assert_close(moments, torch.full_like(moments, 0.1 * grad), rtol=1e-6, atol=0)
         assert all(("fp32_param" in state) == (name == "narrow") for state in found[name])
-
-
-@pytest.mark.parametrize("rule", ["sgd", "lion"])
-def test_sgd_and_lion_work_on_flat_shards(rule: str) -> None:
-    """Megatron-Core's distributed optimizer asserts that the rule is Adam, or has a function that makes its state."""
-
-    def rank_main(comm: ThreadComm) -> list[Tensor]:
-        net = Net(torch.float32)
-        flat = config(optimizer=rule, use_distributed_optimizer=comm.size > 1)
-        optimizer = get_optimizer(flat, [net], {}, pg_collection=roles_over(comm))
-        net(grads_of(0, comm.rank, comm.size)).backward()
-        assert optimizer.step().success
-        return [p.detach().clone() for p in net.parameters()]
-
-    (want,) = run_threads(1, rank_main)
-    for got in run_threads(2, rank_main):
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_layer_wise_muon_works_in_fp32() -> None:
-    """Megatron-Core leaves fp32 children unwrapped, and its first step raises for an attribute that they lack."""
-
-    def rank_main(comm: ThreadComm) -> bool:
-        net = Net(torch.float32)
-        muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
-        optimizer = get_optimizer(muon, [net], {}, pg_collection=roles_over(comm))
-        net(grads_of(0, comm.rank, comm.size)).backward()
-        return optimizer.step().success
-
-    assert run_threads(2, rank_main) == [True, True]
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])

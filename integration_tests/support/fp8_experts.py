@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from experts import Place
 from fp8_training import Stored, stored
 from parity import Held
 from torch import Tensor, nn
@@ -32,6 +31,16 @@ SPREADS: Mapping[str, dict[str, Any]] = {
     "flat": {"use_distributed_optimizer": True},
     "whole": {"optimizer": "muon", "muon_tp_mode": "duplicated", "use_layer_wise_distributed_optimizer": True},
 }
+
+
+class Place(NamedTuple):
+    """Where a rank is; a process that holds everything has one replica and all experts."""
+
+    tp: Comm
+    roles: Roles
+    experts: tuple[int, ...]
+    replica: int  # of num_replicas of the dense parameters
+    num_replicas: int
 
 
 class Net(nn.Module):
