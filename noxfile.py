@@ -162,10 +162,10 @@ def uninstall_packages(session: nox.Session, *, before: str) -> None:
 # --- what everybody runs ----------------------------------------------------------------------------------------------
 
 
-def run_recorded(session: nox.Session, name: str, *command: str) -> None:
-    """Run pytest, and record which tests it ran unless options of the user select some."""
-    session.run(*command, f"--outcomes={OUTCOMES.format(name)}", *session.posargs)
-    RECORDED.extend([name] * (not session.posargs))
+def run_recorded(session: nox.Session, name: str, *command: str, options: list[str]) -> None:
+    """Run pytest, and record which tests it ran unless options select some."""
+    session.run(*command, f"--outcomes={OUTCOMES.format(name)}", *options)
+    RECORDED.extend([name] * (not options))
 
 
 @nox.session
@@ -176,23 +176,22 @@ def tests(session: nox.Session, package: str) -> None:
     If all of it ran, a test that was skipped everywhere is a failure: integration_tests/support/outcomes.py.
     `-- --changed` runs only the tests that name what was changed since `main`.
     """
-    folders = ["kernels", "integration_tests"] if package == "all" else [f"packages/{package}/tests"]
-    if "--changed" in session.posargs:
-        session.posargs.remove("--changed")
-        folders = changed_tests(session, folders)
-        session.posargs.append("-x")
+    where = ["kernels", "integration_tests"] if package == "all" else [f"packages/{package}/tests"]
+    options = list(session.posargs)
+    if "--changed" in options:
+        options[options.index("--changed")] = "-x"
+        where = changed_tests(session, where)
     if package != "all":
         install(session, *requirements(package))
-        run_recorded(session, package, *TWO_AT_A_TIME, *folders)
+        run_recorded(session, package, *TWO_AT_A_TIME, *where, options=options)
         return
     install(session, groups=("test", "kernels", "lint", "extras"))
     session.run("lint-imports", "--no-cache")
-    run_recorded(session, "together", *FILE_BY_FILE, *folders)
-    if session.posargs:
+    run_recorded(session, "together", *FILE_BY_FILE, *where, options=options)
+    if "--changed" in session.posargs:
         return
-    run_recorded(
-        session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *(f"packages/{name}/tests" for name in PACKAGES)
-    )
+    folders = [f"packages/{name}/tests" for name in PACKAGES]
+    run_recorded(session, "extras", *TWO_AT_A_TIME, "-m", "needs_extra", *folders, options=options)
     if {*PACKAGES, "together", "extras"} <= {*RECORDED}:
         session.run("python", "integration_tests/support/outcomes.py", *map(OUTCOMES.format, RECORDED))
 
@@ -202,10 +201,10 @@ def changed_tests(session: nox.Session, folders: list[str]) -> list[str]:
     sys.path.insert(0, str(ROOT / "integration_tests" / "project"))
     from naming import changed_files, files_naming
 
-    found = files_naming(ROOT, changed_files(ROOT))
-    if not (wanted := [test for test in found if test.startswith(tuple(f"{folder}/" for folder in folders))]):
+    below = tuple(f"{folder}/" for folder in folders)
+    if not (found := [test for test in files_naming(ROOT, changed_files(ROOT)) if test.startswith(below)]):
         session.skip("no test here names what was changed")
-    return wanted
+    return found
 
 
 @nox.session
