@@ -246,15 +246,37 @@ def test_what_cannot_be_translated_is_refused_when_the_formula_is_built(
         Formula(name="refused", states=states, scalars=no_scalars, update=update)
 
 
-LIMIT = 3.0
+LIMITS = (3.0, 4.0)
 
 
 def reads_a_module(p: Any, g: Any, trace: Any) -> Any:
-    return p - LIMIT * g, trace
+    return p - LIMITS * g, trace
 
 
-def raises_to_a_power(p: Any, g: Any, trace: Any) -> Any:
-    return p - g**0.5, trace
+def recursive(x: Any) -> Any:
+    return recursive(x)
+
+
+def calls_a_recursive_helper(p: Any, g: Any, trace: Any) -> Any:
+    return p - recursive(g), trace
+
+
+def branching(x: Any) -> Any:
+    if x > 0:
+        x = -x
+    return x
+
+
+def calls_a_branching_helper(p: Any, g: Any, trace: Any) -> Any:
+    return p - branching(g), trace
+
+
+def calls_a_helper_of_another_arity(p: Any, g: Any, trace: Any) -> Any:
+    return p - branching(g, p), trace  # type: ignore[call-arg]
+
+
+def compares_in_a_chain(p: Any, g: Any, trace: Any) -> Any:
+    return where(g > 0 & p > 0, p - g, p), trace
 
 
 def reads_an_absent_state(p: Any, g: Any, trace: Any, peak: Any) -> Any:
@@ -262,7 +284,7 @@ def reads_an_absent_state(p: Any, g: Any, trace: Any, peak: Any) -> Any:
 
 
 def scalars_of_a_module(*, lr: float) -> dict[str, float]:
-    return {"lr": lr * LIMIT}
+    return {"lr": lr * LIMITS}
 
 
 def scalars_that_loop(*, lr: float) -> dict[str, float]:
@@ -305,13 +327,16 @@ DECLARED: Mapping[str, tuple[dict[str, Any], str]] = {
     "a number of a state's name": ({"numbers": (Number("trace", 1.0),)}, "has 'trace' as a state and as a number"),
     "a choice of a number's name": ({"choices": (Choice("lr", False),)}, "has 'lr' as a number and as a choice"),
     "a state called step": ({"states": (State("step"),), "update": steps}, "'step' as a state and as a reserved name"),
-    "a module's constant": ({"update": reads_a_module}, "reads LIMIT, which is not defined"),
-    "a module's constant in scalars": ({"scalars": scalars_of_a_module}, "reads LIMIT, which is not defined"),
+    "a module's constant": ({"update": reads_a_module}, "reads LIMITS, which is not defined"),
+    "a module's constant in scalars": ({"scalars": scalars_of_a_module}, "reads LIMITS, which is not defined"),
     "a comprehension in scalars": ({"scalars": scalars_that_loop}, "a formula may call"),
-    "a root as a power": ({"update": raises_to_a_power}, "calls power on elements"),
+    "a helper that calls itself": ({"update": calls_a_recursive_helper}, "does not call itself"),
+    "a helper that branches": ({"update": calls_a_branching_helper}, "a helper of a formula may contain assignments"),
+    "a helper of another arity": ({"update": calls_a_helper_of_another_arity}, "with 2 arguments; branching takes 1"),
+    "a chain of comparisons": ({"update": compares_in_a_chain}, r"to combine them, as in \(a > 0\) & \(b > 0\)"),
     "a state without its choice": (ABSENT, "reads peak, which is not defined"),
     "an expression that branches on elements": ({"update": chooses_with_if}, r"`if g > 0` branches on elements \(g\)"),
-    "a conjunction of elements": ({"update": asks_for_both}, r"branches on elements \(g, p\); .* where\(condition"),
+    "a conjunction of elements": ({"update": asks_for_both}, r"elements \(g, p\); .* with & and \|, in parentheses"),
     "a lambda": ({"update": lambda p, g, trace: (p, trace)}, "a lambda cannot be translated"),
     "a lambda in a function": ({"update": around()}, "a lambda cannot be translated"),
     "a decorated function": ({"update": decorated}, "decorated is decorated, which backends would ignore"),

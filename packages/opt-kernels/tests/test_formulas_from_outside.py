@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -19,10 +20,12 @@ from opt_kernels.formulas import (
     exp,
     floor,
     fma,
+    log,
     maximum,
     minimum,
     power,
     sign,
+    tanh,
     where,
 )
 from opt_kernels.hooks import CautiousUpdate, HookError, hooked
@@ -35,6 +38,9 @@ BACKENDS = [
     pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no working C++ compiler")),
     "triton",
 ]
+
+
+OF_DEVICES = [name for name, works in {"cpp": usable(), "triton": find_spec("triton") is not None}.items() if works]
 
 
 def moved(
@@ -149,6 +155,80 @@ def test_an_operator_that_formulas_lack_is_refused_with_another() -> None:
         Formula(name="halving", states=(), scalars=halving, update=plain)
     with pytest.raises(FormulaError, match="calls floor on elements, but only scalars may"):
         Formula(name="floors", states=(), scalars=only_lr, update=floors)
+
+
+KNEE, SLOPE, KIND = 0.75, -0.5, "soft"
+
+
+def bent(x: Any, y: Any) -> Any:
+    z = x * y
+    z += absolute(z) / KNEE
+    return z + x
+
+
+def softened(x: Any, limit: Any) -> Any:
+    size = absolute(x) + limit
+    return bent(x, size) / size if KIND == "soft" else x
+
+
+def by_tanh(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * (tanh(g * 3) + tanh(g / 1000) + tanh(g * 100))
+
+
+def by_exp_and_log(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * (exp(-absolute(g)) + log(KNEE + absolute(g)))
+
+
+def by_powers(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * (power(absolute(g), 0.25) + (absolute(p) + 0.1) ** SLOPE + pow(g, 5) + absolute(g) ** lr)
+
+
+def by_helpers(p: Any, g: Any, *, lr: Any) -> Any:
+    return p - lr * softened(g, KNEE) - (softened(p, lr) if lr > 0.05 else g)
+
+
+def by_masks(p: Any, g: Any, *, lr: Any) -> Any:
+    return where((g > 0) & (p > 0) | (softened(p, KNEE) < SLOPE), p - lr * g, p)
+
+
+def in_torch(name: str, p: torch.Tensor, g: torch.Tensor, lr: float) -> torch.Tensor:
+    def soft(x: torch.Tensor, limit: float) -> torch.Tensor:
+        size = x.abs() + limit
+        return (x * size + (x * size).abs() / 0.75 + x) / size
+
+    match name:
+        case "by_tanh":
+            return p - lr * ((g * 3).tanh() + (g / 1000).tanh() + (g * 100).tanh())
+        case "by_exp_and_log":
+            return p - lr * ((-g.abs()).exp() + (0.75 + g.abs()).log())
+        case "by_powers":
+            return p - lr * (g.abs() ** 0.25 + (p.abs() + 0.1) ** -0.5 + g**5 + g.abs() ** lr)
+        case "by_helpers":
+            return p - lr * soft(g, 0.75) - soft(p, lr)
+    return torch.where((g > 0) & (p > 0) | (soft(p, 0.75) < -0.5), p - lr * g, p)
+
+
+@pytest.mark.parametrize("update", [by_tanh, by_exp_and_log, by_powers, by_helpers, by_masks])
+def test_functions_helpers_and_constants_are_those_of_plain_torch_on_every_backend(update: Any) -> None:
+    """In float64 up to rounding on the backends that have it; in float32 with the same bits on all of them."""
+    formula = Formula(name=update.__name__, states=(), scalars=only_lr, update=update)
+    for backend in ("reference", "torch"):
+        generator = torch.Generator().manual_seed(0)
+        p, g = (torch.randn(1000, generator=generator, dtype=torch.float64) for _ in range(2))
+        wanted = in_torch(update.__name__, p, g, 0.1)
+        elementwise(formula, backend=backend).update_([Batch(Hyper(lr=0.1), [Work(grad=g, main=p, state={})])])
+        torch.testing.assert_close(p, wanted, rtol=1e-13, atol=1e-13)
+    found = {backend: moved(formula, backend) for backend in ("reference", "torch", *OF_DEVICES)}
+    for step, wanted in enumerate(found["reference"]):
+        assert all(torch.equal(moves[step], wanted) for moves in found.values())
+
+
+def test_a_backend_that_lacks_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("opt_kernels.backends.triton.kernels", exc_type=ImportError)
+    monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
+    formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
+    with pytest.raises(FormulaError, match="the triton backend has no tanh"):
+        moved(formula, "triton")
 
 
 def counting_scalars(*, lr: float, step: float) -> dict[str, float]:

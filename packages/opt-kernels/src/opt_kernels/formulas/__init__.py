@@ -17,6 +17,7 @@ from opt_kernels.formulas.functions import (
     q_pochhammer,
     sign,
     sqrt,
+    tanh,
     where,
 )
 from opt_kernels.formulas.numbers import Choice, Number, NumberError
@@ -24,5 +25,5 @@ from opt_kernels.formulas.syntax import FormulaError
 
 __all__ = [
     "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor", "fma", "log",
-    "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "where",
+    "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "tanh", "where",
 ]  # fmt: skip

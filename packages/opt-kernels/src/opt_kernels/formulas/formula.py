@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.literals import for_torch
+from opt_kernels.formulas.literals import for_host, for_torch
 from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
 from opt_kernels.formulas.syntax import FormulaError, body_of, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
@@ -289,7 +289,7 @@ class Formula:
             value = number_of(hyper, name, self)
             numbers[name] = value if isinstance(value, bool | str) else float(value)
         try:
-            return {name: float(value) for name, value in self.scalars(**numbers).items()}
+            return {name: float(value) for name, value in for_host(self.scalars)(**numbers).items()}
         except (ArithmeticError, ValueError) as error:
             given = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
             raise NumberError(

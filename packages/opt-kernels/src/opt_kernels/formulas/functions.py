@@ -54,9 +54,18 @@ def log(x: Number) -> Number:
     return x.double().log().to(x.dtype) if isinstance(x, Tensor) else math.log(x)
 
 
-def power(base: float, exponent: float) -> float:
-    """Return base^exponent; scalars only. The base of an exponent that is not an integer is at least 0."""
-    return math.pow(base, exponent)
+def tanh(x: Number) -> Number:
+    """Return the hyperbolic tangent. On float32 elements it is computed in float64 and rounded."""
+    return x.double().tanh().to(x.dtype) if isinstance(x, Tensor) else math.tanh(x)
+
+
+def power(base: Any, exponent: Any) -> Any:
+    """Return base^exponent, also written `base ** exponent`. On float32 elements it is computed in float64 and rounded.
+
+    The base of an exponent that is not an integer is at least 0; of elements below it is NaN.
+    """
+    like = next((x for x in (base, exponent) if isinstance(x, Tensor)), None)
+    return math.pow(base, exponent) if like is None else torch.pow(_wide(base), _wide(exponent)).to(like.dtype)
 
 
 def floor(x: float) -> float:

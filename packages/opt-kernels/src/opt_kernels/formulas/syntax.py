@@ -1,21 +1,23 @@
-"""The syntax of formulas: parses their source, evaluates branches on constants and checks their calls."""
+"""The syntax of formulas: parses their source, expands helper functions and evaluates branches on constants."""
 
 import ast
+import builtins
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import cache
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 from opt_kernels.formulas import functions
 from opt_kernels.formulas.numbers import Constant
 
 FUNCTIONS = (
-    "fma", "sqrt", "exp", "log", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
+    "fma", "sqrt", "exp", "log", "tanh", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",
     "floor",
 )  # fmt: skip
-OF_SCALARS = ("power", "q_pochhammer", "floor")  # scalars only
+OF_SCALARS = ("q_pochhammer", "floor")  # scalars only
 
 
 _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
@@ -23,9 +25,6 @@ _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
 
 class FormulaError(ValueError):
     """A formula that cannot be translated."""
-
-
-ARITIES = {name: len(inspect.signature(function).parameters) for name, function in _FUNCTIONS.items()}
 
 
 @cache
@@ -38,62 +37,140 @@ def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
 
 
-def _parsed(function: Callable[..., Any], source: str) -> ast.stmt:
+def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
+    """The statements of a function as written, without its docstring. Raises FormulaError if it has no source."""
+    parameters_of(function)
+    name = function.__qualname__
     try:
-        return ast.parse(source).body[0]
+        source = textwrap.dedent(inspect.getsource(function))
+    except OSError as error:
+        raise FormulaError(f"{name} has no source to translate: {error}; define it with `def` in a file") from None
+    if hasattr(function, "__wrapped__"):
+        raise FormulaError(f"{name} is decorated, which backends would ignore; leave the decorator out")
+    try:
+        definition = ast.parse(source).body[0]
     except SyntaxError:  # a lambda among other arguments
-        raise FormulaError(
-            f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated"
-        ) from None
+        definition = ast.Pass()
+    # The source of a lambda may be that of a function around it.
+    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__code__.co_name:
+        raise FormulaError(f"{name} is not defined with `def`; a lambda cannot be translated")
+    has_docstring = isinstance(definition.body[0], ast.Expr) and isinstance(definition.body[0].value, ast.Constant)
+    return definition.body[has_docstring:]
 
 
 @cache
 def body_of(function: Callable[..., Any]) -> tuple[ast.stmt, ...]:
-    """The statements of a function, without its docstring. Raises FormulaError if it has no source."""
-    parameters_of(function)
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except OSError as error:
-        raise FormulaError(
-            f"{function.__qualname__} has no source to translate: {error}; define it with `def` in a file"
-        ) from None
-    if hasattr(function, "__wrapped__"):
-        raise FormulaError(
-            f"{function.__qualname__} is decorated, which backends would ignore; leave the decorator out"
-        )
-    definition = _parsed(function, source)
-    # The source of a lambda may be that of a function around it.
-    if not isinstance(definition, ast.FunctionDef) or definition.name != function.__code__.co_name:
-        raise FormulaError(f"{function.__qualname__} is not defined with `def`; a lambda cannot be translated")
-    body: list[ast.stmt] = definition.body
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    _check_names(function, body)
-    return tuple(body)
+    """The statements of a function, with calls of helper functions expanded and module constants as literals.
+
+    Raises FormulaError if it has no source, for a call of anything else than helpers and the functions of
+    `opt_kernels.formulas`, for a variable of the name of one of these, and for a wrong number of arguments.
+    """
+    body = source_of(function)
+    names = {*chain.from_iterable(parameters_of(function)), *assigned(body)}
+    expansion = _Expansion(function, names, {name: ast.Name(name, ast.Load()) for name in names})
+    return tuple(map(ast.fix_missing_locations, expansion.statements(body)))
 
 
-def _check_names(function: Callable[..., Any], body: list[ast.stmt]) -> None:
-    """Raise FormulaError for a call of anything but the functions of `opt_kernels.formulas`, for a variable of the name
-    of one, and for a wrong number of arguments."""
-    shadowing = {*chain.from_iterable(parameters_of(function)), *assigned(body)} & {*FUNCTIONS}
-    if shadowing:
-        raise FormulaError(
-            f"{function.__qualname__} has a variable {min(shadowing)!r}, which is the name of a function; rename it"
-        )
-    for node in (node for statement in body for node in ast.walk(statement)):
-        if isinstance(node, ast.Call):
-            name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
-            called = inspect.unwrap(function).__globals__.get(name)
-            if name not in FUNCTIONS or called is not getattr(functions, name) or node.keywords:
-                raise FormulaError(
-                    f"{function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
-                    "opt_kernels.formulas, by these names and with positional arguments"
-                )
-            if len(node.args) != ARITIES[name] and not any(isinstance(one, ast.Starred) for one in node.args):
-                raise FormulaError(
-                    f"{function.__qualname__} calls {ast.unparse(node)} with {len(node.args)} arguments; {name} takes "
-                    f"{ARITIES[name]}"
-                )
+class _Expansion(ast.NodeTransformer):
+    """Replaces calls of helper functions by what they compute, and module constants by literals."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        taken: set[str],  # names of variables of the formula
+        local: dict[str, ast.expr],  # the values of the variables of `function`
+        callers: tuple[Callable[..., Any], ...] = (),
+    ) -> None:
+        self.function, self.taken, self.local, self.callers = function, taken, local, callers
+        # Assignments before the current statement; None in branches, where every value is part of the expression.
+        self.before: list[ast.stmt] | None = None
+        if shadowing := local.keys() & {*FUNCTIONS}:
+            raise FormulaError(
+                f"{function.__qualname__} has a variable {min(shadowing)!r}, which is the name of a function; rename it"
+            )
+
+    def statements(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
+        result: list[ast.stmt] = []
+        for statement in body:
+            if isinstance(statement, ast.If):
+                test, yes, no = self.visit(statement.test), statement.body, statement.orelse
+                result.append(ast.If(test, self.statements(yes), self.statements(no)))
+            else:
+                self.before = []
+                statement = self.visit(statement)
+                result += [*self.before, statement]
+            self.before = None
+        return result
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if not isinstance(node.ctx, ast.Load) or node.id in FUNCTIONS:
+            return node
+        if node.id in self.local:
+            return deepcopy(self.local[node.id])
+        value = self.function.__globals__.get(node.id)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
+            return ast.UnaryOp(ast.USub(), ast.Constant(-value))
+        return ast.Constant(value) if isinstance(value, bool | int | float | str) else node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        before, self.before = self.before, None
+        self.generic_visit(node)
+        self.before = before
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        name = node.func.id if isinstance(node.func, ast.Name) else ast.unparse(node.func)
+        called = self.function.__globals__.get(name, getattr(builtins, name, None))
+        name = "power" if called is pow else name
+        is_ours = name in FUNCTIONS and called in (_FUNCTIONS[name], pow)
+        is_helper = inspect.isfunction(called) and name not in FUNCTIONS
+        if name in self.local or node.keywords or not (is_ours or is_helper):
+            raise FormulaError(
+                f"{self.function.__qualname__} calls {ast.unparse(node)}; a formula may call {', '.join(FUNCTIONS)} of "
+                "opt_kernels.formulas, by these names, and helper functions of its module, with positional arguments"
+            )
+        wanted = parameters_of(called if is_helper else _FUNCTIONS[name])[0]
+        if len(node.args) != len(wanted) and not any(isinstance(argument, ast.Starred) for argument in node.args):
+            raise FormulaError(
+                f"{self.function.__qualname__} calls {ast.unparse(node)} with {len(node.args)} arguments; {name} takes "
+                f"{len(wanted)}"
+            )
+        arguments = [self.visit(argument) for argument in node.args]
+        return self._expanded(called, arguments) if is_helper else ast.Call(ast.Name(name, ast.Load()), arguments, [])
+
+    def _expanded(self, helper: Any, arguments: list[ast.expr]) -> ast.expr:
+        """What `helper` returns. Its variables are assigned under new names, or inserted where it reads them."""
+        *statements, last = source_of(helper)
+        if helper in self.callers or parameters_of(helper)[1] or not isinstance(last, ast.Return) or last.value is None:
+            raise FormulaError(
+                f"{self.function.__qualname__} calls {helper.__qualname__}; a helper takes positional arguments, ends "
+                "with `return expression`, and does not call itself"
+            )
+        inside = _Expansion(helper, self.taken, {}, (*self.callers, helper))
+        inside.before = self.before
+        for parameter, argument in zip(parameters_of(helper)[0], arguments):
+            inside._bind(parameter, argument)
+        for statement in statements:
+            match statement:
+                case ast.Assign([ast.Name(name)], value):
+                    inside._bind(name, inside.visit(value))
+                case ast.AugAssign(ast.Name(name), op, value):
+                    inside._bind(name, inside.visit(ast.BinOp(ast.Name(name, ast.Load()), op, value)))
+                case _:
+                    raise FormulaError(
+                        f"{helper.__qualname__} contains {ast.unparse(statement)!r}; a helper of a formula may contain "
+                        "assignments to names and one `return` at the end"
+                    )
+        result: ast.expr = inside.visit(last.value)
+        return result
+
+    def _bind(self, name: str, value: ast.expr) -> None:
+        if self.before is not None and not isinstance(value, ast.Name | ast.Constant):
+            fresh = next(fresh for i in count(1) if (fresh := f"{self.function.__name__}_{name}_{i}") not in self.taken)
+            self.taken.add(fresh)
+            self.before.append(ast.Assign([ast.Name(fresh, ast.Store())], value))
+            value = ast.Name(fresh, ast.Load())
+        self.local[name] = value
 
 
 @cache
@@ -142,6 +219,11 @@ def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | boo
         return deciding
     remaining = [part for part in parts if isinstance(part, ast.expr)]
     return remaining[0] if len(remaining) == 1 else ast.BoolOp(test.op, remaining)
+
+
+def is_square_or_cube(exponent: ast.expr) -> bool:
+    """Whether an exponent is 2 or 3, so that a power is a product."""
+    return isinstance(exponent, ast.Constant) and exponent.value in (2, 3)
 
 
 def is_constant(node: ast.expr, constants: Mapping[str, Constant]) -> bool:

@@ -16,6 +16,7 @@ from opt_kernels.formulas.syntax import (
     evaluated,
     folded,
     is_constant,
+    is_square_or_cube,
     parameters_of,
     scalar_expressions,
 )
@@ -64,11 +65,11 @@ class Dialect(ABC):
         return f"({left} {operator} {right})"
 
     def raised(self, base: ast.expr, exponent: ast.expr) -> str:
-        """base ** exponent. On elements only squares and cubes are allowed."""
-        if isinstance(exponent, ast.Constant) and exponent.value in (2, 3):
+        """base ** exponent: a product for squares and cubes, else the function `power`."""
+        if is_square_or_cube(exponent):
             x = self.expression(base)
             square = self.operation("*", x, x)
-            return square if exponent.value == 2 else self.operation("*", square, x)
+            return square if evaluated(exponent, {}) == 2 else self.operation("*", square, x)
         return self.call("power", [self.expression(base), self.expression(exponent)])
 
     def expression(self, node: ast.expr) -> str:
@@ -112,13 +113,18 @@ class Dialect(ABC):
         match node:
             case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
                 return f"({self.expression(left)} {COMPARISONS[type(op)]} {self.expression(right)})"
-            case ast.BoolOp(ast.And(), values):
-                return self.both([self.condition(value) for value in values])
-            case ast.BoolOp(ast.Or(), values):
-                return self.either([self.condition(value) for value in values])
+            case ast.BoolOp(op, values):
+                conditions = [self.condition(value) for value in values]
+                return self.both(conditions) if isinstance(op, ast.And) else self.either(conditions)
+            case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as op, right):
+                conditions = [self.condition(left), self.condition(right)]
+                return self.both(conditions) if isinstance(op, ast.BitAnd) else self.either(conditions)
             case ast.UnaryOp(ast.Not(), operand):
                 return self.negation(self.condition(operand))
-        raise FormulaError(f"a formula may not branch on {ast.unparse(node)!r}; compare two numbers")
+        raise FormulaError(
+            f"a formula may not branch on {ast.unparse(node)!r}; compare two numbers, and put comparisons into "
+            "parentheses to combine them, as in (a > 0) & (b > 0)"
+        )
 
     def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
         """Assignments and branches as lines of source."""
@@ -147,12 +153,17 @@ class Dialect(ABC):
 
 def check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
     """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
-    wrong = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)} - allowed
-    if wrong:
+    if wrong := _names(test) - allowed:
         raise FormulaError(
             f"`if {ast.unparse(test)}` branches on elements ({', '.join(sorted(wrong))}); branch on scalars and "
             "constants, and choose between elements with where(condition, a, b)"
         )
+
+
+def _names(node: ast.expr) -> set[str]:
+    """The names that an expression reads, except those of functions."""
+    called = {id(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and id(name) not in called}
 
 
 def body_and_results(
@@ -231,8 +242,11 @@ class Check(Dialect):
         return super().expression(node)
 
     def condition(self, node: ast.expr) -> str:
-        if isinstance(node, ast.BoolOp | ast.UnaryOp):  # a tensor of elements has no single truth value in Python
-            check_branch(node, self.scalars)
+        if isinstance(node, ast.BoolOp | ast.UnaryOp) and (elements := _names(node) - self.scalars):
+            raise FormulaError(  # a tensor of elements has no single truth value in Python
+                f"{self.function}: {ast.unparse(node)!r} of elements ({', '.join(sorted(elements))}); combine "
+                "comparisons of elements with & and |, in parentheses: where((a > 0) & (b > 0), x, y)"
+            )
         return super().condition(node)
 
     def name(self, name: str) -> str:
@@ -240,8 +254,8 @@ class Check(Dialect):
             raise FormulaError(
                 f"{self.function} reads {name}, which is not defined there; allowed are "
                 f"{', '.join(sorted(self.known)) or 'keyword-only parameters'}. Assign a variable in both branches of "
-                "an `if`, read a state that depends on a choice inside an `if` on it, and write module constants as "
-                "literals"
+                "an `if`, and read a state that depends on a choice inside an `if` on it; constants of its module are "
+                "numbers or strings"
             )
         return ""
 
@@ -272,9 +286,7 @@ class Check(Dialect):
 
     def call(self, function: str, arguments: list[str]) -> str:
         if function in OF_SCALARS:
-            raise FormulaError(
-                f"{self.function} calls {function} on elements, but only scalars may; multiply, or call sqrt"
-            )
+            raise FormulaError(f"{self.function} calls {function} on elements, but only scalars may")
         return ""
 
     def choice(self, condition: str, yes: str, no: str) -> str:

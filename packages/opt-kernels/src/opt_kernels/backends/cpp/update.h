@@ -51,6 +51,8 @@ static inline float f_fma(float a, float b, float c) { return fma(a, b, c); }
 static inline float f_sqrt(float a) { return __builtin_sqrtf(a); }
 static inline float f_exp(float a) { return float(__builtin_exp(double(a))); }
 static inline float f_log(float a) { return float(__builtin_log(double(a))); }
+static inline float f_tanh(float a) { return float(__builtin_tanh(double(a))); }
+static inline float f_power(float a, float b) { return float(__builtin_pow(double(a), double(b))); }
 static inline float f_sign(float a) { return a > 0.0f ? 1.0f : a < 0.0f ? -1.0f : a; }
 static inline float f_absolute(float a) { return __builtin_fabsf(a); }
 static inline float f_maximum(float a, float b) { return a > b || a != a ? a : b; }

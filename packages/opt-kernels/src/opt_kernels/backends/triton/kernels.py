@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from opt_kernels.formulas.formula import Formula, number_of
-from opt_kernels.formulas.syntax import assigned, scalar_expressions
+from opt_kernels.formulas.syntax import FormulaError, assigned, scalar_expressions
 from opt_kernels.formulas.translate import Dialect, body_and_results, elements_among, reads
 from opt_kernels.works import Hyper
 
@@ -20,12 +20,18 @@ ON_DEVICE = ("lr", "weight_decay", "step")  # numbers that may be device tensors
 
 HEADER = """
 from opt_kernels.backends.triton.jit import jit, tl
-from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, root, sign, smaller
+from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, raised, root, sign, smaller, tanh
 from opt_kernels.backends.triton.quantize import read_state, write_state
 from opt_kernels.backends.triton.scalars import any_power, q_pochhammer
 from opt_kernels.backends.triton.storage import read_main, write_main
 
 """
+
+# Functions of formulas under their names there.
+FUNCTIONS: dict[str, str | None] = {
+    "maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma", "exp": "tl.exp",
+    "log": "tl.log", "tanh": "tanh",
+}  # fmt: skip
 
 
 class Kernels(NamedTuple):
@@ -66,25 +72,26 @@ class _Triton(Dialect):
         return [f"if {condition}:", *_indented(yes), *otherwise]
 
     def call(self, function: str, arguments: list[str]) -> str:
-        names = {
-            "maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma",
-            "exp": "tl.exp", "log": "tl.log",
-        }  # fmt: skip
-        return f"{names[function]}({', '.join(arguments)})"
+        name = FUNCTIONS.get(function)
+        if name is None:
+            raise FormulaError(f"the triton backend has no {function}; pass another backend")
+        return f"{name}({', '.join(arguments)})"
 
 
 class _Element(_Triton):
     """Expressions of float32 elements. Divisions and roots are correctly rounded if IEEE is set.
 
-    Exponentials and logarithms are computed in float64: those of float32 have other bits on every device.
+    Exponentials, logarithms and powers are computed in float64: those of float32 have other bits on every device.
     """
 
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"divide({left}, {right}, IEEE)" if operator == "/" else super().operation(operator, left, right)
 
     def call(self, function: str, arguments: list[str]) -> str:
-        if function in ("exp", "log"):
-            return f"tl.{function}(({arguments[0]}).to(tl.float64)).to(tl.float32)"
+        if function in ("exp", "log", "tanh"):
+            return f"{super().call(function, [f'({arguments[0]}).to(tl.float64)'])}.to(tl.float32)"
+        if function == "power":
+            return f"raised({', '.join(arguments)})"
         return f"root({arguments[0]}, IEEE)" if function == "sqrt" else super().call(function, arguments)
 
 

@@ -90,3 +90,24 @@ def larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 def smaller(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """The smaller of the two; NaN if either is NaN."""
     return tl.where(a != a, a, tl.where(a < b, a, b))
+
+
+@jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """The hyperbolic tangent of x (float64)."""
+    size = tl.abs(x)
+    square = x * x
+    # Below 1/4, where the difference would cancel, Lambert's continued fraction.
+    near = x / (1.0 + square / (3.0 + square / (5.0 + square / (7.0 + square / (9.0 + square / 11.0)))))
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    return tl.where(size < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@jit
+def raised(base: tl.tensor, exponent: tl.tensor) -> tl.tensor:
+    """base^exponent, in float64 rounded to float32; NaN for a base below 0 and an exponent that is not whole."""
+    b, e = tl.cast(base, tl.float64), tl.cast(exponent, tl.float64)
+    size = tl.where(e == 0.0, 1.0, tl.exp(e * tl.log(tl.abs(b))))
+    is_odd = e - 2.0 * tl.floor(e * 0.5) == 1.0
+    signed = tl.where(tl.floor(e) == e, tl.where(is_odd, -size, size), float("nan"))
+    return tl.where(b < 0.0, signed, size).to(tl.float32)
