@@ -23,7 +23,8 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import *  # noqa: F403
-from opt_kernels.rules.base import MatrixRule, Needs, Rule
+from opt_kernels.rules.base import MatrixRule, Needs, Rule, RuleStateError
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, TensorParallel, Work, Works
 
 __all__ = [
@@ -51,10 +52,12 @@ __all__ = [
     "RelativeUpdate",
     "RowFloor",
     "Rule",
+    "RuleStateError",
     "State",
     "StateKind",
     "StateSpec",
     "TensorParallel",
+    "WholeMatrices",
     "Work",
     "Works",
     "grad_stats",

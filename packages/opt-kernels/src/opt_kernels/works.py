@@ -21,6 +21,7 @@ class StateKind(Enum):
     REDUCED = auto()  # the parameter's shape without `dims`
     MATRIX = auto()  # (n, n) where n is the parameter's size along `dims[0]`
     BLOCK_SCALES = auto()  # one number per run of `block` elements of the parameter
+    SHAPED = auto()  # `shape`, for a matrix rule: sizes "m" and "n" of the matrix, and numbers that the rule chooses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +33,39 @@ class StateSpec:
     dtype: torch.dtype = torch.float32
     dims: tuple[int, ...] = ()  # REDUCED: the dims removed; MATRIX: the one dim
     block: int = 0  # BLOCK_SCALES: elements per scale
+    shape: tuple[str | int, ...] = ()  # SHAPED: for example ("n", 8) of a matrix (m, n); always `whole`
     optional: bool = False  # only some parameters have it, see `Rule.init_state`
     whole: bool = (
         False  # belongs to the whole matrix, even if ranks store parts: kept where `MatrixRule.transform_` runs
     )
     by_part: bool = False  # with `MatrixSpec.split_rows`, (*batch, numel): that of each part in turn
+
+    def __post_init__(self) -> None:
+        if self.kind is not StateKind.SHAPED:
+            return
+        if not self.shape or any(
+            size not in ("m", "n") and not (type(size) is int and size > 0) for size in self.shape
+        ):
+            raise ValueError(
+                f"state {self.name!r} with shape={self.shape!r}: pass a tuple of 'm' (rows of the matrix), 'n' "
+                "(columns) and sizes above 0, as in shape=('n', 8)"
+            )
+        object.__setattr__(self, "whole", True)
+
+    def shape_for(self, param: Sequence[int]) -> tuple[int, ...] | None:
+        """The shape of the state of a parameter of this shape; None if its rule decides it."""
+        batch, sizes = tuple(param[:-2]), dict(zip("nm", reversed(param)))
+        match self.kind:
+            case StateKind.LIKE_PARAM:
+                return tuple(param)
+            case StateKind.REDUCED:
+                removed = {dim % len(param) for dim in self.dims}
+                return tuple(size for dim, size in enumerate(param) if dim not in removed)
+            case StateKind.MATRIX:
+                return (*batch, param[self.dims[0]], param[self.dims[0]])
+            case StateKind.SHAPED:
+                return (*batch, *(size if isinstance(size, int) else sizes[size] for size in self.shape))
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,12 +178,12 @@ def init_state(
     """Create the state that this rank keeps of a parameter of which it stores `main`, before the first step."""
     whole = {spec.name for spec in rule.state_specs if spec.whole} if stage is not None else set()
     if stage is None or not whole:
-        return state_of_rule(rule, main, matrix)
+        return state_of_rule(rule, main, matrix, of=repr(id.name))
     state = {}
     if len(whole) < len(rule.state_specs):
         state = {name: value for name, value in rule.init_state(main).items() if name not in whole}
     if stage.computes(id):
-        made = state_of_rule(rule, main.new_empty(stage.whole(id).shape), stage.of_whole[id])
+        made = state_of_rule(rule, main.new_empty(stage.whole(id).shape), stage.of_whole[id], of=repr(id.name))
         state |= {name: value for name, value in made.items() if name in whole}
     return state
 

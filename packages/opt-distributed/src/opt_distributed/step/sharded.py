@@ -190,12 +190,12 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
             return LikeParam()
         case StateKind.SCALAR:
             return PerParam()
-        case StateKind.MATRIX if group is not None:
+        case StateKind.MATRIX | StateKind.SHAPED if group is not None:
             # Factors of this rank's block are meaningless for a block of another size.
             return LayoutBound(fingerprint=f"tp{group.size}")
-        case StateKind.MATRIX | StateKind.REDUCED if is_by_part(spec, piece):
+        case StateKind.REDUCED if is_by_part(spec, piece):
             return PerMatrix()
-        case StateKind.MATRIX:
+        case StateKind.MATRIX | StateKind.SHAPED:
             return PerMatrix()
         case StateKind.REDUCED:
             return Reduced(dims=spec.dims)

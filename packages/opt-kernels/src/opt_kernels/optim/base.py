@@ -155,7 +155,14 @@ class RuleOptimizer(CheckedOptimizer):
         warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         states = [
-            Saved(self.rule_of(group, param), self.mains, param, self.matrix_of(group, param), loaded["state"][index])
+            Saved(
+                self.rule_of(group, param),
+                self.mains,
+                param,
+                self.matrix_of(group, param),
+                loaded["state"][index],
+                self._named(group, param),
+            )
             for index, (group, param) in zip(indices, params_with_groups(groups), strict=True)
             if index in loaded["state"]
         ]
@@ -248,8 +255,14 @@ class RuleOptimizer(CheckedOptimizer):
         rule, matrix = self._hooked_rule_of(of_group, param), self.matrix_of(of_group, param)
         state = self.state[param]
         if not state:
-            state.update(init_state(rule, self.mains, param, matrix))
+            state.update(init_state(rule, self.mains, param, matrix, of=self._named(of_group, param)))
         return Member(position, group, param, state, rule, matrix, first, spans_of(rule, self.mains, param))
+
+    def _named(self, group: ParamGroup, param: Tensor) -> str:
+        """The parameter in messages."""
+        names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
+        shape = f"shape {tuple(param.shape)}"
+        return f"{names[id(param)]!r} of {shape}" if id(param) in names else f"a parameter of {shape}"
 
     def _hyper(self, group: ParamGroup, rule: Rule, step: float | Tensor) -> Hyper:
         """The hyper-parameters that `rule` reads from `group` in this step."""

@@ -1,20 +1,26 @@
-"""Generates drop-in optimizer classes from formulas, with signatures that follow from their numbers and choices."""
+"""Generates drop-in optimizer classes from formulas and matrix rules: signatures follow from numbers and choices."""
 
 import sys
 from collections.abc import Mapping
-from inspect import Parameter, Signature
+from dataclasses import is_dataclass, replace
+from inspect import Parameter, Signature, cleandoc
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.numbers import Choice, Constant
+from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
+from opt_kernels.formulas.numbers import Choice, Constant, Number, unknown
 from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.entries import SCHEDULED
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
+from opt_kernels.optim.matrices import MatrixOptimizer, options_of
+from opt_kernels.rules.whole_matrices import WholeMatrices
+
+# Numbers of the elementwise rule of parameters that are not matrices.
+OF_OTHERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))
 
 OF_EVERY_DROP_IN: Mapping[str, object] = {
     "mains": "param", "stochastic_rounding": False, "max_norm": None, "hooks": (), "backend": None, "foreach": None,
@@ -34,19 +40,41 @@ fused. `capturable`: allow steps to be captured in CUDA graphs, see `RuleOptimiz
 """
 
 
+@overload
 def drop_in(
     formula: Formula,
-    name: str | None = None,  # name of the class; None: the title of the formula
+    name: str | None = None,
+    *,
+    choices: Mapping[str, Constant] = ...,
+    base: type[FormulaOptimizer] | None = None,
+    **defaults: Any,
+) -> type[FormulaOptimizer]: ...
+
+
+@overload
+def drop_in(formula: type[WholeMatrices], name: str | None = None, **defaults: Any) -> type[MatrixOptimizer]: ...
+
+
+def drop_in(
+    formula: Formula | type[WholeMatrices],
+    name: str
+    | None = None,  # of the class; None: the title of the formula, or that of the rule's class and "Optimizer"
     *,
     choices: Mapping[str, Constant] = MappingProxyType({}),  # choices that are fixed, not arguments
     base: type[FormulaOptimizer] | None = None,  # None: chosen by the formula
-    **defaults: Any,  # of numbers and choices, where they differ from the formula's
-) -> type[FormulaOptimizer]:
-    """Return a torch.optim.Optimizer class for `formula`. Its arguments are the numbers and choices of the formula,
-    `<state>_dtype` for each state, and those common to all drop-ins.
+    **defaults: Any,  # of numbers and choices, where they differ from the formula's or the rule's
+) -> type[FormulaOptimizer] | type[MatrixOptimizer]:
+    """Return a torch.optim.Optimizer class for a formula, or for a matrix rule: a dataclass, `WholeMatrices`.
 
-    Assign the result to the same name in the calling module, so that optimizers can be pickled.
+    Its arguments are the numbers and choices of the formula, and `<state>_dtype` for each state; or the `numbers` and
+    fields of the matrix rule, with `betas` and `eps` for the parameters that `scalar_optimizer` updates. Those common
+    to all drop-ins follow, of `MatrixOptimizer` for a matrix rule.
+
+    Assign the result to the same name in the calling module, so that optimizers can be pickled. Raises TypeError for
+    anything else, and NumberError for a default that is unknown or not allowed.
     """
+    if not isinstance(formula, Formula):
+        return _of_matrix_rule(formula, name, defaults, sys._getframe(1).f_globals["__name__"])
     if base is None:
         base = FormulaOptimizer if formula.evaluation is None else AveragedOptimizer
     own = {choice.name: defaults.pop(choice.name) for choice in formula.choices if choice.name in defaults}
@@ -62,6 +90,32 @@ def drop_in(
     }
     made_class: type[FormulaOptimizer] = type(name or formula.title, (base,), attributes)
     return made_class
+
+
+def _of_matrix_rule(
+    rule: type[WholeMatrices], name: str | None, defaults: dict[str, Any], module: str
+) -> type[MatrixOptimizer]:
+    is_rule = isinstance(rule, type) and issubclass(rule, WholeMatrices) and is_dataclass(rule)
+    if not is_rule:  # the caller may not check types
+        raise TypeError(
+            f"drop_in({rule!r}): pass a Formula, or a class of matrix rules: a dataclass that is a WholeMatrices"
+        )
+    numbers = {number.name: number for number in (LR, *OF_OTHERS, WEIGHT_DECAY, *rule.numbers)}
+    options = options_of(rule)
+    for option, value in defaults.items():
+        if option in numbers:
+            numbers[option] = replace(numbers[option], default=value)
+        elif option not in options:
+            raise unknown(option, value, [*numbers, *options], of=f"rule {rule.__name__!r}")
+    attributes: dict[str, Any] = {
+        "numbers": {number.name: number.default for number in numbers.values()},
+        "options": {option: defaults.get(option, value) for option, value in options.items()},
+        "declared": tuple(numbers.values()),
+        "rule_class": rule,
+        "__doc__": cleandoc(rule.__doc__ or rule.__name__),
+        "__module__": module,
+    }
+    return type(name or f"{rule.__name__}Optimizer", (MatrixOptimizer,), attributes)
 
 
 def _signature(formula: Formula, choices: list[Choice]) -> Signature:

@@ -1,8 +1,7 @@
 """`MatrixOptimizer`: base class of the drop-in optimizers of matrix rules, with an elementwise rule for the rest."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -11,6 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from opt_kernels.choice import NamedChoice
 from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.formulas.numbers import Number
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
@@ -26,7 +26,7 @@ from opt_kernels.works import MatrixSpec, Work
 R = TypeVar("R", bound=Rule)
 
 
-class MatrixOptimizer(RuleOptimizer, ABC):
+class MatrixOptimizer(RuleOptimizer):
     """A `RuleOptimizer` with a matrix rule for matrices and an elementwise rule for all other parameters.
 
     A parameter is a matrix if it has two dims, unless its group sets `use_matrix_rule`: False for embeddings and output
@@ -44,12 +44,15 @@ class MatrixOptimizer(RuleOptimizer, ABC):
 
     `hooks` apply to both rules, or are given by the names of the rules: `{"muon": [...], "adam": [...]}`.
 
-    A final class declares its `numbers` and `options`, from which its signature follows, and returns the rule for given
-    ones. All numbers may be given by position; `mains`, `max_norm` and `backend` are as in `AdamW`.
+    A final class declares its `numbers` and `options`, from which its signature follows, and its `rule_class`, or
+    returns the rule for given ones. `drop_in` generates it from the class of a rule. All numbers may be given by
+    position; `mains`, `max_norm` and `backend` are as in `AdamW`.
     """
 
     numbers: ClassVar[Mapping[str, Any]]  # hyper-parameters, which may differ between groups
     options: ClassVar[Mapping[str, Any]]  # options of the rule, equal in all groups
+    declared: ClassVar[tuple[Number, ...]] = ()  # numbers with their bounds; those of all rules if empty
+    rule_class: ClassVar[type[Rule]]  # a dataclass
     default_hooks: ClassVar[GivenHooks] = ()
     structural: ClassVar[tuple[str, ...]] = ("use_matrix_rule", "split_rows", "num_heads", "split_sizes")
     __signature__: ClassVar[Signature]
@@ -85,10 +88,10 @@ class MatrixOptimizer(RuleOptimizer, ABC):
         return (self.rule,) if self.scalar_rule is None else (self.rule, self.scalar_rule)
 
     @classmethod
-    @abstractmethod
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
         """The rule for these numbers and options, given by their names as arguments."""
-        ...
+        known = (*cls.options, *(field.name for field in fields(cast(Any, cls.rule_class)) if field.name == "backend"))
+        return made(cls.rule_class, {name: given[name] for name in known})
 
     def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         chosen = group["use_matrix_rule"]
@@ -122,11 +125,8 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             raise MatrixError(f"{error} of {self._named(group, param)}") from None
 
     def _named(self, group: ParamGroup, param: Tensor) -> str:
-        """The name of the parameter in messages."""
-        names = dict(zip(map(id, group["params"]), group.get("param_names", ())))
-        name = self._names.get(param) or names.get(id(param))
-        shape = f"shape {tuple(param.shape)}"
-        return f"a parameter of {shape}" if name is None else f"{name!r} of {shape}"
+        name = self._names.get(param)
+        return super()._named(group, param) if name is None else f"{name!r} of shape {tuple(param.shape)}"
 
     def _check_group(self, group: ParamGroup) -> None:
         self._check_numbers(group)
@@ -134,7 +134,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
 
     def _check_numbers(self, values: Mapping[str, Any]) -> None:
         """Raise NumberError, a ValueError, for a number that is not allowed."""
-        for number in numbers_of(self.numbers):
+        for number in self.declared or numbers_of(self.numbers):
             if number.name in values:
                 number.check(values[number.name])
 
@@ -144,7 +144,7 @@ class MatrixOptimizer(RuleOptimizer, ABC):
             return
         like = local(param).detach().to("meta")
         check(Work(grad=like, main=like, state={}, matrix=self.matrix_of(group, param)))
-        init_state(self.rule, like, self.matrix_of(group, param))
+        init_state(self.rule, like, self.matrix_of(group, param), of=self._named(group, param))
 
     def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
         for param in filter(self.state.get, group["params"]):
@@ -188,7 +188,11 @@ _OF_ALL: Mapping[str, Any] = {
 def options_of(rule: type, *names: str) -> dict[str, Any]:
     """The defaults of all fields of a rule except `backend`, or of those in `names`, with the values of enums."""
     known = names or [field.name for field in fields(rule) if field.init and field.name != "backend"]
-    defaults = {field.name: field.default for field in fields(rule) if field.name in known}
+    defaults: dict[str, Any] = {}
+    for field in (field for field in fields(rule) if field.name in known):
+        defaults[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
+        if defaults[field.name] is MISSING:
+            raise ValueError(f"field {field.name!r} of {rule.__name__} has no default; give it one")
     return {name: value.value if isinstance(value, NamedChoice) else value for name, value in defaults.items()}
 
 

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
-from opt_kernels.rules.base import Rule
+from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 
@@ -21,10 +20,7 @@ class SOAP(MatrixOptimizer):
 
     numbers: ClassVar[Mapping[str, Any]] = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
     options: ClassVar[Mapping[str, Any]] = options_of(SOAPRule)
-
-    @classmethod
-    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        return made(SOAPRule, {name: given[name] for name in (*cls.options, "backend")})
+    rule_class = SOAPRule
 
 
 class SOAPMuon(MatrixOptimizer):
@@ -40,7 +36,4 @@ class SOAPMuon(MatrixOptimizer):
         "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95,
     }  # fmt: skip
     options: ClassVar[Mapping[str, Any]] = options_of(SOAPMuonRule)
-
-    @classmethod
-    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
-        return made(SOAPMuonRule, {name: given[name] for name in (*cls.options, "backend")})
+    rule_class = SOAPMuonRule

@@ -26,10 +26,10 @@ class StateDictError(ValueError):
     """A state_dict that does not fit the optimizer that loads it."""
 
 
-def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
+def init_state(rule: Rule, mains: Mains, param: Tensor, matrix: MatrixSpec, *, of: str) -> dict[str, Tensor]:
     """The complete state of `param` before the first step; of a DTensor, that of its local shard."""
     shard = local(param).detach()
-    return {STEP: torch.zeros(())} | state_of_rule(rule, shard, matrix) | init_main(mains, shard)
+    return {STEP: torch.zeros(())} | state_of_rule(rule, shard, matrix, of=of) | init_main(mains, shard)
 
 
 def saved_state(codecs: Mapping[str, StateCodec], param: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,6 +58,7 @@ class Saved:
     param: Tensor
     matrix: MatrixSpec
     values: Mapping[str, Tensor | float]
+    of: str  # the parameter in messages
 
     def check(self) -> None:
         """Raise StateDictError if a state is missing, unknown or misshapen; ValueError if the main is impossible."""
@@ -89,7 +90,7 @@ class Saved:
         as `check`.
         """
         shard = local(self.param).detach()
-        state = init_state(self.rule, self.mains, self.param, self.matrix)
+        state = init_state(self.rule, self.mains, self.param, self.matrix, of=self.of)
         state[STEP].fill_(_step(self.values))
         for name in self._kept(shard.to("meta")):
             tensor, codec = self._fitting(name, state[name]), self.rule.codecs.get(name)
@@ -113,15 +114,15 @@ class Saved:
         value = self.values.get(name)
         if not isinstance(value, Tensor):
             raise StateDictError(
-                f"state {name!r} is missing: the state_dict has {sorted(self.values)}; load one that was saved by the "
-                "same rule"
+                f"state {name!r} of {self.of} is missing: the state_dict has {sorted(self.values)}; load one that was "
+                "saved by the same rule"
             )
         is_like_param = wanted.shape == local(self.param).shape
         try:
             part = local_like(value, self.param if is_like_param else wanted)
         except ValueError as error:
             raise StateDictError(
-                f"state {name!r} {error}; load a state_dict of the same parameters, in the same order"
+                f"state {name!r} of {self.of} {error}; load a state_dict of the same parameters, in the same order"
             ) from error
         return part
 

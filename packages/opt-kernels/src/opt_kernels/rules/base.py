@@ -103,11 +103,35 @@ class SplitStateRule(Rule, Protocol):
         ...
 
 
-def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec) -> dict[str, Tensor]:
-    """`rule.init_state`, by part if the state of the rule depends on the split."""
-    if keeps_parts(rule):
-        return cast(SplitStateRule, rule).init_state(main, matrix)
-    return rule.init_state(main)
+class RuleStateError(ValueError):
+    """A state of a parameter that differs from what its rule declares."""
+
+
+def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") -> dict[str, Tensor]:
+    """`rule.init_state`, by part if the state of the rule depends on the split. Raises the error of `check_states`."""
+    states = cast(SplitStateRule, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
+    check_states(rule, states, main.shape, matrix, of=of)
+    return states
+
+
+def check_states(
+    rule: Rule, states: Mapping[str, Tensor], shape: Sequence[int], matrix: MatrixSpec, *, of: str = ""
+) -> None:
+    """Raise RuleStateError if a state is missing, or has another shape or dtype than `rule` declares.
+
+    `shape` is that of the parameter, and `of` names it.
+    """
+    for spec in rule.state_specs:
+        state, wanted = states.get(spec.name), None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
+        if state is None and spec.optional:
+            continue
+        if state is None or state.dtype is not spec.dtype or (wanted is not None and tuple(state.shape) != wanted):
+            found = "is missing" if state is None else f"has shape {tuple(state.shape)} and {state.dtype}"
+            raise RuleStateError(
+                f"state {spec.name!r} of {of or f'a parameter of shape {tuple(shape)}'} {found}, but rule "
+                f"{rule.name!r} declares {spec.dtype}{'' if wanted is None else f' of shape {wanted}'} ({spec.kind}); "
+                "return it from `init_state`, or declare it in `state_specs`"
+            )
 
 
 def keeps_parts(rule: Rule) -> bool:

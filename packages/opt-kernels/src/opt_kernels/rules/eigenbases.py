@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import skipped
-from opt_kernels.matrices.muon.reference import decay_of
 from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
 from opt_kernels.matrices.shampoo import Shampoo
-from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, read_main, split, write_main_
+from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, split
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Work
@@ -69,13 +68,6 @@ class EigenbasisRule(WholeMatrices):
             grads = split(inputs, work.matrix)
             directions = [self.direct_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
         return join(list(map(self.finished, directions)), work.matrix, inputs.shape)
-
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """p <- p - lr wd p - lr update."""
-        hyper, work = task
-        if not skipped(skip):
-            main = read_main(work)
-            write_main_(work, main - hyper.lr * (decay_of(main, hyper.weight_decay) + update), None)
 
     def _check_whole(self, work: Work) -> None:
         group = work.matrix.tensor_parallel

@@ -245,18 +245,12 @@ def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLI
 
 def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
     """Return the bytes of one state tensor for `numel` elements of a parameter of `shape`."""
-    match spec.kind:
-        case StateKind.LIKE_PARAM:
-            count = numel
-        case StateKind.SCALAR:
-            count = 1
-        case StateKind.REDUCED:
-            removed = {dim % len(shape) for dim in spec.dims}
-            count = prod(size for dim, size in enumerate(shape) if dim not in removed)
-        case StateKind.MATRIX:
-            count = prod(shape[:-2]) * shape[spec.dims[0]] ** 2
-        case StateKind.BLOCK_SCALES:
-            count = -(-numel // spec.block)
+    if spec.kind is StateKind.LIKE_PARAM:
+        count = numel
+    elif spec.kind is StateKind.BLOCK_SCALES:
+        count = -(-numel // spec.block)
+    else:
+        count = prod(spec.shape_for(shape) or (1,))
     return count * spec.dtype.itemsize
 
 

@@ -61,7 +61,7 @@ def _check_states(name: str, rule: Rule) -> None:
         state = states.get(spec.name)
         if state is not None:
             _check_dims(rule_of, spec, main.shape)
-        expected = None if state is None else _shape_of(spec, main.shape, dim=state.dim())
+        expected = None if state is None or spec.by_part else _shape_of(spec, main.shape, state)
         if state is None and not spec.optional:
             raise ConfigError(f"{rule_of} declares the state {spec.name!r}, which its init_state does not return")
         if state is not None and expected is not None and tuple(state.shape) != expected:
@@ -69,8 +69,14 @@ def _check_states(name: str, rule: Rule) -> None:
                 f"{rule_of} keeps {spec.name!r} of shape {tuple(state.shape)} for a parameter of shape "
                 f"{tuple(main.shape)}, but declares kind={spec.kind}, dims={spec.dims}, which is {expected}; pass "
                 "StateSpec(kind=StateKind.MATRIX, dims=(dim,)) for a square matrix of the size of one dim, "
-                "StateKind.REDUCED with the dims that it lacks, or StateKind.SCALAR for one number"
+                "StateKind.REDUCED with the dims that it lacks, StateKind.SCALAR for one number, or StateKind.SHAPED "
+                "with its shape, as in shape=('n', 8)"
             )
+
+
+def _shape_of(spec: StateSpec, shape: Sequence[int], state: Tensor) -> tuple[int, ...] | None:
+    """The shape that a state is declared to have; None if other things decide it."""
+    return (1,) * state.dim() if spec.kind is StateKind.SCALAR else spec.shape_for(shape)
 
 
 def _check_spec(rule_of: str, spec: StateSpec) -> None:
@@ -100,22 +106,6 @@ def _check_dims(rule_of: str, spec: StateSpec, shape: Sequence[int]) -> None:
             f"parameter of shape {tuple(shape)}, which has no dim {beyond[0]}; allowed are {-len(shape)} to "
             f"{len(shape) - 1}"
         )
-
-
-def _shape_of(spec: StateSpec, shape: Sequence[int], *, dim: int) -> tuple[int, ...] | None:
-    """The shape of a state with `dim` dims of a parameter of `shape`; None if other things decide it."""
-    if spec.by_part or spec.kind is StateKind.BLOCK_SCALES:
-        return None
-    dims = {dim % len(shape) for dim in spec.dims}
-    match spec.kind:
-        case StateKind.SCALAR:
-            return (1,) * dim
-        case StateKind.REDUCED:
-            return tuple(size for dim, size in enumerate(shape) if dim not in dims)
-        case StateKind.MATRIX:
-            return (shape[spec.dims[0]],) * 2
-        case _:
-            return tuple(shape)
 
 
 def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
