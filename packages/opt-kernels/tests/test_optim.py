@@ -388,7 +388,7 @@ def test_a_state_dict_that_is_refused_has_changed_nothing() -> None:
     saved["param_groups"][0]["lr"] = 9.0
     saved["state"][1]["main"] += 1
     del saved["state"][2]["exp_avg"]
-    with pytest.raises(optim.StateDictError, match="'exp_avg' is missing"):
+    with pytest.raises(optim.StateDictError, match=r"'exp_avg' of .* is missing"):
         optimizer.load_state_dict(saved)
     torch.testing.assert_close((net.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol, cast, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
@@ -115,17 +116,24 @@ def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") ->
 
 
 def check_states(
-    rule: Rule, states: Mapping[str, Tensor], shape: Sequence[int], matrix: MatrixSpec, *, of: str = ""
+    rule: Rule,
+    states: Mapping[str, Tensor],
+    shape: Sequence[int],
+    matrix: MatrixSpec,
+    *,
+    of: str = "",
+    wide: bool = False,
 ) -> None:
     """Raise RuleStateError if a state is missing, or has another shape or dtype than `rule` declares.
 
-    `shape` is that of the parameter, and `of` names it.
+    `shape` is that of the parameter, and `of` names it. States may be float64 instead of float32 if `wide`.
     """
     for spec in rule.state_specs:
         state, wanted = states.get(spec.name), None if spec.by_part and matrix.split_rows else spec.shape_for(shape)
         if state is None and spec.optional:
             continue
-        if state is None or state.dtype is not spec.dtype or (wanted is not None and tuple(state.shape) != wanted):
+        is_right = state is not None and (state.dtype is spec.dtype or (wide and state.dtype is torch.float64))
+        if state is None or not is_right or (wanted is not None and tuple(state.shape) != wanted):
             found = "is missing" if state is None else f"has shape {tuple(state.shape)} and {state.dtype}"
             raise RuleStateError(
                 f"state {spec.name!r} of {of or f'a parameter of shape {tuple(shape)}'} {found}, but rule "

@@ -60,7 +60,8 @@ class WholeMatrices(MatrixRule):
             return
         for batch in batches:
             for work in batch.works:
-                check_states(self, work.state, work.grad.shape, work.matrix)
+                wide = work.main is not None and work.main.dtype is torch.float64
+                check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
             update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
