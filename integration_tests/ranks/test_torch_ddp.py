@@ -1,10 +1,85 @@
 """A model in torch's own DistributedDataParallel: gradients are averaged once, by torch. Gloo processes."""
 
+from typing import Any, NamedTuple
+
 import pytest
 import torch
-from group_ranks import STEPS, Mlp, train_alone
+import torch.distributed as dist
+from group_ranks import STEPS, Mlp, batch, config, train_alone
 from processes import Job, run_jobs
-from torch_ddp_ranks import KINDS, Ran, made_for, train
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from opt_config import OptimizerConfig
+from opt_distributed.comm.collectives import TorchComm
+from opt_stack import get_optimizer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "flat": {"use_distributed_optimizer": True},
+    "whole": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"},
+}
+
+
+class Ran(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+    zeros: list[int | None]
+    numel_reduced: int  # by the optimizer, in all steps
+
+
+def made_for(kind: str) -> OptimizerConfig:
+    return config(**KINDS[kind])
+
+
+def train(kind: str, ignores: bool, alone: bool = False, unfreezes: bool = False) -> Ran:
+    """One rank of a model in torch's wrapper, which leaves the norm to its user where it `ignores` it or `unfreezes` it
+    only after the model was wrapped, and averages over this rank only where it is `alone`."""
+    model = Mlp()
+    model.norm.requires_grad_(not unfreezes)
+    group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()] if alone else None
+    if ignores:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight", "norm.bias"])
+    wrapper = DistributedDataParallel(model, process_group=group)
+    model.norm.requires_grad_(True)
+    optimizer = get_optimizer(made_for(kind), [wrapper], {})
+    numels: list[int] = []
+    results = []
+    for step in range(STEPS):
+        wrapper(batch(step).chunk(dist.get_world_size())[dist.get_rank()]).backward()
+        with _Counting(numels):
+            results.append(optimizer.step())
+        optimizer.zero_grad()
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return Ran(weights, [r.grad_norm for r in results], [r.num_zeros_in_grad for r in results], sum(numels))
+
+
+class _Counting:
+    """Record the number of elements of every reduction inside the context."""
+
+    NAMES = ("all_reduce_", "reduce_scatter_")
+
+    def __init__(self, numels: list[int]):
+        self.numels = numels
+
+    def __enter__(self) -> None:
+        self.plain = {name: getattr(TorchComm, name) for name in self.NAMES}
+        for name, plain in self.plain.items():
+            setattr(TorchComm, name, self._counted(plain))
+
+    def __exit__(self, *_: object) -> None:
+        for name, plain in self.plain.items():
+            setattr(TorchComm, name, plain)
+
+    def _counted(self, plain: Any) -> Any:
+        def counted(comm: TorchComm, *tensors: Tensor, **options: Any) -> Any:
+            self.numels.append(max(tensor.numel() for tensor in tensors))
+            return plain(comm, *tensors, **options)
+
+        return counted
+
+
+# --- tests ---
 
 
 @pytest.fixture(scope="module")

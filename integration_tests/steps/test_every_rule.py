@@ -1,18 +1,163 @@
 """Every elementwise rule, the one of the README of opt-kernels, and `slow_tiger`, under the factory: sharded over ranks
 as on one, and resumed on others. Real processes over gloo."""
 
+import copy
 import re
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import every_rule_ranks as ranks
 import pytest
 import torch
 from processes import Job, run_jobs
-from torch import Tensor
+from torch import Tensor, nn
 
+from opt_checkpoint import load, save, sharded_model
+from opt_config import OptimizerConfig
+from opt_kernels.formulas import Formula
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.optim import drop_in
+from opt_stack import Optimizer, Registry, get_optimizer
+
+BEFORE, AFTER = 3, 5  # steps until the save, and in all
+SHAPES = {"weight": (64, 40), "bias": (40,), "odd": (301,)}
+
+
+class Case(NamedTuple):
+    """A rule in numbers."""
+
+    rule: str
+    narrow: bool  # bfloat16 parameters with remainders, and 8-bit states
+    options: dict[str, Any]  # `optimizer_options`
+    file: str = ""  # that defines the formula `RULE`; empty: one of ours
+
+    def formula(self) -> Formula:
+        if not self.file:
+            return FORMULAS[self.rule]
+        names: dict[str, Any] = {"__name__": "their_rule"}
+        exec(compile(Path(self.file).read_text(), self.file, "exec"), names)
+        found: Formula = names["RULE"]
+        return found
+
+
+def begin(case: Case, *, sharded: bool) -> tuple[nn.Module, Optimizer]:
+    dtype, formula = torch.bfloat16 if case.narrow else torch.float32, case.formula()
+    model = nn.Module()
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        model.register_parameter(name, nn.Parameter(values.to(dtype)))
+    narrow: dict[str, Any] = {}
+    options = dict(case.options)
+    if case.narrow:
+        narrow = {"bf16": True, "use_precision_aware_optimizer": True}
+        options |= {f"{state.name}_dtype": "int8" if state.signed else "uint8" for state in formula.states}
+    config = OptimizerConfig(
+        optimizer=case.rule,
+        lr=0.01,
+        weight_decay=0.1,
+        clip_grad=0.0,
+        use_distributed_optimizer=sharded,
+        optimizer_options=options,
+        **narrow,
+    )
+    rules = Registry().with_formula(formula) if case.file else None
+    return model, get_optimizer(config, [model], rules=rules)
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Tensor]:
+    """The parameters after these steps. Sums and means of these gradients over three ranks are exact."""
+    for step in steps:
+        for seed, param in enumerate(model.parameters()):
+            grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * step + seed))
+            param.grad = grad.to(torch.bfloat16).to(param.dtype)
+        optimizer.step()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    weights = sharded_model(model)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+
+
+def run_and_save(cases: dict[str, Case], folder: str) -> dict[str, dict[str, Tensor]]:
+    """Save sharded state after some steps; return the final weights."""
+    found = {}
+    for name, case in cases.items():
+        model, optimizer = begin(case, sharded=True)
+        train(model, optimizer, range(BEFORE))
+        save(state_of(model, optimizer), f"{folder}/{name}")
+        found[name] = train(model, optimizer, range(BEFORE, AFTER))
+    return found
+
+
+def resume(cases: dict[str, Case], folder: str, again: str, *, sharded: bool = True) -> dict[str, dict[str, Tensor]]:
+    """Resume from `folder`, save the loaded state to `again`, and return the final weights."""
+    found = {}
+    for name, case in cases.items():
+        model, optimizer = begin(case, sharded=sharded)
+        loaded = load(state_of(model, optimizer), f"{folder}/{name}").state
+        optimizer.load_state_dict(loaded["optimizer"])
+        if again:
+            save(state_of(model, optimizer), f"{again}/{name}")
+        found[name] = train(model, optimizer, range(BEFORE, AFTER))
+    return found
+
+
+def refused(case: Case) -> str:
+    try:
+        begin(case, sharded=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Evaluated(NamedTuple):
+    """Weights of one rank, before, during and after an evaluation; what was refused meanwhile; weights after a resume
+    from what was saved meanwhile."""
+
+    trained: dict[str, Tensor]
+    shown: dict[str, Tensor]
+    after: dict[str, Tensor]
+    refusals: list[str]
+    resumed: dict[str, Tensor]
+
+
+def _resumed(case: Case, shown: dict[str, Tensor], trained: dict[str, Tensor], saved: Any, *, sharded: bool) -> Any:
+    """The weights of a run that resumes from a model saved in evaluation mode, as trainers do."""
+    model, optimizer = begin(case, sharded=sharded)
+    with torch.no_grad():
+        for key, param in model.named_parameters():
+            param.copy_(shown[key])
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    assert all(torch.equal(param, shown[key]) for key, param in model.named_parameters())
+    optimizer.train()
+    assert all(torch.equal(param, trained[key]) for key, param in model.named_parameters())
+    return train(model, optimizer, range(BEFORE, AFTER))
+
+
+def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evaluated]:
+    found = {}
+    for name, case in cases.items():
+        model, optimizer = begin(case, sharded=sharded)
+        trained = train(model, optimizer, range(BEFORE))
+        optimizer.eval()
+        shown = train(model, optimizer, range(0))
+        refusals = []
+        for attempt in (optimizer.step, partial(optimizer.sharded_state_dict, {}), optimizer.reload_model_params):
+            try:
+                attempt()
+            except RuntimeError as error:
+                refusals.append(str(error))
+        resumed = _resumed(case, shown, trained, optimizer.state_dict(), sharded=sharded)
+        assert all(torch.equal(param, shown[key]) for key, param in model.named_parameters())
+        optimizer.train()
+        assert all(torch.equal(param, trained[key]) for key, param in model.named_parameters())
+        after = train(model, optimizer, range(BEFORE, AFTER))
+        found[name] = Evaluated(trained, shown, after, refusals, resumed)
+    return found
+
+
+# --- tests ---
 
 README = Path(__file__).parents[2] / "packages/opt-kernels/README.md"
 (SOURCE,) = re.findall(r"```py\n(# soft_step\.py.*?)```", README.read_text(), flags=re.DOTALL)
@@ -31,14 +176,14 @@ class Runs(NamedTuple):
     back_on_one: dict[str, Weights]
     on_three: list[dict[str, Weights]]
     refusals: list[str]
-    evaluated: list[dict[str, ranks.Evaluated]]
+    evaluated: list[dict[str, Evaluated]]
 
 
-def cases(file: str) -> dict[str, ranks.Case]:
+def cases(file: str) -> dict[str, Case]:
     rules = {name: (OPTIONS.get(name, {}), "") for name in FORMULAS}
     rules |= {"soft_step": (THEIRS, file), "slow_tiger": ({"nesterov": False, "period": 2}, str(SLOW_TIGER))}
     return {
-        f"{name}-{'narrow' if narrow else 'wide'}": ranks.Case(name, narrow, options, path)
+        f"{name}-{'narrow' if narrow else 'wide'}": Case(name, narrow, options, path)
         for name, (options, path) in rules.items()
         for narrow in (False, True)
     }
@@ -53,28 +198,28 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     file = folder / "soft_step.py"
     file.write_text(SOURCE)
     every = cases(str(file))
-    wrong = ranks.Case("soft_step", False, {"softnes": 0.25}, str(file))
+    wrong = Case("soft_step", False, {"softnes": 0.25}, str(file))
     saved, again = str(folder / "of two"), str(folder / "of one")
     averaged = {name: case for name, case in every.items() if case.formula().evaluation is not None}
     jobs = {
-        "save": Job(ranks.run_and_save, (every, saved)),
-        "wrong": Job(ranks.refused, (wrong,)),
-        "evaluate": Job(ranks.evaluate, (averaged,)),
+        "save": Job(run_and_save, (every, saved)),
+        "wrong": Job(refused, (wrong,)),
+        "evaluate": Job(evaluate, (averaged,)),
     }
     on_one = {}  # first: ranks that start together would all compile the same sweeps
     for name, case in every.items():
-        model, optimizer = ranks.begin(case, sharded=False)
-        on_one[name] = ranks.train(model, optimizer, range(ranks.AFTER))
+        model, optimizer = begin(case, sharded=False)
+        on_one[name] = train(model, optimizer, range(AFTER))
     two = run_jobs(2, jobs)
-    back_on_one = ranks.resume(every, saved, again, sharded=False)
-    three = run_jobs(3, {"resume": Job(ranks.resume, (every, again, ""))})
+    back_on_one = resume(every, saved, again, sharded=False)
+    three = run_jobs(3, {"resume": Job(resume, (every, again, ""))})
     return Runs(
         on_one,
         two["save"],
         back_on_one,
         three["resume"],
         two["wrong"],
-        [*two["evaluate"], ranks.evaluate(averaged, sharded=False)],
+        [*two["evaluate"], evaluate(averaged, sharded=False)],
     )
 
 
@@ -115,7 +260,7 @@ def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(name:
 def test_the_drop_in_of_the_readmes_rule_moves_as_its_formula_says(tmp_path: Path) -> None:
     file = tmp_path / "soft_step.py"
     file.write_text(SOURCE)
-    formula = ranks.Case("soft_step", False, {}, str(file)).formula()
+    formula = Case("soft_step", False, {}, str(file)).formula()
     param = torch.nn.Parameter(torch.linspace(-1, 1, 9))
     p = param.detach().double()
     optimizer = drop_in(formula)([param], lr=0.1, weight_decay=0.5, softness=0.25)

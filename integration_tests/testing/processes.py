@@ -27,13 +27,14 @@ from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from installed_packages import read_entry_points_once
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+T = TypeVar("T")
 TIMEOUT_S = 60
 ANSWER_S = 4 * TIMEOUT_S  # a collective gives up after one timeout; a world of many jobs takes its time
 PRELOADED = ["opt_stack", "opt_checkpoint", "torch.distributed.checkpoint", "torch.distributed.fsdp"]
@@ -74,12 +75,12 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, fresh: b
 
 def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
     """Run the jobs in turn in one world. Results by job, then by rank."""
-    by_rank = run_processes(size, _all_jobs, dict(jobs))
+    by_rank = run_processes(size, _all_jobs, {name: ByFile.of(job.rank_main, *job.args) for name, job in jobs.items()})
     return {name: [results[name] for results in by_rank] for name in jobs}
 
 
-def _all_jobs(jobs: Mapping[str, Job]) -> dict[str, Any]:
-    return {name: job.rank_main(*job.args) for name, job in jobs.items()}
+def _all_jobs(jobs: Mapping[str, "ByFile"]) -> dict[str, Any]:
+    return {name: job() for name, job in jobs.items()}
 
 
 def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
@@ -159,7 +160,17 @@ def world_of_one() -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-@cache
+def once_a_world(function: Callable[..., T]) -> Callable[..., T]:
+    """Cache the results of a function, such as groups, until the world ends."""
+    cached = cache(function)
+    _cached_in_world.append(cached)
+    return cached
+
+
+_cached_in_world: list[Any] = []
+
+
+@once_a_world
 def mesh_of(*sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     """Return the same mesh for all models of a world: making one takes longer than a step, and slows what follows."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -278,7 +289,8 @@ def _serve(pipe: Connection, port: int) -> None:
 
 def _leave() -> None:
     """Destroy the world, and free what refers to its groups, so that peers that wait for this rank raise."""
-    mesh_of.cache_clear()
+    for function in _cached_in_world:
+        function.cache_clear()
     # On torch 2.6, gloo's threads need the GIL to free a finished message, but destroying a group waits for them while
     # it has the GIL. Sleeping first gives them the GIL.
     time.sleep(0.01)
