@@ -1,10 +1,10 @@
 """Learning-rate and weight-decay schedules as pure functions of the step."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import algebra as algebra  # defines the kinds that + and * build
 from . import function as function  # defines the kind of a plain callable
-from .by_name import SCHEDULE_NAMES, get_schedule
+from .by_name import SCHEDULE_NAMES, get_schedule, schedule_signatures
 from .compose import clip, cooldown, cut, join, scale, shift, stretch, warmup
 from .curves import (
     constant,
@@ -28,7 +28,7 @@ from .recipes import cyclic, one_cycle, piecewise_constant, step_decay, wsd
 from .restarts import repeat, restarts
 from .schedule import Schedule, as_schedule
 from .scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
-from .units import Batch, Unit, rescale, rescale_horizon
+from .units import Batch, Unit, extend, rescale, rescale_horizon
 
 __version__ = "0.1.0"
 
@@ -52,6 +52,7 @@ __all__ = [
     "cut",
     "cyclic",
     "exponential",
+    "extend",
     "get_canonical_lr_for_logging",
     "get_schedule",
     "inverse_sqrt",
@@ -70,6 +71,7 @@ __all__ = [
     "rescale_horizon",
     "restarts",
     "scale",
+    "schedule_signatures",
     "shift",
     "shifted_exponential",
     "step_decay",
@@ -79,18 +81,20 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from .keras_callback import as_keras_callback as as_keras_callback
     from .lr_scheduler import as_lr_scheduler as as_lr_scheduler
 else:
+    _ADAPTERS = {"as_lr_scheduler": ("lr_scheduler", "torch"), "as_keras_callback": ("keras_callback", "keras")}
 
     def __getattr__(name: str) -> object:
-        """Import `as_lr_scheduler` at its first use: it needs torch. Raises AttributeError for other names."""
-        if name == "as_lr_scheduler":
-            try:
-                from .lr_scheduler import as_lr_scheduler
-            except ModuleNotFoundError as error:
-                if "torch" not in str(error):
-                    raise
-                message = "opt_scheduler.as_lr_scheduler needs torch, which is not installed: pip install torch"
-                raise ImportError(message, name="torch") from error
-            return as_lr_scheduler
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        """Import an adapter at its first use: it needs torch or Keras. Raises AttributeError for other names."""
+        if name not in _ADAPTERS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, package = _ADAPTERS[name]
+        try:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+        except ModuleNotFoundError as error:
+            if error.name != package:
+                raise
+            message = f"opt_scheduler.{name} needs {package}, which is not installed: pip install {package}"
+            raise ImportError(message, name=package) from error

@@ -5,24 +5,24 @@ import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from . import closed_form
-from .by_name import SCHEDULE_NAMES, get_schedule
-from .draw import text_plot
+from .by_name import get_schedule, schedule_signatures
+from .curves import constant, ramp
+from .draw import save_png, table, text_plot
 from .errors import ScheduleError, refuse, unknown_name
-from .schedule import Schedule
-from .settings import LR_STYLES, WD_STYLES, WSD_STYLES, Settings
-from .show import rows_to_show, save_png, table
+from .schedule import Schedule, is_number
+from .settings import CHOICES, Settings
 
-_EPILOG = f"""\
+_EPILOG = """\
 By name:                   optsched plot cosine peak=1e-3 steps=1000 warmup_steps=100
+                           optsched plot piecewise_linear points=0:0,100:1e-3,1000:0
 From Megatron-Core flags:  optsched plot --max-lr 1e-3 --lr-warmup-steps 100 --lr-decay-steps 1000
 From a file:               optsched table --file run.toml
 
-Names: {", ".join(SCHEDULE_NAMES)}.
+`optsched list` shows the names and their arguments.
 
 A TOML file has one table per schedule: with a name and the arguments of get_schedule, such as
   [lr]
@@ -33,19 +33,16 @@ or with a kind, as Schedule.to_dict() writes it. A table [scheduler] has the Meg
 (max_lr = 1e-3); flags on the command line override it.
 """
 
-# Values of flags that are not given. The other flags are required.
-_DEFAULTS: Mapping[str, Any] = {
-    "init_lr": 0.0, "min_lr": 0.0, "lr_warmup_steps": 0.0, "lr_decay_style": "linear",
-    "start_wd": 0.0, "end_wd": 0.0, "wd_incr_style": "constant",
-}  # fmt: skip
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return 0, or 2 with the reason on stderr if the request is invalid."""
-    args = _parser().parse_args(argv)
     try:
-        schedules = _schedules(args)
-        print(_table(schedules, args) if args.command == "table" else _plot(schedules, args), flush=True)
+        args = _parser().parse_args(argv)
+        if args.command == "list":
+            text = "\n".join(f"{name:<22} {arguments}" for name, arguments in schedule_signatures().items())
+        else:
+            text = _table(_schedules(args), args) if args.command == "table" else _plot(_schedules(args), args)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at exit
     except (ScheduleError, OSError, tomllib.TOMLDecodeError) as error:
@@ -62,8 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the names of schedules, with their arguments")
     as_table = commands.add_parser("table", help="numbers, one row per step")
-    as_table.add_argument("--at", metavar="0,10,20", help="these steps only")
+    as_table.add_argument("--at", type=_value, metavar="0,10,20", help="these steps only")
     as_table.add_argument(
         "--rows", type=int, default=11, help="number of rows, in addition to the boundaries (%(default)s)"
     )
@@ -73,26 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     as_plot.add_argument("--width", type=int, default=72, help="characters (%(default)s)")
     as_plot.add_argument("--height", type=int, default=14, help="lines (%(default)s)")
     for command in (as_table, as_plot):
-        _add_settings(command)
+        command.add_argument(
+            "schedule", nargs="*", metavar="NAME KEY=VALUE", help="a schedule and its arguments, see optsched list"
+        )
+        command.add_argument("--file", type=Path, help="a TOML file, see optsched -h")
+        for field in fields(Settings):
+            flag = "--" + field.name.replace("_", "-")
+            if field.name in CHOICES:
+                command.add_argument(flag, choices=[*filter(None, CHOICES[field.name])])
+            else:
+                command.add_argument(flag, type=_value if field.name == "warmup_first" else float, metavar="X")
     return parser
-
-
-def _add_settings(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "schedule", nargs="*", metavar="NAME KEY=VALUE", help="a schedule by name and its arguments, see optsched -h"
-    )
-    command.add_argument("--file", type=Path, help="a TOML file, see optsched -h")
-    choices = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": WSD_STYLES, "wd_incr_style": WD_STYLES}
-    for field in fields(Settings):
-        flag = "--" + field.name.replace("_", "-")
-        if field.name in choices:
-            command.add_argument(flag, choices=choices[field.name])
-        else:
-            command.add_argument(flag, type=_first if field.name == "warmup_first" else float, metavar="X")
-
-
-def _first(text: str) -> str | float:
-    return text if text in ("init", "one") else float(text)
 
 
 def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
@@ -102,7 +91,11 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
     given = tables.pop("scheduler", {}) | {name: value for name, value in flags.items() if value is not None}
     shown = {label: _from_table(label, plain) for label, plain in tables.items()}
     if args.schedule:
-        shown["lr"] = _from_words(args.schedule)
+        name, *pairs = args.schedule
+        arguments = [pair.partition("=") for pair in pairs]
+        if bad := [key for key, equals, _ in arguments if not equals]:
+            raise ScheduleError(f"{bad[0]!r} must be KEY=VALUE, for example peak=1e-3")
+        shown["lr"] = get_schedule(name, **{key: _value(text) for key, _, text in arguments})
     if given:
         if both := sorted({"lr", "weight_decay"} & set(shown)):
             raise ScheduleError(f"{', '.join(both)} is set twice, directly and by the Megatron-Core settings")
@@ -115,26 +108,18 @@ def _schedules(args: argparse.Namespace) -> dict[str, Schedule]:
 def _from_table(label: str, plain: object) -> Schedule:
     if not isinstance(plain, Mapping):
         raise ScheduleError(f"{label}={plain!r} is outside of a table: put it under [scheduler], or under [lr]")
-    if "name" not in plain:
-        return Schedule.from_dict(plain)
-    known = plain["name"] in SCHEDULE_NAMES  # get_schedule refuses another name, with a suggestion
-    missing = [name for name in ("peak", "steps") if known and name not in plain]
-    refuse([f"{name} is missing" for name in missing], where=f"[{label}]")
-    return get_schedule(**{"peak": 1.0, "steps": 1, **plain})
+    try:
+        return get_schedule(**plain) if "name" in plain else Schedule.from_dict(plain)
+    except ScheduleError as error:
+        raise ScheduleError(f"[{label}] {error}") from error
 
 
-def _from_words(words: Sequence[str]) -> Schedule:
-    name, *pairs = words
-    plain: dict[str, Any] = {"name": name}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise ScheduleError(f"{pair!r} must be KEY=VALUE, for example peak=1e-3")
-        plain[key] = _number_or_text(value)
-    return _from_table(name, plain)
-
-
-def _number_or_text(text: str) -> float | str:
+def _value(text: str) -> Any:
+    """Read a number, a list such as "1,0.1", a list of pairs such as "0:1,100:0", or else text."""
+    if "," in text:
+        return [_value(part) for part in text.split(",") if part]
+    if ":" in text:
+        return tuple(_value(part) for part in text.split(":"))
     for read in (int, float):
         try:
             return read(text)
@@ -145,27 +130,25 @@ def _number_or_text(text: str) -> float | str:
 
 def _from_settings(given: Mapping[str, Any]) -> dict[str, Schedule]:
     names = [field.name for field in fields(Settings)]
-    refuse([unknown_name("field", name, names) for name in given if name not in names], where="[scheduler]")
-    filled = dict(_DEFAULTS) | {"wd_incr_steps": given.get("lr_decay_steps")} | dict(given)
-    required = [field.name for field in fields(Settings) if field.default is MISSING]
-    refuse(
-        [f"{name} is missing" for name in required if filled.get(name) is None and name != "wd_incr_steps"],
-        where="settings",
-    )
-    s = Settings(**filled)
-    shown = {"lr": closed_form.lr_schedule(s, max_lr=s.max_lr, min_lr=s.min_lr)}
-    if s.end_wd > 0:
-        shown["weight_decay"] = closed_form.wd_schedule(s, start_wd=s.start_wd, end_wd=s.end_wd)
+    missing = [f"{name} is missing" for name in ("max_lr", "lr_decay_steps") if name not in given]
+    refuse([unknown_name("field", name, names) for name in given if name not in names] + missing, where="[scheduler]")
+    s = Settings(**{"wd_incr_steps": given["lr_decay_steps"], **given})
+    shown: dict[str, Schedule] = {"lr": s}
+    if s.end_wd > 0 and s.wd_incr_style == "constant":
+        shown["weight_decay"] = constant(s.end_wd)
+    elif s.end_wd > 0:
+        shown["weight_decay"] = ramp(s.start_wd, s.end_wd, steps=s.wd_incr_steps, shape=s.wd_incr_style)
     return shown
 
 
 def _table(schedules: Mapping[str, Schedule], args: argparse.Namespace) -> str:
-    if args.at is None:
-        return table(schedules, rows_to_show(schedules, num_rows=args.rows))
-    try:
-        steps = [float(step) for step in args.at.split(",")]
-    except ValueError as error:
-        raise ScheduleError(f"--at={args.at!r} must be numbers separated by commas") from error
+    if args.at is None:  # about evenly spaced steps of the longest schedule, and every boundary
+        end = max(schedule.horizon() for schedule in schedules.values())
+        even = {float(round(end * i / (args.rows - 1))) for i in range(args.rows)} if args.rows > 1 else {0.0}
+        return table(schedules, sorted(even.union(*(schedule.boundaries for schedule in schedules.values()))))
+    steps = args.at if isinstance(args.at, list) else [args.at]
+    if not all(map(is_number, steps)):
+        raise ScheduleError(f"--at={args.at!r} must be numbers separated by commas")
     return table(schedules, steps)
 
 

@@ -1,10 +1,19 @@
 """Steps given as arrays of NumPy or JAX: recognized by the array API standard, so that neither is imported."""
 
+import math
 import numbers
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 # Steps of other dtypes are converted: unsigned ones wrap below 0, and short ones cannot hold the length of a run.
 _KEPT = ("int32", "int64", "float32", "float64")
+
+
+# What the formulas use of an array library, for single numbers.
+NUMBERS = SimpleNamespace(
+    pi=math.pi, cos=math.cos, sqrt=math.sqrt, minimum=min, maximum=max,
+    where=lambda condition, a, b: a if condition else b, full_like=lambda step, value, dtype: dtype(value),
+)  # fmt: skip
 
 
 class Array(Protocol):

@@ -1,4 +1,4 @@
-"""Schedules made of schedules: warmup, join, scale, clip, shift, stretch, cut, cooldown."""
+"""Schedules made of schedules: sums and products, warmup, join, scale, clip, shift, stretch, cut, cooldown."""
 
 import math
 from bisect import bisect_right
@@ -10,7 +10,59 @@ from typing import Any, ClassVar
 from .arrays import exact
 from .curves import ramp
 from .errors import ScheduleError
-from .schedule import Schedule, ScheduleLike, as_schedule, check_number, differ
+from .schedule import Schedule, ScheduleLike, as_schedule, check_number
+
+
+class _Combined(Schedule):
+    """Several schedules evaluated at the same step. It ends with the last of them."""
+
+    __slots__ = ()
+
+    parts: tuple[Schedule, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.parts) < 2 or not all(isinstance(part, Schedule) for part in self.parts):
+            raise ScheduleError(f"{self.kind}: parts={self.parts!r} must be at least two schedules")
+
+    @property
+    def length(self) -> float:
+        return max(part.length for part in self.parts)
+
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        return tuple(sorted({boundary for part in self.parts for boundary in part.boundaries}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum(_Combined):
+    """The sum of schedules: the value of `a + b`.
+
+    >>> from opt_scheduler import linear
+    >>> (linear(1.0, 0.0, steps=4) + linear(0.0, 2.0, steps=8) + 1).values([0, 4, 8])
+    [2.0, 2.0, 3.0]
+    """
+
+    kind: ClassVar[str] = "sum"
+    parts: tuple[Schedule, ...]
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return sum(part.value_at(step, xp) for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product(_Combined):
+    """The product of schedules: the value of `a * b`.
+
+    >>> from opt_scheduler import linear
+    >>> (linear(1.0, 0.0, steps=4) * (lambda step: 0.1 * step)).values([0, 2, 4])
+    [0.0, 0.1, 0.0]
+    """
+
+    kind: ClassVar[str] = "product"
+    parts: tuple[Schedule, ...]
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return math.prod(part.value_at(step, xp) for part in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots: the starts of the parts are computed once and kept
@@ -55,17 +107,6 @@ class Join(Schedule):
         inner = {s + b for s, part in zip(self.starts, self.parts, strict=True) for b in part.boundaries}
         return tuple(sorted(inner.union(self.starts[1:])))
 
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        inner = {
-            s + j
-            for s, part in zip(self.starts, self.parts, strict=True)
-            for j in part.jumps
-            if j < part.length or part is self.parts[-1]
-        }
-        pairs = zip(self.starts[1:], self.parts, self.parts[1:], strict=False)
-        return tuple(sorted(inner.union(s for s, a, b in pairs if differ(_before(a), b.at(0)))))
-
 
 class _Wrapped(Schedule):
     """A schedule that changes the values of another one and keeps its times."""
@@ -82,10 +123,6 @@ class _Wrapped(Schedule):
     def boundaries(self) -> tuple[float, ...]:
         return self.schedule.boundaries
 
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        return self.schedule.jumps
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(_Wrapped):
@@ -98,11 +135,8 @@ class Scaled(_Wrapped):
     def __post_init__(self) -> None:
         check_number("scale", factor=self.factor)
 
-    def at(self, step: float) -> float:
-        return self.factor * self.schedule.at(step)
-
     def array_at(self, step: Any, xp: Any) -> Any:
-        return self.factor * self.schedule.array_at(step, xp)
+        return self.factor * self.schedule.value_at(step, xp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,14 +156,8 @@ class Clipped(_Wrapped):
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ScheduleError(f"clip: low={self.low!r} must be at most high={self.high!r}")
 
-    def at(self, step: float) -> float:
-        value = self.schedule.at(step)
-        if self.high is not None:
-            value = min(value, self.high)
-        return value if self.low is None else max(value, self.low)
-
     def array_at(self, step: Any, xp: Any) -> Any:
-        values = self.schedule.array_at(step, xp)
+        values = self.schedule.value_at(step, xp)
         if self.high is not None:
             values = xp.minimum(values, self.high)
         return values if self.low is None else xp.maximum(values, self.low)
@@ -137,69 +165,34 @@ class Clipped(_Wrapped):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(Schedule):
-    """Another schedule at other times: s((step - delay) / stretch); see `shift` and `stretch`."""
+    """Another schedule at other times: s(min((step - delay) / stretch, until)); see `shift`, `stretch` and `cut`."""
 
     kind: ClassVar[str] = "moved"
     schedule: Schedule
     delay: float = 0.0
     stretch: float = 1.0
+    until: float | None = None
 
     def __post_init__(self) -> None:
         check_number("shift", steps=self.delay)
         check_number("stretch", above=0, factor=self.stretch)
 
-    def at(self, step: float) -> float:
-        return self.schedule((step - self.delay) / self.stretch)
-
     def array_at(self, step: Any, xp: Any) -> Any:
         moved = step - exact(self.delay)
-        return self.schedule.array_at(xp.maximum(moved if self.stretch == 1 else moved / self.stretch, 0), xp)
-
-    def _new_time(self, step: float) -> float:
-        return step * self.stretch + self.delay
+        moved = xp.maximum(moved if self.stretch == 1 else moved / self.stretch, 0)
+        return self.schedule.value_at(moved if self.until is None else xp.minimum(moved, exact(self.until)), xp)
 
     @property
     def length(self) -> float:
-        return max(self._new_time(self.schedule.length), 0.0)
+        length = self.schedule.length if self.until is None else self.until
+        return max(length * self.stretch + self.delay, 0.0)
 
     @property
     def boundaries(self) -> tuple[float, ...]:
-        steps = self.schedule.boundaries if self.delay <= 0 else (0.0, *self.schedule.boundaries)
-        return tuple(t for step in steps if (t := self._new_time(step)) > 0)
-
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        return tuple(t for step in self.schedule.jumps if (t := self._new_time(step)) > 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut(Schedule):
-    """The beginning of another schedule; see `cut`."""
-
-    kind: ClassVar[str] = "cut"
-    schedule: Schedule
-    steps: float
-
-    def __post_init__(self) -> None:
-        check_number("cut", above=0, steps=self.steps)
-
-    def at(self, step: float) -> float:
-        return self.schedule.at(min(step, self.steps))
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        return self.schedule.array_at(xp.minimum(step, exact(self.steps)), xp)
-
-    @property
-    def length(self) -> float:
-        return self.steps
-
-    @property
-    def boundaries(self) -> tuple[float, ...]:
-        return (*(b for b in self.schedule.boundaries if b < self.steps), self.steps)
-
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        return tuple(j for j in self.schedule.jumps if j <= self.steps)
+        steps = [0.0] if self.delay > 0 else []
+        steps += [step for step in self.schedule.boundaries if self.until is None or step < self.until]
+        steps += [] if self.until is None else [self.until]
+        return tuple(moved for step in steps if (moved := step * self.stretch + self.delay) > 0)
 
 
 def join(*schedules: ScheduleLike) -> Schedule:
@@ -276,7 +269,8 @@ def cut(schedule: ScheduleLike, steps: float) -> Schedule:
     >>> cut(linear(1.0, 0.0, steps=10), 5).values([4, 5, 6])
     [0.6, 0.5, 0.5]
     """
-    return Cut(schedule=as_schedule(schedule), steps=steps)
+    check_number("cut", above=0, steps=steps)
+    return Moved(schedule=as_schedule(schedule), until=steps)
 
 
 def cooldown(
@@ -294,9 +288,3 @@ def cooldown(
     check_number("cooldown", above=0, steps=steps)
     tail = ramp(as_schedule(schedule)(at), end, steps=steps, shape=shape)
     return join(cut(schedule, at), tail) if at > 0 else tail
-
-
-def _before(schedule: Schedule) -> float:
-    """The value that a finite schedule tends to at its end; it may be about to jump there."""
-    end = schedule.length
-    return schedule.at(math.nextafter(end, 0.0)) if end in schedule.jumps else schedule.at(end)

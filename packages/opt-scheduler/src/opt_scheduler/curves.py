@@ -39,9 +39,6 @@ class Constant(_Timed):
         check_number("constant", value=self.value)
         check_number("constant", above=0, steps=self.steps)
 
-    def at(self, step: float) -> float:
-        return self.value
-
     def array_at(self, step: Any, xp: Any) -> Any:
         return xp.full_like(step, self.value, dtype=float)
 
@@ -55,43 +52,17 @@ class Ramp(_Timed):
     end: float
     steps: float
     shape: str = "linear"
+    power: float | None = None  # of what is left
 
     def __post_init__(self) -> None:
         check_number("ramp", start=self.start, end=self.end)
-        check_number("ramp", above=0, steps=self.steps)
+        check_number("ramp", above=0, steps=self.steps, power=self.power)
         if self.shape not in SHAPES:
             raise ScheduleError(f"ramp: {unknown_name('shape', self.shape, SHAPES)}")
 
-    def at(self, step: float) -> float:
-        if step >= self.steps:
-            return self.end
-        return self.end + SHAPES[self.shape](step / self.steps) * (self.start - self.end)
-
     def array_at(self, step: Any, xp: Any) -> Any:
-        return self.end + SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp) * (self.start - self.end)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Polynomial(_Timed):
-    """From one value to another along a power of what is left; see `polynomial`."""
-
-    kind: ClassVar[str] = "polynomial"
-    start: float
-    end: float
-    steps: float
-    power: float
-
-    def __post_init__(self) -> None:
-        check_number("polynomial", start=self.start, end=self.end)
-        check_number("polynomial", above=0, steps=self.steps, power=self.power)
-
-    def at(self, step: float) -> float:
-        left = 1.0 - min(step / self.steps, 1.0)
-        return float(self.end + left**self.power * (self.start - self.end))
-
-    def array_at(self, step: Any, xp: Any) -> Any:
-        left = 1.0 - xp.minimum(step / self.steps, 1.0)
-        return self.end + left**self.power * (self.start - self.end)
+        left = SHAPES[self.shape](xp.minimum(step / self.steps, 1.0), xp)
+        return self.end + (left if self.power is None else left**self.power) * (self.start - self.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +77,9 @@ class Exponential(_Timed):
     def __post_init__(self) -> None:
         check_number("exponential", above=0, start=self.start, end=self.end, steps=self.steps)
 
-    def at(self, step: float) -> float:
-        if step >= self.steps:
-            return self.end
-        return float(self.start * (self.end / self.start) ** (step / self.steps))
-
     def array_at(self, step: Any, xp: Any) -> Any:
-        return self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
+        falling = self.start * (self.end / self.start) ** xp.minimum(step / self.steps, 1.0)
+        return xp.where(step >= self.steps, self.end, falling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +95,6 @@ class Power(_Timed):
     def __post_init__(self) -> None:
         check_number("power", start=self.start, exponent=self.exponent)
         check_number("power", above=0, timescale=self.timescale, steps=self.steps)
-
-    def at(self, step: float) -> float:
-        step = min(step, self.length)
-        return float(self.start * (1.0 + step / self.timescale) ** self.exponent)
 
     def array_at(self, step: Any, xp: Any) -> Any:
         if self.steps is not None:
@@ -152,12 +115,6 @@ class PiecewiseLinear(Schedule):
             check_number("piecewise_linear", step=step, value=value)
         if not steps or steps[0] != 0 or any(b <= a for a, b in pairwise(steps)):
             raise ScheduleError(f"piecewise_linear: the steps of points={self.points!r} must ascend from 0")
-
-    def at(self, step: float) -> float:
-        for (s0, v0), (s1, v1) in pairwise(self.points):
-            if step < s1:
-                return v0 + (step - s0) / (s1 - s0) * (v1 - v0)
-        return self.points[-1][1]
 
     def array_at(self, step: Any, xp: Any) -> Any:
         values = xp.full_like(step, self.points[-1][1], dtype=float)
@@ -192,11 +149,11 @@ def ramp(start: float, end: float, *, steps: float, shape: str = "linear") -> Sc
     return Ramp(start=start, end=end, steps=steps, shape=shape)
 
 
-def _named_ramp(name: str, start: float, end: float, steps: float) -> Schedule:
+def _named_ramp(name: str, shape: str, start: float, end: float, steps: float, power: float | None = None) -> Schedule:
     """The ramp of the function `name`, which errors name."""
     check_number(name, start=start, end=end)
-    check_number(name, above=0, steps=steps)
-    return Ramp(start=start, end=end, steps=steps, shape="exponential" if name == "shifted_exponential" else name)
+    check_number(name, above=0, steps=steps, power=power)
+    return Ramp(start=start, end=end, steps=steps, shape=shape, power=power)
 
 
 def linear(start: float, end: float, *, steps: float) -> Schedule:
@@ -205,7 +162,7 @@ def linear(start: float, end: float, *, steps: float) -> Schedule:
     >>> linear(1.0, 0.0, steps=100).values([0, 25, 100, 101])
     [1.0, 0.75, 0.0, 0.0]
     """
-    return _named_ramp("linear", start, end, steps)
+    return _named_ramp("linear", "linear", start, end, steps)
 
 
 def cosine(start: float, end: float, *, steps: float) -> Schedule:
@@ -214,7 +171,7 @@ def cosine(start: float, end: float, *, steps: float) -> Schedule:
     >>> cosine(1.0, 0.0, steps=100).values([0, 50, 100, 150])
     [1.0, 0.5, 0.0, 0.0]
     """
-    return _named_ramp("cosine", start, end, steps)
+    return _named_ramp("cosine", "cosine", start, end, steps)
 
 
 def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
@@ -223,7 +180,7 @@ def minus_sqrt(start: float, end: float, *, steps: float) -> Schedule:
     >>> minus_sqrt(1.0, 0.0, steps=100).values([0, 25, 100])
     [1.0, 0.5, 0.0]
     """
-    return _named_ramp("minus_sqrt", start, end, steps)
+    return _named_ramp("minus_sqrt", "minus_sqrt", start, end, steps)
 
 
 def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
@@ -232,7 +189,7 @@ def shifted_exponential(start: float, end: float, *, steps: float) -> Schedule:
     >>> [round(v, 6) for v in shifted_exponential(1.0, 0.0, steps=100).values([0, 50, 100])]
     [1.0, 0.414214, 0.0]
     """
-    return _named_ramp("shifted_exponential", start, end, steps)
+    return _named_ramp("shifted_exponential", "exponential", start, end, steps)
 
 
 def exponential(start: float, end: float, *, steps: float) -> Schedule:
@@ -244,13 +201,13 @@ def exponential(start: float, end: float, *, steps: float) -> Schedule:
     return Exponential(start=start, end=end, steps=steps)
 
 
-def polynomial(start: float, end: float, *, steps: float, power: float) -> Schedule:
+def polynomial(start: float, end: float, *, steps: float, power: float = 1.0) -> Schedule:
     """end + (1 - r)^power · (start - end); power 1 is a line, larger powers fall faster at first.
 
     >>> polynomial(1.0, 0.0, steps=100, power=2).values([0, 50, 100])
     [1.0, 0.25, 0.0]
     """
-    return Polynomial(start=start, end=end, steps=steps, power=power)
+    return _named_ramp("polynomial", "linear", start, end, steps, power)
 
 
 def power(start: float, *, exponent: float, timescale: float, steps: float | None = None) -> Schedule:

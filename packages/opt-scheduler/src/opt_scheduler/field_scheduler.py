@@ -8,13 +8,11 @@ from typing import Any, TypeAlias
 
 from .errors import ScheduleError
 from .fields import FieldSchedule, Group, Optimizers, check_fields, lr_scale_of, write_fields_
-from .group_scheduler import GroupScheduler
-from .saved_schedules import changes, in_plain_types, saved_form
+from .group_scheduler import VERSION, GroupScheduler, check_state
+from .saved_schedules import changes, saved_form
 from .schedule import ScheduleLike, as_schedule, is_number
 
 logger = logging.getLogger("opt_scheduler")
-
-_VERSION = 1
 
 Schedules: TypeAlias = ScheduleLike | Mapping[str, ScheduleLike] | Sequence[FieldSchedule]
 
@@ -62,7 +60,7 @@ class FieldScheduler(GroupScheduler):
         self.step(0)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
-        write_fields_(groups, self.schedules, num_steps, lr_scale=True)
+        write_fields_(groups, self.schedules, num_steps)
 
     def _base_lr(self, group: Group) -> float:
         for schedule in self.schedules:
@@ -77,9 +75,9 @@ class FieldScheduler(GroupScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return the step count, the schedules, and the initial values that relative schedules multiply."""
         state: dict[str, Any] = {
-            "version": _VERSION,
+            "version": VERSION,
             "num_steps": self.num_steps,
-            "schedules": [in_plain_types(each) for each in saved_form(self.schedules, self.num_steps)],
+            "schedules": saved_form(self.schedules, self.num_steps),
         }
         keys = {schedule.initial for schedule in self.schedules if schedule.relative}
         if keys:
@@ -93,10 +91,7 @@ class FieldScheduler(GroupScheduler):
             ScheduleError: the state has no step count, is of a newer version, or has another number of groups. Nothing
                 has changed then.
         """
-        if "num_steps" not in state_dict:
-            raise ScheduleError(f"FieldScheduler: state has no 'num_steps', only {sorted(state_dict)}")
-        if state_dict.get("version", _VERSION) > _VERSION:
-            raise ScheduleError(f"FieldScheduler: version={state_dict['version']!r} is newer than {_VERSION}")
+        check_state("FieldScheduler", state_dict, ["num_steps"])
         num_steps = state_dict["num_steps"]
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"FieldScheduler: num_steps={num_steps!r} must be at least 0 and finite")
@@ -108,8 +103,7 @@ class FieldScheduler(GroupScheduler):
             )
         for each in self.schedules:
             each.schedule(num_steps)  # a callable may fail, and must do so before anything is written
-        saved = state_dict.get("schedules")  # states of earlier versions have none
-        changed = [] if saved is None else changes(saved, self.schedules, num_steps)
+        changed = changes(state_dict["schedules"], self.schedules, num_steps) if "schedules" in state_dict else []
         if initial is not None and any(schedule.relative for schedule in self.schedules):
             for group, values in zip(groups, initial, strict=True):
                 group.update(values)

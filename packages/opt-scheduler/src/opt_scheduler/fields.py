@@ -26,17 +26,15 @@ def groups_of(optimizer: Optimizers) -> list[Group]:
     Raises:
         ScheduleError: `optimizer` has no `param_groups`, for example because parameters were passed.
     """
-    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
-    return [group for one in optimizers for group in _param_groups(one)]
-
-
-def _param_groups(optimizer: object) -> Iterable[Group]:
-    groups: Iterable[Group] | None = getattr(optimizer, "param_groups", None)
-    if groups is None:
-        raise ScheduleError(
-            f"optimizer={optimizer!r} ({type(optimizer).__name__}) has no param_groups; pass an optimizer such as "
-            "torch.optim.AdamW, or a list of optimizers"
-        )
+    groups: list[Group] = []
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    for each in optimizers:
+        if getattr(each, "param_groups", None) is None:
+            raise ScheduleError(
+                f"optimizer={each!r} ({type(each).__name__}) has no param_groups; pass an optimizer such as "
+                "torch.optim.AdamW, or a list of optimizers"
+            )
+        groups += each.param_groups
     return groups
 
 
@@ -101,22 +99,6 @@ class FieldSchedule:
         plain = {"field": self.field, "schedule": self.schedule.to_dict(), "where": dict(self.where)}
         return plain | ({"relative": True} if self.relative else {})
 
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> "FieldSchedule":
-        """Rebuild the object from the result of `to_dict`.
-
-        Raises:
-            ScheduleError: missing or unknown fields, or an invalid schedule.
-        """
-        if set(plain) - {"relative", "values"} != {"field", "schedule", "where"}:
-            raise ScheduleError(f"FieldSchedule: its dict needs field, schedule and where, not {sorted(plain)}")
-        return FieldSchedule(
-            field=plain["field"],
-            schedule=Schedule.from_dict(plain["schedule"]),
-            where=dict(plain["where"]),
-            relative=plain.get("relative", False),
-        )
-
 
 def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) -> None:
     """Check that `schedules` can be written into `groups`.
@@ -129,30 +111,24 @@ def check_fields(schedules: Sequence[FieldSchedule], groups: Sequence[Group]) ->
         if not any(schedule.matches(group) for group in groups):
             raise ScheduleError(f"schedules: {schedule.field!r}: no group matches where={dict(schedule.where)!r}")
     for i, group in enumerate(groups):
-        taken: set[str] = set()
-        for schedule in (s for s in schedules if s.matches(group)):
+        matching = [schedule for schedule in schedules if schedule.matches(group)]
+        for j, schedule in enumerate(matching):
             _check_entry(schedule, group, where=f"schedules: group {i}")
-            if {schedule.field, schedule.name} & taken or (schedule.index is None and _indexed(schedule.name, taken)):
+            same = [other.index for other in matching[:j] if other.name == schedule.name]
+            if same and (schedule.index is None or schedule.index in same or None in same):
                 raise ScheduleError(f"schedules: group {i} has two for {schedule.field!r}; make their where disjoint")
-            taken.add(schedule.field)
 
 
-def write_fields_(
-    groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float, *, lr_scale: bool = False
-) -> None:
-    """Set every scheduled field of every matching group to its value at `step`. Writes the groups.
-
-    With `lr_scale`, a group's `lr_scale` multiplies its learning rate.
-    """
+def write_fields_(groups: Iterable[Group], schedules: Sequence[FieldSchedule], step: float) -> None:
+    """Set every scheduled field of every matching group to its value at `step`. Writes the groups."""
     filled: set[int] = set()
     values = [schedule.schedule(step) for schedule in schedules]  # all of them before the first group is written
     for schedule, value in zip(schedules, values, strict=True):
-        scaled = lr_scale and schedule.field == "lr"
         for group in groups:
             if schedule.matches(group):
-                own = value * _initial_(group, schedule) if schedule.relative else value
-                own = own * lr_scale_of(group) if scaled else own
-                _set_field_(group, schedule, own, filled)
+                factor = lr_scale_of(group) if schedule.field == "lr" else 1.0
+                base = _initial_(group, schedule) if schedule.relative else 1.0
+                _set_field_(group, schedule, value * base * factor, filled)
 
 
 def lr_scale_of(group: Mapping[str, Any]) -> float:
@@ -207,7 +183,3 @@ def _check_entry(schedule: FieldSchedule, group: Group, *, where: str) -> None:
     entry = group[schedule.name]
     if not isinstance(entry, list | tuple) or schedule.index >= len(entry):
         raise ScheduleError(f"{where} has no {schedule.field!r}: its {schedule.name!r} is {entry!r}")
-
-
-def _indexed(name: str, taken: set[str]) -> bool:
-    return any(other.partition("[")[0] == name for other in taken)

@@ -2,11 +2,21 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .errors import ScheduleError
 from .fields import Group, Optimizers, groups_of
+
+VERSION = 1  # of the states; those of Megatron-Core have none
+
+
+def check_state(where: str, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Raise `ScheduleError` if `state` lacks one of `keys` or is of a newer version."""
+    if missing := sorted(set(keys) - set(state)):
+        raise ScheduleError(f"{where}: the state lacks {missing}; it has {sorted(state)}")
+    if (version := state.get("version", VERSION)) > VERSION:
+        raise ScheduleError(f"{where}: {version=} of the state is newer than {VERSION}, the last that is read here")
 
 
 class GroupScheduler(ABC):
@@ -30,7 +40,7 @@ class GroupScheduler(ABC):
         """
         if not 0 <= increment < math.inf:
             raise ScheduleError(f"step: increment={increment!r} must be at least 0 and finite; seek() can go back")
-        self._move(self.num_steps + increment)
+        self.seek(self.num_steps + increment)
 
     def seek(self, num_steps: float) -> None:
         """Go to step `num_steps`, forwards or backwards, and write the groups.
@@ -40,9 +50,6 @@ class GroupScheduler(ABC):
         """
         if not 0 <= num_steps < math.inf:
             raise ScheduleError(f"seek: num_steps={num_steps!r} must be at least 0 and finite")
-        self._move(num_steps)
-
-    def _move(self, num_steps: float) -> None:
         self._write(groups_of(self.optimizer), num_steps)
         self.num_steps = num_steps
 

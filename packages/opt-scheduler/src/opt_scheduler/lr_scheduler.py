@@ -14,14 +14,14 @@ torch's OneCycleLR stores `max_lr` and `min_lr` in the groups, which would look 
 `OptimizerParamScheduler` refuses such groups, when it is built and at every step. A `FieldScheduler` ignores them.
 """
 
-from typing import Any, overload
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .errors import ScheduleError
 from .field_scheduler import FieldScheduler, Schedules
-from .group_scheduler import GroupScheduler
+from .group_scheduler import GroupScheduler, check_state
 
 
 class _Adapter(LRScheduler):
@@ -69,19 +69,12 @@ class _Adapter(LRScheduler):
         Raises:
             ScheduleError: not a state of this adapter, or one that `scheduler` refuses.
         """
-        if missing := {"scheduler", "last_epoch", "step_count"} - set(state_dict):
-            raise ScheduleError(f"state of the adapter: {sorted(missing)} missing; it has {sorted(state_dict)}")
+        check_state("as_lr_scheduler", state_dict, ("scheduler", "last_epoch", "step_count"))
         self.scheduler.load_state_dict(state_dict["scheduler"])
         self.last_epoch = state_dict["last_epoch"]
         self._step_count = state_dict["step_count"]
 
 
-@overload
-def as_lr_scheduler(scheduler: GroupScheduler, /, *, increment: float = 1) -> LRScheduler: ...
-@overload
-def as_lr_scheduler(
-    optimizer: Optimizer, schedule: Schedules, *, relative: bool = False, increment: float = 1
-) -> LRScheduler: ...
 def as_lr_scheduler(
     optimizer: GroupScheduler | Optimizer,
     schedule: Schedules | None = None,
@@ -112,20 +105,16 @@ def as_lr_scheduler(
     """
     if not increment > 0:
         raise ScheduleError(f"as_lr_scheduler: increment={increment!r} must be positive")
-    if isinstance(optimizer, GroupScheduler):
-        if schedule is not None or relative:
-            raise ScheduleError(
-                f"as_lr_scheduler: {type(optimizer).__name__} already has its schedules; pass it alone, or pass an "
-                "optimizer and a schedule"
-            )
-        return _Adapter(optimizer, _torch_optimizer(optimizer.optimizer), increment=increment)
-    if schedule is None:
+    if isinstance(optimizer, GroupScheduler) != (schedule is None):
         raise ScheduleError(
             f"as_lr_scheduler: {optimizer!r} must be an optimizer followed by a schedule, as in "
-            "as_lr_scheduler(optimizer, schedule), or a FieldScheduler, an OptimizerParamScheduler or a Plateau"
+            "as_lr_scheduler(optimizer, schedule), or alone: a FieldScheduler, OptimizerParamScheduler or Plateau"
         )
+    if isinstance(optimizer, GroupScheduler):
+        return _Adapter(optimizer, _torch_optimizer(optimizer.optimizer), increment=increment)
     torch_optimizer = _torch_optimizer(optimizer)
-    return _Adapter(FieldScheduler(torch_optimizer, schedule, relative=relative), torch_optimizer, increment=increment)
+    scheduler = FieldScheduler(torch_optimizer, schedule, relative=relative)  # type: ignore[arg-type]
+    return _Adapter(scheduler, torch_optimizer, increment=increment)
 
 
 def _torch_optimizer(optimizer: object) -> Optimizer:

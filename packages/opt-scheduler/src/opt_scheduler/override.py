@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 from .errors import ScheduleError
 
@@ -29,7 +29,7 @@ def param_group_override_to_tuple(
 ) -> tuple[tuple[str, Hashable], ...] | None:
     """Return the override as a dict key: pairs sorted by name, so that their order does not matter.
 
-    Lists, sets and dicts among the values become tuples and frozensets. None stays None.
+    Lists, sets and dicts among the values become tuples. None stays None.
 
     >>> param_group_override_to_tuple({"min_lr": 0.0, "max_lr": 1e-3})
     (('max_lr', 0.001), ('min_lr', 0.0))
@@ -57,7 +57,7 @@ def combine_param_group_overrides(
     combined: dict[str, object] = {}
     for override in param_group_overrides:
         for key, value in cast(Mapping[str, object], override or {}).items():
-            if key in combined and not _same(combined[key], value):
+            if key in combined and combined[key] is not value and combined[key] != value:
                 raise ScheduleError(
                     f"parameter group override {key!r} is set twice, to {combined[key]!r} and to {value!r}: "
                     "a parameter matched by both would have two values; make the matches disjoint or the values equal"
@@ -67,30 +67,15 @@ def combine_param_group_overrides(
 
 
 def _hashable(value: object, *, key: str) -> Hashable:
+    if isinstance(value, Mapping):
+        value = sorted(value.items(), key=repr)
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
     if isinstance(value, list | tuple):
         return tuple(_hashable(v, key=key) for v in value)
-    if isinstance(value, Mapping):
-        pairs = sorted(value.items(), key=lambda pair: repr(pair[0]))
-        return tuple((_hashable(k, key=key), _hashable(v, key=key)) for k, v in pairs)
-    if isinstance(value, set | frozenset):
-        return frozenset(_hashable(v, key=key) for v in value)
     if isinstance(value, Hashable):
         return value
     raise ScheduleError(
         f"parameter group override {key!r} is {value!r} ({type(value).__name__}), which cannot be part of a key: "
         "use numbers, strings, tuples, lists, sets or dicts"
     )
-
-
-def _same(a: object, b: object) -> bool:
-    """Equality, also of arrays, for which `==` returns an array: they are equal if all their elements are."""
-    if a is b:
-        return True
-    equal: object = cast(Any, a) == b
-    if isinstance(equal, bool):
-        return equal
-    elements = cast(Sequence[object], equal)
-    try:
-        return all(elements)
-    except TypeError:  # a 0-d array or tensor cannot be iterated, but has one truth value
-        return bool(equal)

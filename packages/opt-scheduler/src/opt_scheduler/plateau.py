@@ -7,13 +7,14 @@ from typing import Any
 
 from .errors import ScheduleError, unknown_name
 from .fields import Group, set_
-from .group_scheduler import GroupScheduler
-from .schedule import check_number, is_number
+from .group_scheduler import VERSION, GroupScheduler, check_state
+from .schedule import check_number
 
 logger = logging.getLogger("opt_scheduler")
 
-_VERSION = 1
 _MODES = ("min", "max")
+_SETTINGS = ("factor", "patience", "threshold", "mode", "cooldown", "min_scale")
+_STATE = ("scale", "best", "num_bad", "cooldown_left")
 
 
 class Plateau(GroupScheduler):
@@ -64,10 +65,10 @@ class Plateau(GroupScheduler):
             )
         check_number("Plateau", above=0, factor=factor)
         check_number("Plateau", low=0, patience=patience, threshold=threshold, cooldown=cooldown, min_scale=min_scale)
-        if factor >= 1:
-            raise ScheduleError(f"Plateau: factor={factor!r} must be less than 1")
-        if min_scale > 1:
-            raise ScheduleError(f"Plateau: min_scale={min_scale!r} must be at most 1")
+        if factor >= 1 or min_scale > 1:
+            raise ScheduleError(
+                f"Plateau: factor={factor!r} must be less than 1, and min_scale={min_scale!r} at most 1"
+            )
         if mode not in _MODES:
             raise ScheduleError(f"Plateau: {unknown_name('mode', mode, _MODES)}")
         super().__init__(scheduler.optimizer)
@@ -107,7 +108,7 @@ class Plateau(GroupScheduler):
         if lowered == self.scale:
             return False
         self.scale = lowered
-        self._move(self.num_steps)
+        self.seek(self.num_steps)
         return True
 
     def _improves(self, value: float) -> bool:
@@ -145,19 +146,9 @@ class Plateau(GroupScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the factor and the counts, and the state of the scheduler inside, in plain types."""
-        return {
-            "version": _VERSION,
-            "settings": self._settings(),
-            "scale": self.scale,
-            "best": self.best,
-            "num_bad": self.num_bad,
-            "cooldown_left": self.cooldown_left,
-            "scheduler": self.scheduler.state_dict(),
-        }
-
-    def _settings(self) -> dict[str, Any]:
-        names = ("factor", "patience", "threshold", "mode", "cooldown", "min_scale")
-        return {name: getattr(self, name) for name in names}
+        counts = {name: getattr(self, name) for name in _STATE}
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return {"version": VERSION, "settings": settings, **counts, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the factor, the counts and the scheduler inside, and write the groups.
@@ -168,22 +159,15 @@ class Plateau(GroupScheduler):
             ScheduleError: not a state of a `Plateau`, one of a newer version, or one that the scheduler inside refuses.
                 Nothing has changed then.
         """
-        if missing := sorted({"scale", "best", "num_bad", "cooldown_left", "scheduler"} - set(state_dict)):
-            raise ScheduleError(f"Plateau: the state lacks {missing}; it has {sorted(state_dict)}")
-        if state_dict.get("version", _VERSION) > _VERSION:
-            raise ScheduleError(f"Plateau: version={state_dict['version']!r} is newer than {_VERSION}")
-        scale, best = state_dict["scale"], state_dict["best"]
-        if not is_number(scale) or not 0 <= scale <= 1:
-            raise ScheduleError(f"Plateau: scale={scale!r} must be a number between 0 and 1")
-        check_number("Plateau", low=0, num_bad=state_dict["num_bad"], cooldown_left=state_dict["cooldown_left"])
-        if best is not None and not is_number(best):
-            raise ScheduleError(f"Plateau: best={best!r} must be a number or None")
+        check_state("Plateau", state_dict, (*_STATE, "scheduler"))
+        counts = {name: state_dict[name] for name in _STATE}
+        check_number("Plateau", low=0, **{name: counts[name] for name in _STATE if name != "best"})
+        check_number("Plateau", best=counts["best"])
         self.scheduler.load_state_dict(state_dict["scheduler"])
-        self.scale, self.best = scale, best
-        self.num_bad, self.cooldown_left = state_dict["num_bad"], state_dict["cooldown_left"]
+        for name, value in counts.items():
+            setattr(self, name, value)
         self.num_steps = self.scheduler.num_steps
         self._scale_(self.param_groups)
-        saved = state_dict.get("settings", {})
-        for name, value in self._settings().items():
-            if saved.get(name, value) != value:
-                logger.warning("Plateau: %s=%r here, and %r in the checkpoint", name, value, saved[name])
+        for name, saved in state_dict.get("settings", {}).items():
+            if name in _SETTINGS and (value := getattr(self, name)) != saved:
+                logger.warning("Plateau: %s=%r here, and %r in the checkpoint", name, value, saved)

@@ -13,29 +13,39 @@ from .schedule import Schedule, check_number
 def wsd(
     peak: float,
     *,
-    warmup_steps: float,
-    stable_steps: float,
     decay_steps: float,
+    steps: float | None = None,
+    warmup_steps: float = 0,
+    stable_steps: float | None = None,
     start: float = 0.0,
     end: float = 0.0,
     shape: str = "minus_sqrt",
 ) -> Schedule:
     """Warmup, stable, decay (https://arxiv.org/abs/2404.06395). `repeat` or `join` several of them for WSD-S.
 
-    >>> wsd(1.0, warmup_steps=10, stable_steps=70, decay_steps=20, shape="linear").values([5, 10, 80, 90, 100])
+    Pass the length of all three as `steps`, or that of the stable phase as `stable_steps`.
+
+    >>> wsd(1.0, steps=100, warmup_steps=10, decay_steps=20, shape="linear").values([5, 10, 80, 90, 100])
     [0.5, 1.0, 1.0, 0.5, 0.0]
 
     Raises:
-        ScheduleError: `decay_steps` is not above 0, or `warmup_steps` or `stable_steps` is below 0.
+        ScheduleError: neither or both of `steps` and `stable_steps` are given; `decay_steps` is not above 0;
+            `warmup_steps` or `stable_steps` is below 0; or the phases are longer than `steps`.
     """
     check_number("wsd", low=0, warmup_steps=warmup_steps, stable_steps=stable_steps)
-    check_number("wsd", above=0, decay_steps=decay_steps)
+    check_number("wsd", above=0, decay_steps=decay_steps, steps=steps)
+    if (steps is None) == (stable_steps is None):
+        raise ScheduleError(f"wsd: pass either steps or stable_steps, not {steps=} and {stable_steps=}")
+    if stable_steps is None:
+        stable_steps = steps - warmup_steps - decay_steps  # type: ignore[operator]
+        if stable_steps < 0:
+            raise ScheduleError(
+                f"wsd: decay_steps={decay_steps!r} must fit after the warmup: steps - warmup_steps is "
+                f"{decay_steps + stable_steps!r}"
+            )
     stable = [constant(peak, steps=stable_steps)] if stable_steps > 0 else []
-    return warmup(
-        join(*stable, ramp(peak, end, steps=decay_steps, shape=shape)),
-        steps=warmup_steps,
-        start=start,
-    )
+    falling = join(*stable, ramp(peak, end, steps=decay_steps, shape=shape))
+    return warmup(falling, steps=warmup_steps, start=start)
 
 
 def one_cycle(
@@ -75,10 +85,8 @@ def piecewise_constant(values: Sequence[float], *, at: Sequence[float]) -> Sched
     >>> piecewise_constant([1.0, 0.1, 0.01], at=[100, 150]).values([0, 99, 100, 149, 150])
     [1.0, 1.0, 0.1, 0.1, 0.01]
     """
-    arguments: dict[str, object] = {"values": values, "at": at}
-    for name, given in arguments.items():
-        if not isinstance(given, Sequence):
-            raise ScheduleError(f"piecewise_constant: {name}={given!r} must be a list or tuple of numbers")
+    if not (isinstance(values, Sequence) and isinstance(at, Sequence)):
+        raise ScheduleError(f"piecewise_constant: {values=} and {at=} must be lists or tuples of numbers")
     check_number("piecewise_constant", **{f"values[{index}]": value for index, value in enumerate(values)})
     check_number("piecewise_constant", **{f"at[{index}]": step for index, step in enumerate(at)})
     edges = [0.0, *at]

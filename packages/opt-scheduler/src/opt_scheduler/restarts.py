@@ -1,15 +1,17 @@
 """Schedules that begin again: repeat, and warm restarts whose periods grow or shrink and whose values decay."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from .arrays import exact
 from .errors import ScheduleError
-from .schedule import Schedule, ScheduleLike, as_schedule, check_number, differ
+from .schedule import Schedule, ScheduleLike, as_schedule, check_number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: the starts of the periods are computed once and kept
 class Restarts(Schedule):
     """A schedule that starts again, each time over other lengths and values; see `restarts`."""
 
@@ -35,21 +37,21 @@ class Restarts(Schedule):
         first, m = self.schedule.length, self.t_mult
         return first * period if m == 1 else first * (m**period - 1) / (m - 1)
 
-    def period_at(self, step: float) -> int:
-        """Return the number of the period that `step` belongs to."""
-        first, m = self.schedule.length, self.t_mult
-        if self.times is not None and step >= self.start_of(self.times - 1):
-            return self.times - 1
-        period = int(step / first if m == 1 else math.log1p(step / first * (m - 1)) / math.log(m))
-        # The logarithm is rounded: at a restart it may be one period off.
-        while period > 0 and self.start_of(period) > step:
-            period -= 1
-        while self.start_of(period + 1) <= step:
-            period += 1
-        return period
+    @cached_property
+    def starts(self) -> list[float]:
+        """The starts of all periods, or of those within 2**53 steps, up to which a float counts exactly."""
+        starts = [0.0]
+        while len(starts) != self.times and starts[-1] < 2**53:
+            starts.append(self.start_of(len(starts)))
+        return starts
 
     def at(self, step: float) -> float:
-        period = self.period_at(step)
+        if self.t_mult == 1:
+            period = int(step // self.schedule.length)
+            period += self.start_of(period + 1) <= step  # the quotient of fractions is rounded
+            period = period if self.times is None else min(period, self.times - 1)
+        else:
+            period = bisect_right(self.starts, step) - 1
         local = (step - self.start_of(period)) / self.t_mult**period
         return self.decay**period * self.schedule.at(min(local, self.schedule.length))
 
@@ -59,17 +61,10 @@ class Restarts(Schedule):
             period = step // length if self.times is None else xp.minimum(step // length, self.times - 1)
             local = step - period * length
         else:
-            starts = xp.asarray(self._starts(), dtype=float)
+            starts = xp.asarray(self.starts, dtype=float)
             period = xp.searchsorted(starts, step, side="right") - 1
             local = (step - starts[period]) / self.t_mult**period
         return self.decay**period * self.schedule.array_at(xp.minimum(local, exact(self.schedule.length)), xp)
-
-    def _starts(self) -> list[float]:
-        """The starts of all periods, or of those within 2**53 steps, up to which a float counts exactly."""
-        starts = [0.0]
-        while len(starts) != self.times and starts[-1] < 2**53:
-            starts.append(self.start_of(len(starts)))
-        return starts
 
     @property
     def length(self) -> float:
@@ -79,19 +74,12 @@ class Restarts(Schedule):
     def boundaries(self) -> tuple[float, ...]:
         return self._over_periods(tuple({*self.schedule.boundaries, self.schedule.length}))
 
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        inside = self._over_periods(tuple(j for j in self.schedule.jumps if j < self.schedule.length))
-        ends = range(1, 2 if self.times is None else self.times + 1)
-        edges = {s for s in map(self.start_of, ends) if differ(self.at(math.nextafter(s, 0.0)), self.at(s))}
-        return tuple(sorted(edges.union(inside)))
-
     def _over_periods(self, steps: tuple[float, ...]) -> tuple[float, ...]:
         periods = range(self.times or 1)
         return tuple(sorted(self.start_of(i) + self.t_mult**i * step for i in periods for step in steps))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Repeat(Restarts):
     """The same schedule several times, or forever; see `repeat`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, TypeAlias, overload
 
-from .arrays import Array, is_array, namespace, usable_steps
+from .arrays import NUMBERS, Array, is_array, namespace, usable_steps
 from .draw import svg_plot, text_plot
 from .errors import ScheduleError, unknown_name
 
@@ -21,8 +21,9 @@ class Schedule(ABC):
     Schedules and other callables of the step can be added and multiplied, and numbers work too: `schedule * 0.1`,
     `schedule + other`, `schedule * other`, `schedule - 1e-5`, `schedule / 2`.
 
-    Subclasses are frozen dataclasses with a `kind`, the name that `to_dict` records. Defining a subclass registers its
-    kind.
+    Subclasses are frozen dataclasses with a `kind`, the name that `to_dict` records. They define `at` for numbers,
+    `array_at` for arrays, or only `array_at` with functions that `arrays.NUMBERS` has too. Defining a subclass
+    registers its kind.
 
     >>> from opt_scheduler import cosine, warmup
     >>> lr = warmup(cosine(1e-3, 1e-4, steps=100), steps=10)
@@ -36,9 +37,9 @@ class Schedule(ABC):
 
     kind: ClassVar[str]
 
-    @abstractmethod
     def at(self, step: float) -> float:
         """Return the value at `step`, a number of at least 0."""
+        return float(self.array_at(step, NUMBERS))
 
     def array_at(self, step: Any, xp: Any) -> Any:
         """Return the values at an array of steps, all at least 0, using the functions of the array library `xp`.
@@ -50,6 +51,10 @@ class Schedule(ABC):
             f"{self.kind}: {type(self).__name__} has no array_at(step, xp), so arrays of steps cannot be used; define "
             "it, or call values() with a list of numbers"
         )
+
+    def value_at(self, step: Any, xp: Any) -> Any:
+        """Return `at(step)` if `xp` is `arrays.NUMBERS`, else `array_at(step, xp)`."""
+        return self.at(step) if xp is NUMBERS else self.array_at(step, xp)
 
     @property
     @abstractmethod
@@ -63,11 +68,6 @@ class Schedule(ABC):
 
         A schedule that repeats without end lists the boundaries of its first period.
         """
-
-    @property
-    def jumps(self) -> tuple[float, ...]:
-        """The boundaries at which the value jumps. The schedule is continuous everywhere else."""
-        return ()
 
     @overload
     def __call__(self, step: float) -> float: ...
@@ -234,11 +234,6 @@ def _quoted_number(value: object) -> str:
     except ValueError:
         return ""
     return ", not text; YAML reads 1e-4 as text and 1.0e-4 as a number" if text else ""
-
-
-def differ(a: float, b: float) -> bool:
-    """Whether two values are further apart than rounding explains."""
-    return not math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-15)
 
 
 def _combined(kind: str, *given: "ScheduleLike") -> Schedule:

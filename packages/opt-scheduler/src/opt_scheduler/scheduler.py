@@ -2,41 +2,20 @@
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, Generic, TypeVar, overload
+from dataclasses import asdict, fields, replace
+from typing import Any
 
-from . import closed_form
-from .errors import ScheduleError, refuse
-from .fields import FieldSchedule, Group, Optimizers, check_fields, set_, write_fields_
-from .group_scheduler import GroupScheduler
-from .group_values import GroupValues, bounds_of, group_values, refuse_one_cycle
-from .saved_schedules import changed_callables, saved_form
+from .errors import ScheduleError, unknown_name
+from .fields import Group, Optimizers, set_
+from .group_scheduler import VERSION, GroupScheduler
+from .group_values import bounds_of, group_values, refuse_one_cycle
 from .schedule import Schedule
 from .settings import Settings, WarmupFirst
-from .state import VERSION, read_state
+from .state import read_state
 
 logger = logging.getLogger("opt_scheduler")
 
-T = TypeVar("T")
-
-
-class _Setting(Generic[T]):
-    """A field of `settings` as an attribute of the scheduler. Assigning one validates all of them."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> "_Setting[T]": ...
-    @overload
-    def __get__(self, instance: "OptimizerParamScheduler", owner: type) -> T: ...
-    def __get__(self, instance: "OptimizerParamScheduler | None", owner: type) -> "_Setting[T] | T":
-        return self if instance is None else getattr(instance.settings, self.name)
-
-    def __set__(self, instance: "OptimizerParamScheduler", value: T) -> None:
-        changed: dict[str, Any] = {self.name: value}
-        instance.settings = replace(instance.settings, **changed)
-        instance._not_given -= {self.name}
+_FIELDS = frozenset(field.name for field in fields(Settings))
 
 
 class OptimizerParamScheduler(GroupScheduler):
@@ -55,8 +34,7 @@ class OptimizerParamScheduler(GroupScheduler):
     next step.
 
     Differences from Megatron-Core: `min_lr=None` means 0. `warmup_first="one"` advances the warmup by one step, so that
-    the first update does not use `init_lr`; if steps are samples, pass the batch size instead of "one". `schedules`
-    sets any field of any groups from pure schedules, which take precedence over the settings.
+    the first update does not use `init_lr`; if steps are samples, pass the batch size instead of "one".
 
     On load, `use_checkpoint_opt_param_scheduler` takes the saved settings, `override_opt_param_scheduler` keeps those
     given here that are not None, and with neither flag a difference is an error. `override_opt_param_scheduler` may
@@ -78,20 +56,6 @@ class OptimizerParamScheduler(GroupScheduler):
         ScheduleError: lists every invalid argument, with what is allowed.
     """
 
-    init_lr = _Setting[float]()
-    max_lr = _Setting[float]()
-    min_lr = _Setting[float]()
-    lr_warmup_steps = _Setting[float]()
-    lr_decay_steps = _Setting[float]()
-    lr_decay_style = _Setting[str]()
-    start_wd = _Setting[float]()
-    end_wd = _Setting[float]()
-    wd_incr_steps = _Setting[float]()
-    wd_incr_style = _Setting[str]()
-    wsd_decay_steps = _Setting["float | None"]()
-    lr_wsd_decay_style = _Setting["str | None"]()
-    warmup_first = _Setting[WarmupFirst]()
-
     def __init__(
         self,
         optimizer: Optimizers,
@@ -111,7 +75,6 @@ class OptimizerParamScheduler(GroupScheduler):
         lr_wsd_decay_style: str | None = None,
         *,
         warmup_first: WarmupFirst = "init",
-        schedules: Sequence[FieldSchedule] = (),
     ) -> None:
         super().__init__(optimizer)
         self.settings = Settings(
@@ -135,10 +98,18 @@ class OptimizerParamScheduler(GroupScheduler):
         self.override_opt_param_scheduler = _checked_override(
             override_opt_param_scheduler, use_checkpoint=self.use_checkpoint_opt_param_scheduler
         )
-        self.schedules = tuple(schedules)
-        _check_not_relative(self.schedules)
-        check_fields(self.schedules, self.param_groups)
         self.step(0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FIELDS:  # every setting is an attribute too
+            return getattr(self.settings, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _FIELDS:
+            return super().__setattr__(name, value)
+        self.settings = replace(self.settings, **{name: value})  # type: ignore[arg-type]
+        self._not_given -= {name}
 
     def get_lr(self, param_group: Mapping[str, Any] | None = None) -> float:
         """Return the learning rate of `param_group` at the present step; None stands for a group without overrides."""
@@ -154,7 +125,7 @@ class OptimizerParamScheduler(GroupScheduler):
         Raises:
             ScheduleError: the group has invalid overrides.
         """
-        return self._values_at("lr", step, param_group)
+        return group_values(self.settings, [param_group or {}], max(step, 0))[0][0]
 
     def wd_at(self, step: float, param_group: Mapping[str, Any] | None = None) -> float:
         """Return the weight decay of `param_group` at any step, without advancing.
@@ -162,48 +133,35 @@ class OptimizerParamScheduler(GroupScheduler):
         Raises:
             ScheduleError: the group has invalid overrides.
         """
-        return self._values_at("weight_decay", step, param_group)
-
-    def _values_at(self, field: str, step: float, param_group: Mapping[str, Any] | None) -> float:
-        group = param_group or {}
-        for schedule in self.schedules:
-            if schedule.field == field and schedule.matches(group):
-                return schedule.schedule(step)
-        values = group_values(self.settings, [group], max(step, 0))
-        return values.lr[0] if field == "lr" else values.weight_decay[0]
+        return group_values(self.settings, [param_group or {}], max(step, 0))[0][1]
 
     def lr_schedule(self, param_group: Mapping[str, Any] | None = None) -> Schedule:
         """Return the learning rate of `param_group` as a `Schedule`, to plot, compare or use elsewhere."""
-        group = param_group or {}
-        scheduled = (s.schedule for s in self.schedules if s.field == "lr" and s.matches(group))
-        bounds = bounds_of(self.settings, group)
-        return next(scheduled, closed_form.lr_schedule(self.settings, max_lr=bounds.max_lr, min_lr=bounds.min_lr))
+        max_lr, min_lr, *_ = bounds_of(self.settings, param_group or {})
+        return replace(self.settings, max_lr=max_lr, min_lr=min_lr)
 
     def _write(self, groups: Sequence[Group], num_steps: float) -> None:
         refuse_one_cycle(groups)
-        self._write_values(groups, group_values(self.settings, groups, num_steps), num_steps)
+        self._write_values(groups, group_values(self.settings, groups, num_steps))
 
-    def _write_values(self, groups: Sequence[Group], values: GroupValues, num_steps: float) -> None:
+    def _write_values(self, groups: Sequence[Group], values: Sequence[tuple[float, float]]) -> None:
         filled: set[int] = set()
-        for group, lr, weight_decay in zip(groups, values.lr, values.weight_decay, strict=True):
+        for group, (lr, weight_decay) in zip(groups, values, strict=True):
             # The usual case of `set_`, inlined: a step spends its time in this loop.
             if type(group.get("lr")) is float and type(group.get("weight_decay")) is float:
                 group["lr"], group["weight_decay"] = lr, weight_decay
             else:
                 set_(group, "lr", lr, filled)
                 set_(group, "weight_decay", weight_decay, filled)
-        write_fields_(groups, self.schedules, num_steps)
 
     def _base_lr(self, group: Group) -> float:
         return bounds_of(self.settings, group).max_lr
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step count and every setting in plain types, with Megatron-Core's keys among them."""
-        settings = asdict(self.settings)
-        schedules = saved_form(self.schedules, self.num_steps)
-        return {"version": VERSION, "num_steps": self.num_steps, **settings, "schedules": schedules}
+        return {"version": VERSION, "num_steps": self.num_steps, **asdict(self.settings)}
 
-    def _check_and_set(self, cls_value: T, sd_value: T, name: str) -> T:
+    def _check_and_set(self, cls_value: Any, sd_value: Any, name: str) -> Any:
         """Return the value given here or the saved one, as the two flags say.
 
         Raises:
@@ -230,41 +188,20 @@ class OptimizerParamScheduler(GroupScheduler):
             ScheduleError: fields are missing, differ although neither flag is set, or are invalid together.
         """
         saved = read_state(state_dict)
-        recorded = saved.fields.get("schedules", [])
-        if recorded:
-            saved.fields["schedules"] = [{k: v for k, v in plain.items() if k != "values"} for plain in recorded]
-        given = asdict(self.settings) | {"schedules": [schedule.to_dict() for schedule in self.schedules]}
+        given = asdict(self.settings)
         chosen = given | {name: self._check_and_set(given[name], value, name) for name, value in saved.fields.items()}
-        schedules = self._chosen_schedules(chosen.pop("schedules"), given["schedules"])
         settings = Settings(**chosen)
         groups = self.param_groups
         changes = [_followed(group, (given, saved.fields), settings) for group in groups]
         refuse_one_cycle(groups)
-        check_fields(schedules, groups)
         changed = [{**group, **change} for group, change in zip(groups, changes, strict=True)]
         values = group_values(settings, changed, saved.num_steps)
-        replaced = changed_callables(recorded, schedules)
-        self._log_differences(given, saved.fields, chosen | {"schedules": [each.to_dict() for each in schedules]})
-        for sentence in replaced:
-            logger.warning("OptimizerParamScheduler, resumed at step %g: %s", saved.num_steps, sentence)
+        self._log_differences(given, saved.fields, chosen)
 
-        self.settings, self.schedules, self.num_steps = settings, schedules, saved.num_steps
+        self.settings, self.num_steps = settings, saved.num_steps
         for group, change in zip(groups, changes, strict=True):
             group.update(change)
-        self._write_values(groups, values, self.num_steps)
-
-    def _chosen_schedules(
-        self, chosen: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]
-    ) -> tuple[FieldSchedule, ...]:
-        if chosen == given:
-            return self.schedules
-        try:
-            return tuple(FieldSchedule.from_dict(plain) for plain in chosen)
-        except ScheduleError as error:
-            raise ScheduleError(
-                f"OptimizerParamScheduler: the schedules of the checkpoint cannot be rebuilt: {error}; to keep those "
-                "given here, set override_opt_param_scheduler=['schedules']"
-            ) from error
+        self._write_values(groups, values)
 
     def _log_differences(self, given: Mapping[str, Any], saved: Mapping[str, Any], chosen: Mapping[str, Any]) -> None:
         """Log both values of every setting that differs between this scheduler and the checkpoint."""
@@ -272,25 +209,13 @@ class OptimizerParamScheduler(GroupScheduler):
             if name in self._not_given or given[name] == saved[name]:
                 continue
             if chosen[name] == given[name]:
-                logger.info(
-                    "%s=%r, given when the scheduler was built, replaces the checkpoint's %r",
-                    name, given[name], saved[name],
-                )  # fmt: skip
+                how = "%s=%r, given when the scheduler was built, replaces the checkpoint's %r"
+                logger.info(how, name, given[name], saved[name])
             else:
                 logger.warning(
                     "%s=%r of the checkpoint replaces %r, given when the scheduler was built; to keep the latter, set "
-                    "use_checkpoint_opt_param_scheduler=False and override_opt_param_scheduler=True",
-                    name, saved[name], given[name],
+                    "override_opt_param_scheduler=[%r]", name, saved[name], given[name], name,
                 )  # fmt: skip
-
-
-def _check_not_relative(schedules: Sequence[FieldSchedule]) -> None:
-    for schedule in schedules:
-        if schedule.relative and schedule.field in ("lr", "weight_decay"):
-            raise ScheduleError(
-                f"OptimizerParamScheduler: schedules: {schedule.field!r} has relative=True, but this scheduler writes "
-                "that field itself; set max_lr or wd_mult in the groups, or use a FieldScheduler"
-            )
 
 
 def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Settings) -> dict[str, float]:
@@ -303,19 +228,15 @@ def _followed(group: Group, origins: Iterable[Mapping[str, Any]], settings: Sett
 
 def _checked_override(override: bool | Collection[str] | None, *, use_checkpoint: bool) -> bool | frozenset[str]:
     """Return the flag as a bool, or as a set of field names."""
+    if override is True and use_checkpoint:
+        raise ScheduleError(
+            "OptimizerParamScheduler: override_opt_param_scheduler and use_checkpoint_opt_param_scheduler "
+            "contradict each other; set one of them to False, or override only the fields you name"
+        )
     if override is None or isinstance(override, bool):
-        if override and use_checkpoint:
-            raise ScheduleError(
-                "OptimizerParamScheduler: override_opt_param_scheduler and use_checkpoint_opt_param_scheduler "
-                "contradict each other; set one of them to False, or override only the fields you name"
-            )
         return bool(override)
-    known = {*Settings.__dataclass_fields__, "schedules"}
-    unknown = sorted(set(override) - known)
-    refuse(
-        [f"override_opt_param_scheduler names {name!r}; the fields are {', '.join(sorted(known))}" for name in unknown],
-        where="OptimizerParamScheduler",
-    )
+    for name in sorted(set(override) - _FIELDS):
+        raise ScheduleError(unknown_name("OptimizerParamScheduler: override_opt_param_scheduler: field", name, _FIELDS))
     return frozenset(override)
 
 

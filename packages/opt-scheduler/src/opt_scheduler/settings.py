@@ -1,42 +1,54 @@
-"""The settings of an `OptimizerParamScheduler`, validated together, and its numbers as pure functions of the step."""
+"""The settings of an `OptimizerParamScheduler`: validated together, and a schedule of the learning rate."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from . import shapes
+from .arrays import NUMBERS
 from .errors import refuse, unknown_name
-from .schedule import is_number
+from .schedule import Schedule, is_number
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")  # Megatron-Core's four, a subset of `shapes.SHAPES`
 WD_STYLES = ("constant", "linear", "cosine")
 
 WarmupFirst: TypeAlias = Literal["init", "one"] | float
-TwoToOne: TypeAlias = Callable[[float, float], float]
+
+
+class Bounds(NamedTuple):
+    """The bounds between which one group anneals, with its overrides."""
+
+    max_lr: float
+    min_lr: float
+    start_wd: float
+    end_wd: float
+    wd_mult: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """The arguments of Megatron-Core's scheduler. Steps, which may be fractions, are in the unit of `step(increment)`.
+class Settings(Schedule):
+    """The arguments of Megatron-Core's scheduler. As a `Schedule`, it is the learning rate between these bounds.
 
-    `lr_decay_steps` and `wd_incr_steps` count from step 0, so `lr_decay_steps` contains the warmup.
+    `lr_decay_steps` and `wd_incr_steps` count from step 0, so `lr_decay_steps` contains the warmup. Steps are in the
+    unit of `step(increment)`.
 
     Raises:
         ScheduleError: lists every invalid field, with what is allowed.
     """
 
-    init_lr: float
+    kind: ClassVar[str] = "megatron"
     max_lr: float
-    min_lr: float
-    lr_warmup_steps: float
     lr_decay_steps: float
-    lr_decay_style: str
-    start_wd: float
-    end_wd: float
-    wd_incr_steps: float
-    wd_incr_style: str
+    init_lr: float = 0.0
+    min_lr: float = 0.0
+    lr_warmup_steps: float = 0
+    lr_decay_style: str = "linear"
+    start_wd: float = 0.0
+    end_wd: float = 0.0
+    wd_incr_steps: float = 0
+    wd_incr_style: str = "constant"
     wsd_decay_steps: float | None = None
     lr_wsd_decay_style: str | None = None
     warmup_first: WarmupFirst = "init"
@@ -46,48 +58,56 @@ class Settings:
         refuse(problems, where="OptimizerParamScheduler")
 
     @property
-    def warmup_lead(self) -> float:
-        """The number of steps by which the warmup runs ahead; with 0, an `init_lr` of 0 wastes the first update."""
-        if self.warmup_first == "init":
-            return 0.0
-        return 1.0 if isinstance(self.warmup_first, str) else self.warmup_first
+    def length(self) -> float:
+        return math.inf if self.lr_decay_style == "constant" else self.lr_decay_steps
 
-    def lr_formula(self, step: float) -> TwoToOne:
+    @property
+    def boundaries(self) -> tuple[float, ...]:
+        warmup = self.lr_warmup_steps
+        steps = {max(warmup - self._warmup_lead, 0), warmup, self._anneal[0], self.lr_decay_steps}
+        return tuple(sorted(step for step in steps if step > 0))
+
+    def array_at(self, step: Any, xp: Any) -> Any:
+        return xp.full_like(step, 0.0, dtype=float) + self.lr_formula(step, xp)(self.max_lr, self.min_lr)
+
+    def lr_formula(self, step: Any, xp: Any = NUMBERS) -> Callable[[float, float], Any]:
         """Return the learning rate at `step` as a function of (max_lr, min_lr), which a group may override."""
-        warmup, init = self.lr_warmup_steps, self.init_lr
-        if warmup > 0 and step <= warmup:
-            done = float(min(step + self.warmup_lead, warmup))
-            return lambda high, low: min(init + (high - init) * done / warmup, high)
+        warmup, init, decayed = self.lr_warmup_steps, self.init_lr, self._after_warmup(step, xp)
+        if warmup <= 0 or (xp is NUMBERS and step > warmup):
+            return decayed
+        done = xp.minimum(step + self._warmup_lead, warmup)
+        return lambda high, low: xp.where(
+            step <= warmup, xp.minimum(init + (high - init) * done / warmup, high), decayed(high, low)
+        )
+
+    def _after_warmup(self, step: Any, xp: Any) -> Callable[[float, float], Any]:
         if self.lr_decay_style == "constant":
             return lambda high, low: high
         if self.lr_decay_style == "inverse-square-root":
-            return self._inverse_sqrt(step)
-        if step > self.lr_decay_steps:
-            return lambda high, low: low
-        left = self.lr_left(step)
+            # Megatron-Core drops to min_lr after the last step, however far that is; here the last value is kept.
+            root_peak = math.sqrt(max(self.lr_warmup_steps, 1))
+            root_step = xp.sqrt(xp.maximum(xp.minimum(step, self.lr_decay_steps), 1))
+            return lambda high, low: xp.maximum(low, high * root_peak / root_step)
+        start, steps = self._anneal
+        shape = self.lr_wsd_decay_style if self.lr_decay_style == "WSD" else self.lr_decay_style
+        left = shapes.SHAPES[str(shape)](xp.minimum(xp.maximum((step - start) / steps, 0.0), 1.0), xp)
         # `low + 1.0 * (high - low)` may round above high.
-        return lambda high, low: min(low + left * (high - low), high)
+        return lambda high, low: xp.minimum(low + left * (high - low), high)
 
-    def lr_left(self, step: float) -> float:
-        """Fraction in [0, 1] of `max_lr - min_lr` left at a step between warmup and end; linear, cosine and WSD."""
-        if self.lr_decay_style != "WSD":
-            r = (step - self.lr_warmup_steps) / (self.lr_decay_steps - self.lr_warmup_steps)
-            return shapes.SHAPES[self.lr_decay_style](min(r, 1.0))
-        assert self.wsd_decay_steps is not None  # as validated
-        assert self.lr_wsd_decay_style is not None
-        anneal_start = self.lr_decay_steps - self.wsd_decay_steps
-        if step <= anneal_start:
-            return 1.0
-        # Fractional steps: `anneal_start` is rounded, so the last step may lie beyond its length from there.
-        return shapes.SHAPES[self.lr_wsd_decay_style](min((step - anneal_start) / self.wsd_decay_steps, 1.0))
+    @property
+    def _anneal(self) -> tuple[float, float]:
+        """The step at which the learning rate begins to fall, and over how many steps it does."""
+        if self.lr_decay_style == "WSD" and self.wsd_decay_steps is not None:
+            return self.lr_decay_steps - self.wsd_decay_steps, self.wsd_decay_steps
+        return self.lr_warmup_steps, self.lr_decay_steps - self.lr_warmup_steps
 
-    def _inverse_sqrt(self, step: float) -> TwoToOne:
-        # Megatron-Core drops to min_lr after the last step, however far that is; here the last value is kept.
-        root_peak = math.sqrt(max(self.lr_warmup_steps, 1))
-        root_step = math.sqrt(max(min(step, self.lr_decay_steps), 1))
-        return lambda high, low: max(low, high * root_peak / root_step)
+    @property
+    def _warmup_lead(self) -> float:
+        """The number of steps by which the warmup runs ahead; with 0, an `init_lr` of 0 wastes the first update."""
+        first = self.warmup_first
+        return {"init": 0.0, "one": 1.0}[first] if isinstance(first, str) else first
 
-    def wd_formula(self, step: float) -> TwoToOne:
+    def wd_formula(self, step: float) -> Callable[[float, float], float]:
         """Return the weight decay at `step`, before `wd_mult`, as a function of (start_wd, end_wd)."""
         if step > self.wd_incr_steps or self.wd_incr_style == "constant":
             return lambda start, end: end
@@ -96,32 +116,47 @@ class Settings:
         return lambda start, end: min(start + done * (end - start), end)
 
 
-_NUMBERS = (
-    "init_lr", "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps",
-    "start_wd", "end_wd", "wd_incr_steps", "wsd_decay_steps",
-)  # fmt: skip
+CHOICES = {"lr_decay_style": LR_STYLES, "lr_wsd_decay_style": (None, *WSD_STYLES), "wd_incr_style": WD_STYLES}
 
 
 def _not_numbers(s: Settings) -> list[str]:
-    given = {name: getattr(s, name) for name in _NUMBERS if name != "wsd_decay_steps" or s.wsd_decay_steps is not None}
-    return [
-        f"{name}={value!r} must be a finite number"
-        for name, value in given.items()
-        if not is_number(value) or not math.isfinite(value)
-    ]
+    names = [field.name for field in fields(s) if field.name not in (*CHOICES, "warmup_first")]
+    given = {name: getattr(s, name) for name in names if name != "wsd_decay_steps" or s.wsd_decay_steps is not None}
+    wrong = {name: value for name, value in given.items() if not is_number(value) or not math.isfinite(value)}
+    return [f"{name}={value!r} must be a finite number" for name, value in wrong.items()]
+
+
+def bounds_problems(s: Settings, bounds: Bounds) -> Iterator[str]:
+    """One sentence for each reason why a group cannot anneal between these bounds, which it overrides or takes."""
+    given: Mapping[str, Any] = bounds._asdict()
+    for name, value in given.items():
+        if isinstance(value, str) or not value >= 0:
+            yield f"{name}={value!r} must be a number, at least 0"
+            return
+    high, low, start, end, _ = bounds
+    if low > high:
+        yield f"max_lr={high!r} must be at least min_lr={low!r}"
+    if s.init_lr > high:
+        yield f"max_lr={high!r} must be at least init_lr={s.init_lr!r}, at which the warmup of every group begins"
+    if start > end:
+        yield (
+            f"end_wd={end!r} must be at least start_wd={start!r}; for a falling weight decay use "
+            "FieldScheduler(optimizer, {'lr': ..., 'weight_decay': ...})"
+        )
+    elif s.wd_incr_style == "constant" and start != end:
+        yield f"wd_incr_style='constant' needs start_wd={start!r} equal to end_wd={end!r}"
 
 
 def _problems(s: Settings) -> Iterator[str]:
-    """One sentence for each setting that is invalid, if all of `_NUMBERS` are numbers."""
-    for name in ("init_lr", "min_lr"):
-        if getattr(s, name) < 0:
-            yield f"{name}={getattr(s, name)!r} must not be negative"
-    if s.max_lr < s.min_lr:
-        yield f"max_lr={s.max_lr!r} must be at least min_lr={s.min_lr!r}"
-    if s.init_lr > s.max_lr:
-        yield f"init_lr={s.init_lr!r} must be at most max_lr={s.max_lr!r}: warmup rises from one to the other"
+    """One sentence for each setting that is invalid, if all numbers are numbers."""
+    if s.init_lr < 0:
+        yield f"init_lr={s.init_lr!r} must be a number, at least 0"
+    yield from bounds_problems(s, Bounds(s.max_lr, s.min_lr, s.start_wd, s.end_wd, 1.0))
     if s.lr_warmup_steps < 0:
         yield f"lr_warmup_steps={s.lr_warmup_steps!r} must not be negative; 0 turns warmup off"
+    for name in ("lr_warmup_steps", "wsd_decay_steps"):
+        if 0 < (steps := getattr(s, name) or 0) < 1:
+            yield (f"{name}={steps!r} is less than a step; for a fraction of the run, pass {steps!r} * lr_decay_steps")
     if s.lr_decay_steps <= 0:
         yield f"lr_decay_steps={s.lr_decay_steps!r} must be positive"
     elif s.lr_warmup_steps >= s.lr_decay_steps:
@@ -129,16 +164,16 @@ def _problems(s: Settings) -> Iterator[str]:
             f"lr_warmup_steps={s.lr_warmup_steps!r} must be less than lr_decay_steps={s.lr_decay_steps!r}, "
             "which counts from step 0 and contains the warmup"
         )
-    if s.lr_decay_style not in LR_STYLES:
-        yield unknown_name("lr_decay_style", s.lr_decay_style, LR_STYLES)
     first = s.warmup_first
     if first not in ("init", "one") and (isinstance(first, str) or not 0 < first < math.inf):
         yield f"warmup_first={first!r} must be 'init', 'one' or a positive number, the size of an increment"
-    if s.lr_wsd_decay_style is not None and s.lr_wsd_decay_style not in WSD_STYLES:
-        yield unknown_name("lr_wsd_decay_style", s.lr_wsd_decay_style, WSD_STYLES)
+    for name, known in CHOICES.items():
+        if (style := getattr(s, name)) not in known:
+            yield unknown_name(name, style, filter(None, known))
     if s.lr_decay_style == "WSD":  # launchers pass the WSD fields with every style
         yield from _wsd_problems(s)
-    yield from _wd_problems(s)
+    if s.wd_incr_style != "constant" and s.wd_incr_steps <= 0:
+        yield f"wd_incr_steps={s.wd_incr_steps!r} must be positive for wd_incr_style={s.wd_incr_style!r}"
 
 
 def _wsd_problems(s: Settings) -> Iterator[str]:
@@ -154,21 +189,3 @@ def _wsd_problems(s: Settings) -> Iterator[str]:
             f"wsd_decay_steps={s.wsd_decay_steps!r} must fit between the warmup and the end: "
             f"lr_decay_steps - lr_warmup_steps = {room!r}"
         )
-
-
-def _wd_problems(s: Settings) -> Iterator[str]:
-    if s.start_wd < 0:
-        yield f"start_wd={s.start_wd!r} must not be negative"
-    if s.end_wd < s.start_wd:
-        yield (
-            f"end_wd={s.end_wd!r} must be at least start_wd={s.start_wd!r}; "
-            "for a falling weight decay pass schedules=[FieldSchedule(field='weight_decay', ...)]"
-        )
-    if s.wd_incr_style not in WD_STYLES:
-        yield unknown_name("wd_incr_style", s.wd_incr_style, WD_STYLES)
-    elif s.wd_incr_style != "constant" and s.wd_incr_steps <= 0:
-        yield f"wd_incr_steps={s.wd_incr_steps!r} must be positive for wd_incr_style={s.wd_incr_style!r}"
-    elif s.wd_incr_style == "constant" and s.start_wd != s.end_wd:
-        yield f"wd_incr_style='constant' needs start_wd={s.start_wd!r} equal to end_wd={s.end_wd!r}"
-    if s.wd_incr_style == "constant" and s.wd_incr_steps < 0:
-        yield f"wd_incr_steps={s.wd_incr_steps!r} must not be negative"

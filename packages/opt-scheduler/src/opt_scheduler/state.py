@@ -1,11 +1,13 @@
 """Reads a saved state, of this package or of any version of Megatron-Core, without changing anything."""
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from .errors import ScheduleError, refuse
-
-VERSION = 1  # states of Megatron-Core have no version
+from .group_scheduler import check_state
+from .schedule import is_number
+from .settings import Settings
 
 # The keys under which checkpoints hold a field, oldest first; a state has one of them.
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -16,11 +18,6 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "lr_decay_style": ("decay_style", "lr_decay_style"),
     "num_steps": ("num_iters", "num_steps"),
 }
-
-_OPTIONAL = (
-    "init_lr", "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style",
-    "wsd_decay_steps", "lr_wsd_decay_style", "warmup_first", "schedules",
-)  # fmt: skip
 
 
 class SavedState(NamedTuple):
@@ -39,17 +36,13 @@ def read_state(state_dict: Mapping[str, Any]) -> SavedState:
     for container in ("opt_param_scheduler", "lr_scheduler"):
         if isinstance(state_dict.get(container), Mapping):
             state_dict = state_dict[container]
-    version = state_dict.get("version", VERSION)
-    if version > VERSION:
-        raise ScheduleError(
-            f"state: version={version!r} is newer than {VERSION}, the last version that this package reads"
-        )
+    check_state("OptimizerParamScheduler", state_dict, ())
     keys_of = {name: next((key for key in keys if key in state_dict), None) for name, keys in _NAMES.items()}
     missing = [f"{name} is missing (keys: {', '.join(_NAMES[name])})" for name, key in keys_of.items() if key is None]
-    refuse(missing, where="state")
-    fields = {name: state_dict[key] for name, key in keys_of.items() if key is not None}
-    fields |= {name: state_dict[name] for name in _OPTIONAL if name in state_dict}
-    num_steps = fields.pop("num_steps")
-    if isinstance(num_steps, bool) or not isinstance(num_steps, int | float) or not num_steps >= 0:
-        raise ScheduleError(f"state: num_steps={num_steps!r} must be a number, at least 0")
-    return SavedState(num_steps, fields)
+    refuse(missing, where="OptimizerParamScheduler: state")
+    found = {name: state_dict[key] for name, key in keys_of.items() if key is not None}
+    found |= {field.name: state_dict[field.name] for field in fields(Settings) if field.name in state_dict}
+    num_steps = found.pop("num_steps")
+    if not is_number(num_steps) or not num_steps >= 0:
+        raise ScheduleError(f"OptimizerParamScheduler: state: num_steps={num_steps!r} must be a number, at least 0")
+    return SavedState(num_steps, found)

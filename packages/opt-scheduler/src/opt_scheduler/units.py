@@ -1,12 +1,12 @@
 """Steps, samples, tokens and epochs: conversions of amounts and schedules between units and between batch sizes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 from .compose import cut, join, shift, stretch
 from .errors import ScheduleError
-from .schedule import Schedule, ScheduleLike, check_number
+from .schedule import Schedule, ScheduleLike, as_schedule, check_number
 
 
 class Unit(Enum):
@@ -44,10 +44,7 @@ class Batch:
     samples_per_epoch: int | None = None
 
     def __post_init__(self) -> None:
-        check_number(
-            "Batch", above=0, samples=self.samples, tokens_per_sample=self.tokens_per_sample,
-            samples_per_epoch=self.samples_per_epoch,
-        )  # fmt: skip
+        check_number("Batch", above=0, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     def convert(self, amount: float, unit: Unit, *, to: Unit) -> float:
         """Return `amount` of `unit` in another unit. It is not rounded, so a number of steps may be a fraction."""
@@ -76,17 +73,12 @@ class Batch:
         return stretch(schedule, self.convert(1, unit, to=Unit.STEPS))
 
     def _samples_in(self, unit: Unit) -> float:
-        if unit is Unit.SAMPLES:
-            return 1.0
-        if unit is Unit.STEPS:
-            return self.samples
-        if unit is Unit.EPOCHS:
-            if self.samples_per_epoch is None:
-                raise ScheduleError("Batch: epochs can only be converted with samples_per_epoch; pass it")
-            return self.samples_per_epoch
-        if self.tokens_per_sample is None:
-            raise ScheduleError("Batch: tokens can only be converted with tokens_per_sample; pass it")
-        return 1.0 / self.tokens_per_sample
+        needed = {Unit.TOKENS: "tokens_per_sample", Unit.EPOCHS: "samples_per_epoch"}.get(unit)
+        if needed and getattr(self, needed) is None:
+            raise ScheduleError(f"Batch: {unit.value} can only be converted with {needed}; pass it")
+        if unit is Unit.TOKENS:
+            return 1.0 / (self.tokens_per_sample or 1)
+        return {Unit.SAMPLES: 1, Unit.STEPS: self.samples, Unit.EPOCHS: self.samples_per_epoch or 1}[unit]
 
 
 def rescale_horizon(horizon: float, *, old_batch: float, new_batch: float, done: float = 0.0) -> float:
@@ -109,5 +101,29 @@ def rescale(schedule: ScheduleLike, *, old_batch: float, new_batch: float, done:
     """
     check_number("rescale", above=0, old_batch=old_batch, new_batch=new_batch)
     check_number("rescale", low=0, done=done)
-    rest = stretch(shift(schedule, -done), old_batch / new_batch)
-    return join(cut(schedule, done), rest) if done > 0 else rest
+    return _paced(schedule, old_batch / new_batch, at=done)
+
+
+def extend(schedule: ScheduleLike, *, at: float, steps: float) -> Schedule:
+    """Return `schedule` for a run that decides at step `at` to end at step `steps` instead of at the schedule's end.
+
+    What is left of it is stretched, or compressed: it goes on from its present value and ends at the same one.
+
+    >>> from opt_scheduler import linear
+    >>> extend(linear(1.0, 0.0, steps=1000), at=500, steps=2500).values([499, 500, 1500, 2500])
+    [0.501, 0.5, 0.25, 0.0]
+
+    Raises:
+        ScheduleError: `schedule` has no end, or `at` is not before it and before `steps`.
+    """
+    length = as_schedule(schedule).length
+    check_number("extend", low=0, at=at, steps=steps)
+    if not at < min(length, steps) or math.isinf(length):
+        raise ScheduleError(f"extend: at={at!r} must be before {steps=} and before the schedule's end, step {length:g}")
+    return _paced(schedule, (steps - at) / (length - at), at=at)
+
+
+def _paced(schedule: ScheduleLike, factor: float, *, at: float) -> Schedule:
+    """`schedule` until step `at`, then the rest of it, `factor` times as long."""
+    rest = stretch(shift(schedule, -at), factor)
+    return join(cut(schedule, at), rest) if at > 0 else rest
