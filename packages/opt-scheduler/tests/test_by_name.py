@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from opt_scheduler import SCHEDULE_NAMES, ScheduleError, get_schedule, wsd
+from opt_scheduler import (
+    SCHEDULE_NAMES,
+    ScheduleError,
+    cyclic,
+    get_schedule,
+    one_cycle,
+    piecewise_constant,
+    piecewise_linear,
+    schedule_signatures,
+    step_decay,
+    wsd,
+)
 
 GIVEN: dict[str, dict[str, Any]] = {
     "exponential": {"end": 1e-5},
@@ -61,7 +72,37 @@ def test_the_numbers_are_those_of_hf_transformers(name: str, options: dict[str, 
         assert schedule(step) == pytest.approx(hf(name, step, warm=10, total=100, **options), rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+RECIPES = {
+    "cyclic": (cyclic(0.0, 1.0, up_steps=2, down_steps=4), {"low": 0.0, "high": 1.0, "up_steps": 2, "down_steps": 4}),
+    "one_cycle": (one_cycle(1.0, up_steps=3, down_steps=7), {"peak": 1.0, "up_steps": 3, "down_steps": 7}),
+    "piecewise_constant": (piecewise_constant([1.0, 0.1], at=[3]), {"values": [1.0, 0.1], "at": [3]}),
+    "piecewise_linear": (piecewise_linear((0, 1.0), (3, 0.0)), {"points": [[0, 1.0], [3, 0.0]]}),
+    "step_decay": (
+        step_decay(1.0, factor=0.5, every=3, times=2),
+        {"start": 1.0, "factor": 0.5, "every": 3, "times": 2},
+    ),
+    "wsd": (
+        wsd(1.0, warmup_steps=10, stable_steps=60, decay_steps=30),
+        {"peak": 1.0, "steps": 100, "warmup_steps": 10, "decay_steps": 30},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_takes_the_arguments_of_its_function(name: str) -> None:
+    recipe, arguments = RECIPES[name]
+    assert get_schedule(name, **arguments) == recipe
+
+
+def test_the_signatures_list_every_name_and_its_defaults() -> None:
+    signatures = schedule_signatures()
+    assert tuple(signatures) == SCHEDULE_NAMES
+    assert signatures["exponential"] == "peak, steps, end, warmup_steps=0, start=0.0"
+    assert signatures["piecewise_constant"] == "values, at"
+    assert signatures["warmup_stable_decay"] == signatures["wsd"]
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULE_NAMES if name not in RECIPES])
 def test_every_name_warms_up_to_its_peak_and_ends_where_it_says(name: str) -> None:
     schedule = get_schedule(name, peak=0.5, steps=100, warmup_steps=20, start=0.1, **GIVEN.get(name, {}))
     assert schedule.values([0, 10, 20]) == pytest.approx([0.1, 0.3, 0.5], rel=1e-15)
@@ -75,18 +116,12 @@ def test_restarts_fit_into_the_steps() -> None:
     assert schedule.values([10, 20, 40, 80]) == [1.0, 0.5, 0.25, 0.0]
 
 
-def test_wsd_is_the_recipe() -> None:
-    assert get_schedule("wsd", peak=1.0, steps=100, warmup_steps=10, decay_steps=30) == wsd(
-        1.0, warmup_steps=10, stable_steps=60, decay_steps=30
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"name": "cosin"}, "schedule='cosin' is not known: use one of .*; did you mean 'cosine'?"),
-        ({"name": "linear", "ned": 0.1}, "linear: option='ned' is not known: .*; did you mean 'end'?"),
-        ({"name": "linear", "power": 2}, "linear: option='power' is not known"),
+        ({"name": "linear", "ned": 0.1}, "linear: argument='ned' is not known: .*; did you mean 'end'?"),
+        ({"name": "linear", "power": 2}, "linear: argument='power' is not known"),
         ({"name": "wsd"}, "wsd: decay_steps must be given"),
         ({"name": "exponential"}, "exponential: end must be given"),
         (
@@ -94,7 +129,8 @@ def test_wsd_is_the_recipe() -> None:
             r"wsd: decay_steps=90 must fit after the warmup: .* 80",
         ),
         ({"name": "linear", "warmup_steps": 100}, "linear: warmup_steps=100 must be less than steps=100"),
-        ({"name": "linear", "warmup_steps": 0.1}, r"linear: warmup_steps=0.1 is less than a step; .*=0.1 \* steps"),
+        ({"name": "linear", "warmup_steps": 0.1}, r"linear: warmup_steps=0.1 is less than a step; .* 0.1 \* steps"),
+        ({"name": "wsd", "decay_steps": 0.2}, r"wsd: decay_steps=0.2 is less than a step; .* pass 0.2 \* steps"),
         ({"name": "linear", "warmup_steps": -1}, "linear: warmup_steps=-1 must be at least 0"),
         ({"name": "linear", "steps": 0}, "linear: steps=0 must be more than 0"),
         ({"name": "linear", "peak": "1e-3"}, "linear: peak='1e-3' must be a finite number, not text; YAML reads 1e-4"),

@@ -26,9 +26,10 @@ def test_a_table_from_flags(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_reader_that_has_enough_is_no_error() -> None:
-    """`optsched table ... | head -1` ended with "Broken pipe"."""
-    command = [sys.executable, "-m", "opt_scheduler", "table", *FLAGS, "--rows", "20000"]
+@pytest.mark.parametrize("arguments", [["table", "--rows", "20000"], ["plot", "--height", "2000"]])
+def test_a_reader_that_has_enough_is_no_error(arguments: list[str]) -> None:
+    """`optsched plot ... | head -1` ended with "Broken pipe"."""
+    command = [sys.executable, "-m", "opt_scheduler", *arguments, *FLAGS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -48,6 +49,15 @@ def test_a_schedule_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["wsd", "peak=1", "steps=100", "warmup_steps=10", "decay_steps=20", "shape=linear"]
     assert main(["table", *words, "--at", "5,50,90"]) == 0
     assert capsys.readouterr().out.split() == ["step", "lr", "5", "0.5", "50", "1", "90", "0.5"]
+
+
+def test_a_recipe_by_name_and_the_list_of_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", "piecewise_constant", "values=1,0.1", "at=50,", "--at", "49,50"]) == 0
+    assert capsys.readouterr().out.split() == ["step", "lr", "49", "1", "50", "0.1"]
+    assert main(["table", "piecewise_linear", "points=0:0,10:1,20:0", "--at", "5"]) == 0
+    assert capsys.readouterr().out.split() == ["step", "lr", "5", "0.5"]
+    assert main(["list"]) == 0
+    assert "one_cycle              peak, up_steps, down_steps, start=None" in capsys.readouterr().out
 
 
 def test_a_file_may_name_schedules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +96,7 @@ def test_a_file_may_hold_any_schedules(tmp_path: Path, capsys: pytest.CaptureFix
         (["table", *FLAGS, "--at", "0;5"], "--at='0;5' must be numbers separated by commas"),
         (["plot", *FLAGS, "--width", "1"], "need steps > 0 and at least 2 x 2"),
         (["table", "cosin", "peak=1"], "did you mean 'cosine'?"),
-        (["table", "cosine", "peak=1"], "[cosine]: steps is missing"),
+        (["table", "cosine", "peak=1"], "cosine: steps must be given"),
         (["table", "cosine", "peak", "steps=9"], "'peak' must be KEY=VALUE, for example peak=1e-3"),
         (["table", "cosine", "peak=high", "steps=9"], "cosine: peak='high' must be a finite number"),
         (["table", "cosine", "peak=1", "steps=9", *FLAGS], "lr is set twice"),

@@ -15,8 +15,9 @@ MODULES = sorted(module.name for module in pkgutil.iter_modules(opt_scheduler.__
 @pytest.mark.needs_extra
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_its_docstrings_are_true(name: str) -> None:
-    if name == "lr_scheduler" and importlib.util.find_spec("torch") is None:
-        pytest.skip("the adapter needs torch")
+    needed = {"lr_scheduler": "torch", "keras_callback": "keras"}.get(name, "doctest")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"the adapter needs {needed}")
     module = importlib.import_module(f"opt_scheduler.{name}")
     assert doctest.testmod(module).failed == 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opt_scheduler import FieldSchedule, FieldScheduler, OptimizerParamScheduler, ScheduleError, cosine, linear
+from opt_scheduler import FieldSchedule, FieldScheduler, ScheduleError, cosine, linear
 
 HALVING = linear(1.0, 0.0, steps=4)
 
@@ -76,11 +76,6 @@ def test_a_relative_schedule_needs_something_to_multiply() -> None:
         FieldScheduler(optimizer({"lr": None}), {"lr": HALVING}, relative=True)
 
 
-def test_relative_is_kept_in_plain_types() -> None:
-    schedule = FieldSchedule(field="lr", schedule=HALVING, relative=True)
-    assert FieldSchedule.from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
-
-
 def test_flattening_values_that_differ_is_logged_with_the_values(caplog: pytest.LogCaptureFixture) -> None:
     FieldScheduler(optimizer({"lr": 1e-3}, {"lr": 1e-2}), {"lr": cosine(1e-3, 0.0, steps=10)})
     (record,) = caplog.records
@@ -94,15 +89,6 @@ def test_nothing_is_logged_where_nothing_is_flattened(relative: bool, caplog: py
     rates = (1e-3, 1e-2) if relative else (1e-3, 1e-3)
     FieldScheduler(optimizer(*({"lr": lr} for lr in rates)), {"lr": HALVING}, relative=relative)
     assert not caplog.records
-
-
-def test_megatron_cores_scheduler_refuses_a_relative_lr() -> None:
-    with pytest.raises(ScheduleError, match=r"schedules: 'lr' has relative=True"):
-        OptimizerParamScheduler(
-            optimizer({"lr": 1.0}), init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10,
-            lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=10, wd_incr_style="constant",
-            schedules=[FieldSchedule(field="lr", schedule=HALVING, relative=True)],
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [iter([]), None, {"lr": 1e-3}, [SimpleNamespace()]])
@@ -144,16 +130,6 @@ def test_only_the_learning_rate_is_multiplied_by_lr_scale() -> None:
     target = optimizer({"lr": 1.0, "weight_decay": 1.0, "lr_scale": 0.25})
     FieldScheduler(target, {"lr": HALVING, "weight_decay": HALVING}).step(2)
     assert target.param_groups[0] == {"lr": 0.125, "weight_decay": 0.5, "lr_scale": 0.25}
-
-
-def test_megatron_cores_scheduler_does_not_read_lr_scale() -> None:
-    target = optimizer({"lr": 1.0, "lr_scale": 0.25})
-    OptimizerParamScheduler(
-        target, init_lr=0.0, max_lr=1.0, min_lr=0.0, lr_warmup_steps=0, lr_decay_steps=10, lr_decay_style="linear",
-        start_wd=0.0, end_wd=0.0, wd_incr_steps=10, wd_incr_style="constant",
-        schedules=[FieldSchedule(field="lr", schedule=HALVING)],
-    ).step(2)  # fmt: skip
-    assert target.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize("scale", ["0.5", -1.0, float("nan"), [1.0]])
