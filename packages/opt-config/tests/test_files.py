@@ -184,8 +184,3 @@ def test_the_command_line_checks_a_file(tmp_path, capsys):
     assert main(["check", str(path)]) == 1
     assert "seed=1: unknown field." in capsys.readouterr().err
     assert main(["check", str(tmp_path / "none.toml")]) == 1
-
-
-def test_the_command_line_prints_the_fields(capsys):
-    assert main(["fields"]) == 0
-    assert "| `clip_grad` |" in capsys.readouterr().out

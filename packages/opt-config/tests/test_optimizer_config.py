@@ -309,3 +309,20 @@ def test_dataclass_tools_work_and_check():
     assert config == OptimizerConfig(lr=2e-3)
     with pytest.raises(ConfigError):
         dataclasses.replace(config, min_lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("optim_bits", "set use_precision_aware_optimizer=True with exp_avg_dtype"),
+        ("betas", "set adam_beta1 and adam_beta2."),
+        ("fused", "steps are always fused; leave it out."),
+        ("zero_stage", "set use_distributed_optimizer=True for stage 1; for stages 2 and 3, shard the model with torch"),
+        ("overlap_grad_reduce", "set it in DistributedDataParallelConfig."),
+        ("lr_decay_style", "opt_scheduler.OptimizerParamScheduler takes it."),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_ours(name, answer):
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig(**{name: 1})
+    assert str(caught.value).startswith(f"OptimizerConfig: {name}=1: unknown field; {answer}")

@@ -76,7 +76,7 @@ def test_a_key_that_cannot_work_is_refused(given, message):
 
 def test_the_label_names_every_part_in_one_order():
     key = ParamKey(name=("b", "a"), attr="shared", predicate=VECTOR, with_name_predicate=NAMED)
-    assert key.label == "<1-D>|<2-D gate>|@shared|a|b"
+    assert key.label == "1-D or 2-D gate or a or b or shared"
     assert ParamKey(name=("a", "b")).label == ParamKey(name=("b", "a")).label
 
 

@@ -28,7 +28,7 @@ def test_known_attributes_are_read_from_the_meta():
     metas = describe([model], overrides={"0.weight": {"is_embedding_or_output": True}})
     config = OptimizerConfig(lr=1.0, decoupled_lr=0.5)
     groups = {group["name"]: group for group in get_param_groups([model], config, None, metas=metas)}
-    assert names_in(groups["@is_embedding_or_output_parameter"]) == ["0.weight"]
+    assert names_in(groups["embedding or output"]) == ["0.weight"]
 
 
 def test_a_false_role_wins_over_the_tensors_attribute():
@@ -41,14 +41,14 @@ def test_a_false_role_wins_over_the_tensors_attribute():
 def test_other_attributes_are_read_from_the_tensor():
     model = Model()
     mark(model.output.weight, mine=True)
-    assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["@mine"]) == ["output.weight"]
+    assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["mine"]) == ["output.weight"]
 
 
 @pytest.mark.parametrize("attr", ["use_muon", "allreduce", "partition_stride"])
 def test_an_attribute_that_defaults_to_true_matches_only_where_it_is_set(attr):
     model = Model()
     mark(model.output.weight, **{attr: 1})
-    assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[f"@{attr}"]) == ["output.weight"]
+    assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[attr]) == ["output.weight"]
 
 
 def test_matches_is_the_keys_own_answer():

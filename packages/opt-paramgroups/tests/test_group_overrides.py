@@ -28,11 +28,11 @@ def test_none_means_the_standard_overrides_and_an_empty_dict_none():
 def test_overrides_of_all_matching_keys_are_merged():
     overrides = {BIAS: {"wd_mult": 0.0}, VECTOR: {"max_lr": 1.0, "eps": 1e-6}}
     groups = groups_of(Model(num_layers=1), overrides)
-    assert list(groups) == ["default", "*.bias & <1-D>", "<1-D>"]
-    both = groups["*.bias & <1-D>"]
+    assert list(groups) == ["default", "*.bias and 1-D", "1-D"]
+    both = groups["*.bias and 1-D"]
     expected = {"wd_mult": 0.0, "max_lr": 1.0, "lr": 1.0, "eps": 1e-6, "weight_decay": 0.0}
     assert {entry: both[entry] for entry in expected} == expected
-    assert all(name.endswith("norm.weight") for name in names_in(groups["<1-D>"]))
+    assert all(name.endswith("norm.weight") for name in names_in(groups["1-D"]))
     assert "eps" not in groups["default"]
 
 
@@ -141,7 +141,7 @@ REFUSED = {
     "patterns that match nothing": (
         {ParamKey(name="*.biass"): {"wd_mult": 0.0}, ParamKey(attr="is_embeding_parameter"): {"max_lr": 1.0}},
         "config_overrides[*.biass]: matches no parameter. Did you mean *.bias?\n"
-        "config_overrides[@is_embeding_parameter]: matches no parameter. Did you mean is_embedding_parameter "
+        "config_overrides[is_embeding_parameter]: matches no parameter. Did you mean is_embedding_parameter "
         "or is_embedding_or_output_parameter?\n"
         "Correct or drop the key, or pass allow_unmatched=True.",
     ),

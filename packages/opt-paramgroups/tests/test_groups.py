@@ -67,7 +67,7 @@ def test_contradicting_keys_are_an_error_that_names_both_and_the_parameter():
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Experts()], CONFIG, {BIAS: {"wd_mult": 0.0}, VECTOR: {"wd_mult": 0.5}})
     assert str(caught.value) == (
-        "parameter 'router.bias': key '*.bias' sets 'wd_mult' to 0.0, key '<1-D>' to 0.5; set it in one of them "
+        "parameter 'router.bias': key '*.bias' sets 'wd_mult' to 0.0, key '1-D' to 0.5; set it in one of them "
         "only, or let them match different parameters"
     )
 

@@ -87,14 +87,14 @@ def test_groups_are_a_table(config: Any, capsys: Any) -> None:
     heading, default, vectors = capsys.readouterr().out.splitlines()
     assert heading.split()[:4] == ["name", "optimizer", "params", "numel"]
     assert default.split()[:4] == ["default", "adam", "2", "56"]
-    assert vectors.split()[:4] == ["*.bias|<1-D>", "adam", "2", "10"]
+    assert vectors.split()[:6] == ["*.bias", "or", "1-D", "adam", "2", "10"]
 
 
 @pytest.mark.parametrize(
     ("fields", "arguments", "message"),
     [
         pytest.param({"lr": -1.0}, [], "lr=-1.0: must be at least 0 and finite", id="config"),
-        pytest.param({"learning_rate": 1.0}, [], "learning_rate=1.0: unknown field.", id="field"),
+        pytest.param({"learning_rate": 1.0}, [], "learning_rate=1.0: unknown field; set lr.", id="field"),
         pytest.param({"optimizer": "adma"}, [], "optimizer='adma' is unknown", id="optimizer"),
         pytest.param(
             {"optimizer": "muon", "use_distributed_optimizer": True},

@@ -16,7 +16,6 @@ from opt_config.choices import (
 )
 from opt_config.data_parallel_config import DistributedDataParallelConfig
 from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
-from opt_config.fields import DATA_PARALLEL_FIELDS, OPTIMIZER_FIELDS, FieldUse
 from opt_config.files import Configuration
 from opt_config.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
@@ -24,15 +23,12 @@ from opt_config.resolved import load_config, resolved
 from opt_config.validate import Interval
 
 __all__ = [
-    "DATA_PARALLEL_FIELDS",
-    "OPTIMIZER_FIELDS",
     "AdamOptimizerConfig",
     "ConfigError",
     "Configuration",
     "ConstantScale",
     "DistributedDataParallelConfig",
     "DynamicScale",
-    "FieldUse",
     "FlatShards",
     "Interval",
     "LossScaling",

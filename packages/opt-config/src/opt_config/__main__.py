@@ -1,4 +1,4 @@
-"""Command line of opt_config: check a configuration file, or print the table of all fields."""
+"""Command line of opt_config: check a configuration file."""
 
 import argparse
 import json
@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from opt_config.errors import ConfigError
-from opt_config.fields import fields_page
 from opt_config.resolved import load_config, resolved
 
 
@@ -14,24 +13,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Return the exit status: 1 if the file cannot be read or holds an invalid configuration."""
     parser = argparse.ArgumentParser(prog="python -m opt_config", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("fields", help="print a markdown table of every field, the module that reads it and its test")
     check = commands.add_parser("check", help="validate a file and print the resolved configuration as JSON")
     check.add_argument("path", help="a .json, .toml, .yaml or .yml file")
     check.add_argument("--section", default="", help="the table that holds the configuration, such as train.optimizer")
     options = parser.parse_args(arguments)
-    if options.command == "fields":
-        print(fields_page(), end="")
-        return 0
-    return _check(options.path, options.section)
-
-
-def _check(path: str, section: str) -> int:
     try:
-        config = load_config(path, section=section)
+        print(json.dumps(resolved(load_config(options.path, section=options.section)), indent=2))
     except (ConfigError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(resolved(config), indent=2))
     return 0
 
 

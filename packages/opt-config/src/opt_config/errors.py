@@ -48,35 +48,14 @@ class UnknownFieldError(ConfigError, TypeError):
     """An unknown field name passed as a keyword. Also a TypeError, as for any unexpected keyword argument."""
 
 
-_ALIASES = {
-    "learning_rate": "lr",
-    "wd": "weight_decay",
-    "eps": "adam_eps",
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "betas": "adam_beta1",
-    "momentum": "sgd_momentum",
-    "optim": "optimizer",
-    "max_norm": "clip_grad",
-    "max_grad_norm": "clip_grad",
-    "gradient_clip_val": "clip_grad",
-    "zero": "use_distributed_optimizer",
-}
-"""Names that torch and trainers use, in lower case, and the fields of the same meaning."""
-
-
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """A sentence that suggests the names in `known` closest to `given`; empty if none is close.
 
     >>> did_you_mean("adam_beta_1", ["adam_beta1", "lr"])
     ' Did you mean adam_beta1?'
-    >>> did_you_mean("learning_rate", ["adam_beta1", "lr"])
-    ' Did you mean lr?'
     >>> did_you_mean("colour", ["adam_beta1", "lr"])
     ''
     """
     spelling = {name.lower(): name for name in known}
-    if _ALIASES.get(given.lower()) in spelling:
-        return f" Did you mean {_ALIASES[given.lower()]}?"
     close = difflib.get_close_matches(given.lower(), spelling, n=2, cutoff=0.6)
     return f" Did you mean {' or '.join(spelling[name] for name in close)}?" if close else ""

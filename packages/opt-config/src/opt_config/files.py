@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Self, get_origin
 
 import torch
 
-from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
+from opt_config.errors import ConfigError, Problem, UnknownFieldError
+from opt_config.foreign_names import unknown_field
 from opt_config.validate import accepts, field_types, in_words, options
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -33,7 +34,9 @@ class Configuration(ABC):
     def __new__(cls, *args: object, **values: object) -> Self:
         """Refuse unknown field names with a suggestion, before the dataclass's `__init__` raises a bare TypeError."""
         hints = field_types(cls)
-        unknown = [_unknown_field(name, value, hints) for name, value in values.items() if name not in hints]
+        unknown = [
+            Problem(name, value, unknown_field(name, hints)) for name, value in values.items() if name not in hints
+        ]
         if unknown:
             raise UnknownFieldError.of(cls.__name__, unknown)
         return super().__new__(cls)
@@ -58,7 +61,7 @@ class Configuration(ABC):
         problems: list[Problem] = []
         for name, value in values.items():
             if name not in hints:
-                problems.append(_unknown_field(str(name), value, hints))
+                problems.append(Problem(str(name), value, unknown_field(str(name), hints)))
                 continue
             read = _read(hints[name], value)
             if accepts(hints[name], read):
@@ -191,10 +194,6 @@ def _read_option(name: str, value: object) -> object:
         dtype = getattr(torch, value.removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else value
     return tuple(value) if isinstance(value, list) else value
-
-
-def _unknown_field(name: str, value: object, known: Mapping[str, Any]) -> Problem:
-    return Problem(name, value, f"unknown field.{did_you_mean(name, known)}")
 
 
 def _expected(hint: Any) -> str:

@@ -208,7 +208,7 @@ class OptimizerConfig(Configuration):
     def __post_init__(self) -> None:
         """Check all fields. Raises `ConfigError` with every problem."""
         self.validate()
-        if self.optimizer == "adamw":
+        if self.optimizer.lower() == "adamw":
             self.optimizer = "adam"
 
     def validate(self) -> None:

@@ -110,7 +110,7 @@ def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
     if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
         reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; set only one of them"
         yield Problem("optimizer_cpu_offload", True, reason)
-    if config.optimizer == "adamw" and not config.decoupled_weight_decay:
+    if config.optimizer.lower() == "adamw" and not config.decoupled_weight_decay:
         reason = "contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add it to the gradient"
         yield Problem("decoupled_weight_decay", False, reason)
     yield from _loss_scale(config)

@@ -11,6 +11,8 @@ from opt_config.errors import ConfigError
 
 T = TypeVar("T")
 
+_WORDS = {"is_embedding_or_output_parameter": "embedding or output", "is_embedding_parameter": "embedding"}
+
 
 @dataclass(frozen=True)
 class ParamPredicate:
@@ -108,14 +110,15 @@ class ParamKey:
 
     @property
     def label(self) -> str:
-        """The canonical name of the key: sorted patterns, `@attributes` and `<predicates>`, joined by `|`."""
-        parts = (
-            [*many(self.name)]
-            + [f"@{attr}" for attr in many(self.attr)]
-            + [f"<{predicate.name}>" for predicate in many(self.predicate)]
-            + [f"<{predicate.name}>" for predicate in many(self.with_name_predicate)]
-        )
-        return "|".join(sorted(set(parts)))
+        """The key in words: its patterns, attributes and names of predicates, sorted, joined by "or".
+
+        >>> ParamKey(name="*.bias", attr="is_embedding_parameter").label
+        '*.bias or embedding'
+        """
+        attrs = (_WORDS.get(attr, attr) for attr in many(self.attr))
+        predicates = {predicate.name for predicate in many(self.predicate)}
+        predicates |= {predicate.name for predicate in many(self.with_name_predicate)}
+        return " or ".join(sorted({*many(self.name), *attrs, *predicates}))
 
 
 _KINDS: tuple[tuple[str, type], ...] = (

@@ -45,6 +45,8 @@ class Interval(NamedTuple):
         return f"{bound} and finite" if self.high_open else bound
 
 
+INT8_CODES = "for int8 codes with a scale per block, pass optimizer_options={'exp_avg_dtype': torch.int8}"
+
 NOT_NEGATIVE = Interval(0)
 POSITIVE = Interval(0, low_open=True)
 POSITIVE_OR_INFINITE = Interval(0, low_open=True, high_open=False)
@@ -104,6 +106,7 @@ def choice_problems(config: Dataclass, choices: Mapping[str, Iterable[object]]) 
         if value is not None and value not in allowed:
             known = [str(choice) for choice in allowed]
             hint = did_you_mean(value, known) if isinstance(value, str) else ""
+            hint = f" {INT8_CODES.capitalize()}." if value is torch.int8 and "exp_avg" in name else hint
             yield Problem(name, value, f"must be one of {', '.join(known)}.{hint}")
 
 
@@ -154,6 +157,8 @@ def in_words(hint: Any) -> str:
 
 
 def _hint_at_dtype(hint: Any, value: object) -> str:
-    if hint is torch.dtype and isinstance(value, str):
-        return "; from_dict and load_config read dtypes from strings"
-    return ""
+    if hint is not torch.dtype or not isinstance(value, str):
+        return ""
+    if value in ("int8", "torch.int8"):
+        return f"; {INT8_CODES}"
+    return "; from_dict and load_config read dtypes from strings"

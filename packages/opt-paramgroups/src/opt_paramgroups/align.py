@@ -75,21 +75,27 @@ def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:
     """The name of each group, in the order of the groups: default first, then by name, dense before experts."""
     sets: dict[GroupKey, set[str]] = {}
     for labels, key in seen:
-        sets.setdefault(key, set()).add(" & ".join(sorted(labels)))
+        sets.setdefault(key, set()).add(_both(labels))
     names = {key: _name(key, label_sets) for key, label_sets in sets.items()}
     _check_distinct(seen, names)
     return dict(sorted(names.items(), key=lambda item: (item[0].entries is not None, item[1], item[0].is_expert)))
 
 
+def _both(labels: Iterable[str]) -> str:
+    """The labels of all keys that match a parameter, joined by "and"."""
+    parts = sorted(labels)
+    return " and ".join(f"({part})" if " or " in part and len(parts) > 1 else part for part in parts)
+
+
 def _name(key: GroupKey, label_sets: set[str]) -> str:
-    """The keys of a group: `&` joins keys that match the same parameter, a comma those of different parameters."""
+    """The keys of a group: "and" joins keys that match the same parameter, a comma those of different parameters."""
     name = "default" if key.entries is None else ", ".join(sorted(label_sets))
     return f"{name} (experts)" if key.is_expert else name
 
 
 def _check_distinct(seen: frozenset[Seen], names: dict[GroupKey, str]) -> None:
     """Raise `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name."""
-    counts = Counter((" & ".join(sorted(labels)), key.is_expert) for labels, key in seen)
+    counts = Counter((_both(labels), key.is_expert) for labels, key in seen)
     ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
     if ambiguous or len(set(names.values())) < len(names):
         raise ConfigError(

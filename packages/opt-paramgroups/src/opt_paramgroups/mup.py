@@ -58,7 +58,7 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
 
     >>> overrides = get_mup_config_overrides(OptimizerConfig(lr=1e-2, adam_eps=1e-8), mup_width_mult=4)
     >>> {key.label: override for key, override in overrides.items()}
-    {'<mup lr>': {'max_lr': 0.0025}, '<mup eps>': {'eps': 2.5e-09}}
+    {'mup lr': {'max_lr': 0.0025}, 'mup eps': {'eps': 2.5e-09}}
     """
     if mup_width_mult == 1:
         return {}
