@@ -77,7 +77,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = _by_field(
         (_PLANNER, f"{_RULE_TESTS}::test_fused_rows_are_orthogonalised_one_by_one_unless_disabled"): "muon_split_qkv",
         (
             _RULES,
-            "integration_tests/ranks/test_tensor_parallel.py::test_two_by_two_ranks_have_the_weights_and_norms_of_one",
+            "integration_tests/ranks/test_tensor_parallel.py::test_the_update_is_the_same_at_any_tensor_parallel_size",
         ): "muon_tp_mode",
         (_PRESETS, f"{_PRESET_TESTS}::test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer"): (
             "muon_scalar_optimizer"
