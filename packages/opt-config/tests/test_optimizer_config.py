@@ -317,7 +317,7 @@ def test_dataclass_tools_work_and_check():
         ("optim_bits", "set use_precision_aware_optimizer=True with exp_avg_dtype"),
         ("betas", "set adam_beta1 and adam_beta2."),
         ("fused", "steps are always fused; leave it out."),
-        ("zero_stage", "set use_distributed_optimizer=True for stage 1; for stages 2 and 3, shard the model with torch"),
+        ("zero_stage", "set use_distributed_optimizer=True for stage 1; for stages 2 and 3, shard the model"),
         ("overlap_grad_reduce", "set it in DistributedDataParallelConfig."),
         ("lr_decay_style", "opt_scheduler.OptimizerParamScheduler takes it."),
     ],
