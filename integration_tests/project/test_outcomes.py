@@ -49,7 +49,9 @@ def record(folder: Path, name: str, *options: str, with_extra: bool) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "workers", [["-n", "2"], pytest.param([], marks=pytest.mark.nightly)], ids=["two workers", "one process"]
+)
 def test_what_no_run_selects_is_named_with_the_reason_of_its_skip(tmp_path: Path, workers: list[str]) -> None:
     alone = record(tmp_path, "alone", *workers, with_extra=False)
     assert outcomes.never_ran([alone]).keys() == {
