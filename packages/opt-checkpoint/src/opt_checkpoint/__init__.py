@@ -21,7 +21,6 @@ from opt_checkpoint.errors import (
     CheckpointStorageError,
     CheckpointValueError,
 )
-from opt_checkpoint.objects.path import ObjectPath
 from opt_checkpoint.run.async_save import AsyncSaver, SaveHandle, async_save
 from opt_checkpoint.run.manager import CheckpointManager
 from opt_checkpoint.run.named_model import sharded_model
@@ -71,6 +70,7 @@ from opt_checkpoint.state.tree import (
     apply_prefix_mapping,
     replace_prefix_for_sharding,
 )
+from opt_checkpoint.store import ObjectPath
 
 __version__ = "0.1.0"
 

@@ -9,18 +9,13 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from opt_checkpoint.convert import command
-from opt_checkpoint.convert.compare import differences, read_whole
+from opt_checkpoint.convert import command as convert_command
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
-from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex
-from opt_checkpoint.disk.lease import clock_of, is_leftover, leftovers, remove_leftover, writer_of
-from opt_checkpoint.disk.object_target import Leftover, clock_of_store, leftovers_of
 from opt_checkpoint.disk.verify import size_problems, verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -28,17 +23,10 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.objects.path import Location, ObjectPath, location_of, subdirectories
+from opt_checkpoint.store import Location, location_of, store_at
+from opt_checkpoint.store.directory import is_leftover
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
-
-
-class _Command(NamedTuple):
-    """One subcommand: what it is for, its arguments, and what it does."""
-
-    about: str
-    arguments: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,13 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 on success, 1 if damage or differences were found, 2 if the command could not be run.
     """
-    parser = argparse.ArgumentParser(prog="optckpt", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, one in _commands().items():
-        own = commands.add_parser(name, help=one.about, description=one.about)
-        one.arguments(own)
-        own.set_defaults(run=one.run)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         code: int = options.run(options)
     except (CheckpointingException, OSError) as error:
@@ -65,16 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _commands() -> dict[str, _Command]:
-    return {
-        "ls": _Command("list the checkpoints in a directory", _one_path, _ls),
-        "show": _Command("list what a checkpoint holds", _show_arguments, _show),
-        "verify": _Command("read every byte and compare it with its checksum", _one_path, _verify),
-        "diff": _Command("compare two checkpoints, however each was sharded", _diff_arguments, _diff),
-        "convert": _Command("convert from or to other formats", command.add_arguments, command.run),
-        "extract": _Command("write one stored tensor to a .pt file", _extract_arguments, _extract),
-        "gc": _Command("delete leftovers of interrupted saves in a directory, after asking", _gc_arguments, _gc),
-    }
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="optckpt", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def add(name: str, about: str, run: Callable[[argparse.Namespace], int], *paths: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=about, description=about)
+        command.set_defaults(run=run)
+        for path in paths:
+            command.add_argument(path, type=_location, help="a path, or the URL of an object store")
+        return command
+
+    add("ls", "list the checkpoints in a directory", _ls, "path")
+    show = add("show", "list what a checkpoint holds", _show, "path")
+    show.add_argument("--tensor", metavar="GLOB", default="*", help="only keys that match")
+    show.add_argument("--stats", action="store_true", help="read the values: minimum, maximum, mean, non-finite")
+    show.add_argument("--chunks", action="store_true", help="which rank wrote which box")
+    add("verify", "read every byte and compare it with its checksum", _verify, "path")
+    diff = add("diff", "compare two checkpoints, however each was sharded", _diff, "first", "second")
+    diff.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
+    convert_command.add_arguments(add("convert", "convert from or to other formats", convert_command.run))
+    extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
+    extract.add_argument("key", help="the stored key, as `show` lists it")
+    extract.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
+    gc = add("gc", "delete leftovers of interrupted saves in a directory, after asking", _gc, "path")
+    gc.add_argument("--yes", action="store_true", help="delete without asking")
+    gc.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
+    return parser
 
 
 def _location(text: str) -> Location:
@@ -82,10 +81,6 @@ def _location(text: str) -> Location:
         return location_of(text)
     except CheckpointingException as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _one_path(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", type=_location, help="a path, or the URL of an object store")
 
 
 def _size(nbytes: int) -> str:
@@ -98,23 +93,21 @@ def _size(nbytes: int) -> str:
 
 def _ls(options: argparse.Namespace) -> int:
     """List checkpoints. Checks sizes and manifests; does not read values."""
-    found = False
-    if isinstance(options.path, Path):
-        options.path.stat()  # a directory that is missing is an error, not an empty one
+    store = store_at(options.path)
     try:
         read_index(options.path)
     except CheckpointNotFoundError:
-        pass
+        store.sizes()  # a directory that is missing is an error, not an empty one
     except CheckpointCorruptError as error:
         print(f"{options.path} is a damaged checkpoint: {error}")
         return FOUND
     else:
         print(f"{options.path} is a checkpoint: {_summary(options.path).strip()}; `optckpt show` lists what it holds")
         return FINE
-    for entry in subdirectories(options.path):
-        found = True
-        print(f"{entry.name:<28} {_summary(entry)}")
-    if not found:
+    names = store.children()
+    for name in names:
+        print(f"{name:<28} {_summary(store.path(name))}")
+    if not names:
         print(f"no checkpoints in {options.path}")
     return FINE
 
@@ -129,13 +122,6 @@ def _summary(path: Location) -> str:
     wrong = size_problems(index)
     state = f"damaged: {', '.join(wrong)}" if wrong else "committed"
     return f"{_size(index.nbytes):>10}  {len(index.tensors):>6} tensors  {index.kind.value}  {state}"
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    _one_path(parser)
-    parser.add_argument("--tensor", metavar="GLOB", default="*", help="only keys that match")
-    parser.add_argument("--stats", action="store_true", help="read the values: minimum, maximum, mean, non-finite")
-    parser.add_argument("--chunks", action="store_true", help="which rank wrote which box")
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -157,6 +143,8 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _details(index: CheckpointIndex, key: str, options: argparse.Namespace) -> Iterator[str]:
+    from opt_checkpoint.convert.compare import read_whole
+
     if options.stats and index.tensors[key].nbytes:
         values = read_whole(index, key).to(torch.float64)
         finite = values[values.isfinite()]
@@ -178,13 +166,9 @@ def _verify(options: argparse.Namespace) -> int:
     return FOUND if findings else FINE
 
 
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("first", type=_location)
-    parser.add_argument("second", type=_location)
-    parser.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
-
-
 def _diff(options: argparse.Namespace) -> int:
+    from opt_checkpoint.convert.compare import differences
+
     code = FINE
     for difference in differences(read_index(options.first), read_index(options.second), rtol=options.rtol):
         print(f"{difference.key}: {difference.text}")
@@ -194,13 +178,9 @@ def _diff(options: argparse.Namespace) -> int:
     return code
 
 
-def _extract_arguments(parser: argparse.ArgumentParser) -> None:
-    _one_path(parser)
-    parser.add_argument("key", help="the stored key, as `show` lists it")
-    parser.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
-
-
 def _extract(options: argparse.Namespace) -> int:
+    from opt_checkpoint.convert.compare import read_whole
+
     index = read_index(options.path)
     if options.key not in index.tensors:
         near = ", ".join(difflib.get_close_matches(options.key, index.tensors, 3))
@@ -216,17 +196,12 @@ def _extract(options: argparse.Namespace) -> int:
     return FINE
 
 
-def _gc_arguments(parser: argparse.ArgumentParser) -> None:
-    _one_path(parser)
-    parser.add_argument("--yes", action="store_true", help="delete without asking")
-    parser.add_argument("--dry-run", action="store_true", help="only list what would be deleted")
-
-
 def _gc(options: argparse.Namespace) -> int:
     """List leftovers of interrupted saves, ask, and delete them. Keep directories that a running save may still use."""
-    dead = []
-    for left in _leftovers(options.path):
-        print(f"{left.place}" if left.writer is None else f"{left.place}: kept, {left.writer} may still write to it")
+    store, dead = store_at(options.path), []
+    for left in store.leftovers():
+        kept = "" if left.writer is None else f": kept, {left.writer} may still write to it"
+        print(f"{store.path(left.folder)}{kept}")
         if left.writer is None:
             dead.append(left)
     if not dead:
@@ -237,29 +212,8 @@ def _gc(options: argparse.Namespace) -> int:
         print("nothing was deleted; --yes deletes without asking")
         return FINE
     for left in dead:
-        left.remove()
+        store.discard(left.folder)
     return FINE
-
-
-class _LeftDirectory(NamedTuple):
-    """A temporary directory, and who may still write to it."""
-
-    place: Path
-    writer: str | None
-
-    def remove(self) -> None:
-        remove_leftover(LocalFiles(), self.place)
-
-
-def _leftovers(directory: Location) -> Iterator[_LeftDirectory | Leftover]:
-    if not isinstance(directory, ObjectPath):
-        found = leftovers(directory)
-        now = clock_of(LocalFiles(), directory) if found else 0.0
-        yield from (_LeftDirectory(path, writer_of(path, now)) for path in found)
-        return
-    now = clock_of_store(directory)
-    for place in directory.folders():
-        yield from leftovers_of(place, now)
 
 
 def _agreed_to(question: str) -> bool:

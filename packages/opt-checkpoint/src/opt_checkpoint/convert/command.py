@@ -1,20 +1,12 @@
-"""`optckpt convert`: checkpoints from and to other formats."""
+"""`optckpt convert`: checkpoints from and to other formats. Each converter is imported when it is used."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-
-from opt_checkpoint.convert.foreign_files import read_names
-from opt_checkpoint.convert.megatron import megatron_to_checkpoint
-from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
-from opt_checkpoint.convert.name_rules import SAME_NAMES, read_name_rules
-from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors, safetensors_to_checkpoint
-from opt_checkpoint.convert.stock_dcp import checkpoint_to_dcp
-from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file, torch_file_to_checkpoint
-from opt_checkpoint.disk.dtype_names import dtype_from_name
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,45 +40,58 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _from_torch(options: argparse.Namespace) -> None:
+    from opt_checkpoint.convert.foreign_files import read_names
+    from opt_checkpoint.convert.torch_file import torch_file_to_checkpoint
+
     names = read_names(options.names) if options.names else None
     torch_file_to_checkpoint(options.source, options.target, names=names)
 
 
 def _from_megatron(options: argparse.Namespace) -> None:
+    from opt_checkpoint.convert.megatron import megatron_to_checkpoint
+    from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
+
     slots = None if options.slots is None else read_bucket_slots(options.slots)
     megatron_to_checkpoint(options.source, options.target, slots=slots, step=options.step)
 
 
 def _to_torch(options: argparse.Namespace) -> None:
+    from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file
+
     checkpoint_to_torch_file(options.source, options.target, at=tuple(options.at.split(".")))
 
 
 def _to_dcp(options: argparse.Namespace) -> None:
+    from opt_checkpoint.convert.stock_dcp import checkpoint_to_dcp
+
     checkpoint_to_dcp(options.source, options.target, at=tuple(options.at.split(".")), name=options.name)
 
 
 def _to_safetensors(options: argparse.Namespace) -> list[Path]:
+    from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
+    from opt_checkpoint.disk.dtype_names import dtype_from_name
+
+    dtype = None if options.dtype is None else dtype_from_name(options.dtype)
+    names, select = _name_rules(options), options.tensor
     return checkpoint_to_safetensors(
-        options.source,
-        options.target,
-        names=SAME_NAMES if options.map is None else read_name_rules(options.map),
-        select=options.tensor,
-        prefix=options.prefix,
-        dtype=None if options.dtype is None else dtype_from_name(options.dtype),
+        options.source, options.target, names=names, select=select, prefix=options.prefix, dtype=dtype
     )
 
 
 def _from_safetensors(options: argparse.Namespace) -> None:
-    names = SAME_NAMES if options.map is None else read_name_rules(options.map)
-    safetensors_to_checkpoint(options.source, options.target, names=names, prefix=options.prefix)
+    from opt_checkpoint.convert.safetensors_directories import safetensors_to_checkpoint
+
+    safetensors_to_checkpoint(options.source, options.target, names=_name_rules(options), prefix=options.prefix)
+
+
+def _name_rules(options: argparse.Namespace) -> Sequence[Any]:
+    from opt_checkpoint.convert.name_rules import SAME_NAMES, read_name_rules
+
+    return SAME_NAMES if options.map is None else read_name_rules(options.map)
 
 
 _Convert = Callable[[argparse.Namespace], list[Path] | None]
 _FROM: Mapping[str, _Convert] = MappingProxyType(
-    {
-        "torch": _from_torch,
-        "safetensors": _from_safetensors,
-        "megatron": _from_megatron,
-    }
+    {"torch": _from_torch, "safetensors": _from_safetensors, "megatron": _from_megatron}
 )
 _TO: Mapping[str, _Convert] = MappingProxyType({"torch": _to_torch, "safetensors": _to_safetensors, "dcp": _to_dcp})

@@ -13,16 +13,18 @@ from torch import Tensor
 
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.errors import CheckpointKeyError
-from opt_checkpoint.objects.path import AnyPath, ObjectPath, location_of
 from opt_checkpoint.run.save_load import load
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.store import AnyPath, location_of
+from opt_checkpoint.store.paths import folder_beside
 
 
 def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
     """An empty folder next to a target; for a target in an object store, in the system's folder for temporary files."""
-    place = location_of(target)
-    beside = None if isinstance(place, ObjectPath) else place.parent
+    beside = folder_beside(location_of(target))
+    if beside is not None:
+        beside.mkdir(parents=True, exist_ok=True)
     return tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-")
 
 

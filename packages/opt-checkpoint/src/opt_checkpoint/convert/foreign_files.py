@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
-from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
+from opt_checkpoint.store.paths import local_path
 
 T = TypeVar("T")
 

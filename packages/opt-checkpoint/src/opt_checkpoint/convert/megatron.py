@@ -23,11 +23,11 @@ from opt_checkpoint.disk.detect import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.stored_objects import not_loaded_in
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import ShardedObject, ShardedTensor
+from opt_checkpoint.store import AnyPath
 
 BUCKETS = "dp_reshardable"
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})

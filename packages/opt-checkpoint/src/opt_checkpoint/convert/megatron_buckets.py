@@ -25,11 +25,11 @@ from opt_checkpoint.convert.foreign_files import read_rows
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity
+from opt_checkpoint.store import AnyPath
 
 START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 _KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")

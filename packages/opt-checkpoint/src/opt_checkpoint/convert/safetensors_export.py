@@ -18,13 +18,12 @@ from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDE
 from opt_checkpoint.convert.safetensors_writer import Export, SafetensorsWriter
 from opt_checkpoint.dcp.local_contents import LocalContents
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
-from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import PathLike, carry_out_save, error_of
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import path_text
+from opt_checkpoint.store.paths import local_path
 
 
 def save_safetensors(
@@ -35,7 +34,6 @@ def save_safetensors(
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     process_group: dist.ProcessGroup | None = None,
-    files: Files | None = None,
 ) -> None:
     """Export a sharded model as safetensors files; all ranks call this together.
 
@@ -51,7 +49,6 @@ def save_safetensors(
         dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
         shard_bytes: maximum size of a file, unless one tensor is larger.
         process_group: the ranks that hold the model.
-        files: the file system; the local one by default.
 
     Raises:
         CheckpointExistsError: something is at `folder`.
@@ -64,7 +61,7 @@ def save_safetensors(
     ranks, given, what = ranks_of(process_group), Path(str(folder)).absolute(), f"exporting to {folder}"
     same_everywhere(ranks, what, folder=given, names=fingerprint(names), dtype=dtype, shard_bytes=shard_bytes)
     target, export = local_path(folder, FOLDER), Export(tuple(names), dtype, shard_bytes)
-    writer = SafetensorsWriter(target, export, save_id=uuid.uuid4().hex, files=files or LocalFiles())
+    writer = SafetensorsWriter(target, export, save_id=uuid.uuid4().hex)
     planner = _TensorPlanner(state)
 
     def finish() -> None:

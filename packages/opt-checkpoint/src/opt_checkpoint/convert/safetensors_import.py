@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from opt_checkpoint.convert.name_boxes import Described, to_ours
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
+from opt_checkpoint.convert.safetensors_header import read_header
 from opt_checkpoint.convert.safetensors_layout import FOLDER, INDEX, SINGLE, PlacedArray
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.index import (
     COPIES,
     ByteRange,
@@ -30,12 +30,12 @@ from opt_checkpoint.disk.index import (
     StoredTensor,
     check_file_name,
 )
-from opt_checkpoint.disk.safetensors_header import read_header
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
-from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import store_at
+from opt_checkpoint.store.paths import local_path
 
 
 def load_safetensors(
@@ -143,7 +143,7 @@ def _check_listed(folder: Path, listed: Mapping[str, str], found: Mapping[str, P
 def _weight_map(folder: Path) -> dict[str, str]:
     """The file of every tensor, by the index."""
     try:
-        content: Any = json.loads(read_small_file(folder / INDEX, follow=True))
+        content: Any = json.loads(store_at(folder).read(INDEX, follow=True))
         weight_map = content["weight_map"]
         names = [str(name) for name in {**weight_map}.values()]
     except (ValueError, RecursionError, TypeError, KeyError) as error:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from opt_checkpoint.convert.name_boxes import Described
-from opt_checkpoint.disk.safetensors_header import Array, Header, encode_header
+from opt_checkpoint.convert.safetensors_header import Array, Header, encode_header
 from opt_checkpoint.errors import CheckpointValueError
 
 FOLDER = "a folder of safetensors files"  # in messages

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, boxes_of, split_rows
+from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_rows
 from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import NameRule
 from opt_checkpoint.convert.safetensors_layout import INDEX, Layout, PlacedArray, layout_of
@@ -19,14 +20,12 @@ from opt_checkpoint.dcp.save_planner import Planned, ShardedSavePlanner, view_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.dtype_names import dtype_from_name
-from opt_checkpoint.disk.files import Files, shared_file, write_file
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
-from opt_checkpoint.disk.new_directory import NewDirectory
 from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
 from opt_checkpoint.disk.torch_zip_reader import contiguous
-from opt_checkpoint.disk.write_region import write_region
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.flat_state import FlatState
+from opt_checkpoint.store.directory import Directory
 
 _COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a device, at a time
 
@@ -49,13 +48,13 @@ class _WriteTo(NamedTuple):
     """The coordinator's message to a rank.
 
     Args:
-        directory: the temporary directory.
+        folder: the temporary directory, in the parent of the target.
         pieces: of the tensors that it writes.
         tied: of all tied tensors.
         places: of the arrays that these are in.
     """
 
-    directory: Path
+    folder: str
     pieces: dict[str, list[Piece]]
     tied: dict[str, list[Piece]]
     places: dict[str, PlacedArray]
@@ -68,19 +67,19 @@ class SafetensorsWriter:
         path: where the folder shall be; nothing may be there.
         export: what to write.
         save_id: 32 hexadecimal digits, the same on all ranks or only the coordinator's; names this save.
-        files: the file system.
     """
 
-    def __init__(self, path: Path, export: Export, *, save_id: str, files: Files) -> None:
-        self._export, self._files = export, files
-        self._directory = NewDirectory(path, save_id, files)
+    def __init__(self, path: Path, export: Export, *, save_id: str) -> None:
+        self._export, self._save_id = export, save_id
+        self._store, self._target = Directory(path.parent), path.name
+        self._folder = self._store.folder(self._target, save_id)
         self._layout: Layout | None = None
         self._write_to: _WriteTo | None = None
 
     @property
     def temporary(self) -> Path:
         """The directory written to until the commit."""
-        return self._directory.temporary
+        return self._store.path(self._folder)
 
     def begin(self, planned: Planned) -> list[_WriteTo]:
         """On the coordinator, assign every array to a file and create the files with their headers.
@@ -92,9 +91,8 @@ class SafetensorsWriter:
         plan, tensors = planned.plan, planned.plan.held
         mapped = to_theirs(self._export.names, _described(tensors))
         layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
-        self._directory.make()
-        for file, header in layout.headers.items():
-            write_file(self._files, self.temporary / file, header.raw)
+        self._store.begin(self._target, self._save_id)
+        self._store.write_small(self._folder, {file: header.raw for file, header in layout.headers.items()})
         self._layout = layout
         keys: list[dict[str, None]] = [{} for _ in planned.objects]
         for rank, key in zip(
@@ -106,7 +104,7 @@ class SafetensorsWriter:
             pieces = {key: mapped.pieces[key] for key in of_rank if key in mapped.pieces}
             wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
             places = {name: layout.places[name] for name in wanted}
-            messages.append(_WriteTo(self.temporary, pieces, mapped.tied, places))
+            messages.append(_WriteTo(self._folder, pieces, mapped.tied, places))
         return messages
 
     def write_data(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
@@ -123,12 +121,12 @@ class SafetensorsWriter:
                     by_file[to.places[piece.theirs].file].append((values, box, piece))
         written = 0
         for file, boxes in by_file.items():
-            with shared_file(self._files, to.directory / file) as fd:
+            with self._store.shared_file(f"{to.folder}/{file}") as write:
                 for values, box, piece in boxes:
                     for part in _parts(values, box, piece):
                         array = to.places[piece.theirs].array
                         stored = part.stored(array.dtype)
-                        written += write_region(self._files, fd, stored, part.region(), array.start)
+                        written += _write_region(write, stored, part.region(), array.start)
         return written
 
     def finish(self, written: list[int]) -> None:
@@ -143,7 +141,7 @@ class SafetensorsWriter:
             raise CheckpointValueError(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
         content = self._layout.encode_index()
         if content is not None:
-            write_file(self._files, self.temporary / INDEX, content)
+            self._store.write_small(self._folder, {INDEX: content})
 
     def check_tied(self, flat: FlatState) -> None:
         """Compare this rank's tied tensors with the written values of the tensors that they are tied to.
@@ -153,22 +151,21 @@ class SafetensorsWriter:
         """
         assert self._write_to is not None
         to = self._write_to
-        index = CheckpointIndex(path=to.directory, kind=Kind.SAFETENSORS, tensors={}, objects={}, files={})
-        with DataFiles(index) as files:
-            for shard in flat.tensors.values():
-                for piece in to.tied.get(shard.key, ()):
-                    for held in boxes_of(shard):
-                        place = to.places[piece.theirs]
-                        for part in _parts(view_of(shard, held, held.box), held.box, piece):
-                            _compare(part, place, files, shard.key)
+        path = self._store.path(to.folder)
+        files = DataFiles(CheckpointIndex(path=path, kind=Kind.SAFETENSORS, tensors={}, objects={}, files={}))
+        for shard in flat.tensors.values():
+            for piece in to.tied.get(shard.key, ()):
+                for held in boxes_of(shard):
+                    for part in _parts(view_of(shard, held, held.box), held.box, piece):
+                        _compare(part, to.places[piece.theirs], files, shard.key)
 
     def commit(self) -> None:
         """On the coordinator, rename the folder to its final name after all ranks have finished."""
-        self._directory.commit()
+        self._store.commit(self._target, self._save_id, {})
 
     def abandon(self) -> None:
         """On the coordinator, remove the temporary directory of a failed export after all ranks have finished."""
-        self._directory.abandon()
+        self._store.abandon(self._target, self._save_id)
 
 
 def _described(tensors: HeldTensors) -> dict[str, Described]:
@@ -214,6 +211,32 @@ def _parts(values: Tensor, box: Box, piece: Piece) -> Iterator[_Part]:
         for axis, (offset, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes)):
             view = view.narrow(axis, offset - base, size)
         yield _Part(view, tuple(o - b for o, b in zip(part.offsets, piece.box.offsets)), piece)
+
+
+def _write_region(write: Callable[[memoryview, int], None], values: Tensor, region: Region, start: int) -> int:
+    """Write a box of an array, by one call for each contiguous run of bytes; returns the number of bytes.
+
+    Args:
+        write: writes bytes to a position of the file.
+        values: of the region's shape.
+        region: the box.
+        start: position of the array's first value in the file.
+    """
+    if not values.numel():
+        return 0
+    raw, itemsize = bytes_view(contiguous(values)), values.element_size()
+    strides = row_major_strides(region.chunk)
+    axes = range(len(region.sizes))
+    # The box is complete along all axes after `axis`, so its part at one index of the axes before is one run.
+    axis = next((d for d in reversed(axes) if region.sizes[d] != region.chunk[d]), 0)
+    run_bytes = len(raw)
+    for n in region.sizes[:axis]:
+        run_bytes //= n
+    first = start + sum(o * s for o, s in zip(region.offsets, strides)) * itemsize
+    for number, index in enumerate(itertools.product(*(range(n) for n in region.sizes[:axis]))):
+        position = first + sum(i * s for i, s in zip(index, strides)) * itemsize
+        write(raw[number * run_bytes :][:run_bytes], position)
+    return len(raw)
 
 
 def _compare(part: _Part, place: PlacedArray, files: DataFiles, key: str) -> None:

@@ -25,9 +25,10 @@ from opt_checkpoint.disk.detect import open_checkpoint
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointValueError
-from opt_checkpoint.objects.path import local_path
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
+from opt_checkpoint.store import store_at
+from opt_checkpoint.store.paths import local_path
 
 _GROUPS_FILE = "optimizer.data"
 
@@ -57,7 +58,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         )
     if os.path.lexists(target):
         raise CheckpointExistsError(f"{target} exists; choose another folder")
-    saved, archives = find_optimizer(opened, at), read_dcp_index(source)
+    saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())
     renamed = dict(_renamed(saved, name or ".".join(at)))
     values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".scratch-") as scratch:

@@ -17,7 +17,6 @@ from opt_checkpoint.dcp.stored_names import stored_value
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
@@ -25,6 +24,8 @@ from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState, lookup
+from opt_checkpoint.store import AnyPath
+from opt_checkpoint.store.paths import local_path
 
 
 def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:

@@ -91,7 +91,8 @@ class CheckpointReader:
                 f"{self.index.path} was written by {self.index.kind.value} and has no checksums to verify; "
                 f"load with verify='sizes'"
             )
-        with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
+        files = DataFiles(self.index)
+        with ThreadPoolExecutor(self._threads) as pool:
             for done in [pool.submit(check_bytes, files[place.file], place, key) for place, key in wanted]:
                 done.result()
 
@@ -102,7 +103,8 @@ class CheckpointReader:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
             OSError: a file cannot be read.
         """
-        with DataFiles(self.index) as files, ThreadPoolExecutor(self._threads) as pool:
+        files = DataFiles(self.index)
+        with ThreadPoolExecutor(self._threads) as pool:
             planned = [self._read_of(files, item) for item in planner.items]
             batches = list(_batches(sorted(planned, key=lambda r: (r.file, r.start)), files))
             for done in [pool.submit(self._carry_out, files[b[0].file], b, planner) for b in batches]:
@@ -207,7 +209,7 @@ def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
     batch: list[_Read] = []
     end = 0
     for read in reads:
-        if batch and not _belongs(batch, end, read, files[read.file].read_sizes.near_bytes):
+        if batch and not _belongs(batch, end, read, files[read.file].near_bytes):
             yield batch
             batch, end = [], 0
         batch.append(read)

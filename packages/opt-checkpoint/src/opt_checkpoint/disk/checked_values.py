@@ -5,7 +5,6 @@ from __future__ import annotations
 from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, crc32
 from opt_checkpoint.disk.data_file import DataFile
 from opt_checkpoint.disk.index import ByteRange
-from opt_checkpoint.disk.object_data_file import ReadSizes
 from opt_checkpoint.errors import CheckpointCorruptError
 
 
@@ -23,14 +22,10 @@ class CheckedValues:
 
     def __init__(self, file: DataFile, place: ByteRange, key: str) -> None:
         self._file, self._place, self._key = file, place, key
+        self.near_bytes = file.near_bytes
         small = place.crc is not None and place.nbytes <= PIECE_BYTES
         self._pieces = place.pieces or ((place.crc,) if small and place.crc is not None else ())
         self._kept: tuple[int, memoryview] | None = None
-
-    @property
-    def read_sizes(self) -> ReadSizes:
-        """Read sizes that are efficient for the file."""
-        return self._file.read_sizes
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of the file from `start` on, a position in the file.
@@ -58,7 +53,7 @@ class CheckedValues:
     def _read_aligned(self, number: int, view: memoryview) -> int:
         """Read whole pieces directly into `view`. Returns the number of bytes."""
         offset = number * PIECE_BYTES
-        count = min(len(view), self._file.read_sizes.at_once_bytes)
+        count = min(len(view), self._file.read_bytes)
         if offset + count != self._place.nbytes:
             count -= count % PIECE_BYTES
         self._file.read_into(self._place.start + offset, view[:count])
@@ -90,7 +85,7 @@ def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:
         OSError: it cannot be read.
     """
     sums = PieceSums()
-    size = file.read_sizes.at_once_bytes
+    size = file.read_bytes
     for start in range(0, place.nbytes, size):
         sums.add(memoryview(file.read(place.start + start, min(size, place.nbytes - start))))
     right = tuple(sums.pieces) == place.pieces if place.pieces else sums.whole == place.crc

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Mapping
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.reshard import first_overlap
-from opt_checkpoint.disk.data_file import open_regular, read_small_file
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
     MAX_DIMS,
@@ -32,6 +30,7 @@ from opt_checkpoint.disk.inert_pickle import Made, Name, read_pickle
 from opt_checkpoint.disk.megatron_flat import unflattened
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.store import Location, store_at
 
 METADATA = ".metadata"
 MEGATRON_MARK = "metadata.json"
@@ -63,17 +62,18 @@ def _known(name: Name) -> bool:
     return is_dtype or name in _NAMES or name.module.startswith(_PACKAGES)
 
 
-def read_dcp_index(path: Path) -> CheckpointIndex:
+def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
     """The index of a stock or Megatron-Core directory.
 
     Args:
-        path: the checkpoint's directory; it holds `.metadata`.
+        path: the checkpoint's directory or place; it holds `.metadata`.
+        sizes: of all files in it, by name; -1 for anything but a regular file.
 
     Raises:
         CheckpointCorruptError: `.metadata` names unexpected classes, or contradicts itself or the files.
         OSError: it cannot be read.
     """
-    metadata = read_pickle(read_small_file(path / METADATA), METADATA, _known)
+    metadata = read_pickle(store_at(path).read(METADATA), METADATA, _known)
     if type(metadata) is not Made or metadata.of not in (Name(_DCP, "Metadata"), *_megatron_metadata(metadata)):
         raise CheckpointCorruptError(f"{METADATA} holds something other than the metadata of a checkpoint")
     places = _places(_entries(metadata.attributes.get("storage_data") or {}, "storage_data"))
@@ -93,10 +93,10 @@ def read_dcp_index(path: Path) -> CheckpointIndex:
     files = {place.file for place in places.values()}
     index = CheckpointIndex(
         path=path,
-        kind=Kind.MEGATRON if (path / MEGATRON_MARK).exists() else Kind.DCP,
+        kind=Kind.MEGATRON if MEGATRON_MARK in sizes else Kind.DCP,
         tensors=tensors,
         objects=objects,
-        files={name: StoredFile(size=_size(path, name)) for name in files},
+        files={name: StoredFile(size=_size(path, name, sizes)) for name in files},
         details={PATHS: _paths_of(metadata, {*tensors, *objects})},
     )
     check_index(index)
@@ -124,10 +124,10 @@ def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | i
 def _refuse_safetensors(index: CheckpointIndex) -> None:
     """Raise `CheckpointCorruptError` for data files that are safetensors files instead of archives of `torch.save`."""
     name = min(index.files, default=None)
-    if name is None or not isinstance(index.path, Path):
+    if name is None or index.files[name].size < 9:
         return
-    with open(open_regular(index.path / name), "rb") as file:
-        start = file.read(9)
+    start = bytearray(9)
+    store_at(index.path).read_into(name, 0, memoryview(start))
     if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= index.files[name].size:
         raise CheckpointCorruptError(
             f"{index.path} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
@@ -251,11 +251,11 @@ def _dtype_of(key: str, properties: Any) -> torch.dtype:
     return dtype_from_name(state[0].name)
 
 
-def _size(path: Path, name: str) -> int:
-    try:
-        return (path / name).stat().st_size
-    except FileNotFoundError:
-        raise CheckpointCorruptError(f"data file {path / name} is missing") from None
+def _size(path: Location, name: str, sizes: Mapping[str, int]) -> int:
+    if sizes.get(name, -1) < 0:
+        problem = "is not a regular file; it is not read" if name in sizes else "is missing"
+        raise CheckpointCorruptError(f"data file {path / name} {problem}")
+    return sizes[name]
 
 
 def encode_megatron_mark() -> bytes:

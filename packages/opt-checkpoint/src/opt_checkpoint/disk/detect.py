@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +12,14 @@ from torch import Tensor
 
 from opt_checkpoint.disk.checked_values import CheckedValues
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, open_regular, read_small_file
+from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
-from opt_checkpoint.disk.manifest import MANIFEST, has_manifest, read_manifest
-from opt_checkpoint.disk.object_target import COMMIT, committed_place
+from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.read_region import FilePosition, Region, read_region
 from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
-
-_NOTHING = f"it has no {COMMIT} and no {MANIFEST}"
-_STOCK = (
-    f"it has a {METADATA}, as stock and Megatron-Core checkpoints do; download it: only file systems may hold these"
-)
+from opt_checkpoint.store import MANIFEST, AnyPath, Location, location_of, store_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,36 +36,30 @@ def read_index(path: AnyPath) -> CheckpointIndex:
     Without a manifest, `.metadata` is read, as stock torch and Megatron-Core write it.
 
     Args:
-        path: the checkpoint's directory, or its place in an object store, where only our own checkpoints are read.
+        path: the checkpoint's directory, or its place in an object store.
 
     Raises:
         CheckpointNotFoundError: there is none.
         CheckpointCorruptError: it is damaged.
     """
     where = location_of(path)
-    if has_commit(where):
+    try:
         return read_committed(where)
-    if isinstance(where, ObjectPath):
-        stock = (where / METADATA).exists()
-        raise CheckpointNotFoundError(f"{where} is not a checkpoint of opt-checkpoint: {_STOCK if stock else _NOTHING}")
-    if not where.is_dir():
-        raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory")
-    if not (where / METADATA).exists():
-        raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
-    if any(_is_our_data(p) for p in where.glob("*.distcp")):
-        raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
-    return read_dcp_index(where)
-
-
-def has_commit(path: Location) -> bool:
-    """Whether a checkpoint of opt-checkpoint was committed at a path; a damaged one counts too.
-
-    Raises:
-        OSError: the path cannot be read.
-    """
-    if not isinstance(path, ObjectPath):
-        return has_manifest(path)
-    return (path / COMMIT).exists() or (path / MANIFEST).exists()
+    except FileNotFoundError:
+        pass
+    store = store_at(where)
+    try:
+        sizes = store.sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory") from None
+    if METADATA not in sizes:
+        raise CheckpointNotFoundError(f"{where} is not a checkpoint: no {MANIFEST} and no {METADATA} in it")
+    for name in [name for name in sizes if name.endswith(".distcp")]:
+        start = bytearray(min(max(0, sizes[name]), len(FILE_MARK)))
+        store.read_into(name, 0, memoryview(start))
+        if start == FILE_MARK:
+            raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
+    return read_dcp_index(where, sizes)
 
 
 def read_committed(path: Location) -> CheckpointIndex:
@@ -83,20 +70,14 @@ def read_committed(path: Location) -> CheckpointIndex:
         FileNotFoundError: none was committed at the path.
         OSError: it cannot be read.
     """
-    if not isinstance(path, ObjectPath):
-        return read_manifest(path)
-    place = committed_place(path)
-    if place is None:
+    store = store_at(path)
+    folder = store.committed()
+    if folder is None:
         raise FileNotFoundError(errno.ENOENT, "no checkpoint was committed there", str(path))
     try:
-        return read_manifest(place)
+        return read_manifest(store.path(folder))
     except FileNotFoundError:
-        raise CheckpointCorruptError(f"{path} was committed, but {place / MANIFEST} is gone") from None
-
-
-def _is_our_data(path: Path) -> bool:
-    with open(open_regular(path), "rb") as file:
-        return file.read(len(FILE_MARK)) == FILE_MARK
+        raise CheckpointCorruptError(f"{path} was committed, but {store.path(folder) / MANIFEST} is gone") from None
 
 
 def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
@@ -115,8 +96,11 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
     """
     if COMMON_KEY in index.objects:
         return read_object(index, COMMON_KEY, safe_globals=safe_globals)
-    if index.kind is Kind.MEGATRON and isinstance(index.path, Path) and (index.path / MEGATRON_COMMON).exists():
-        return load_object(read_small_file(index.path / MEGATRON_COMMON), allowed=safe_globals)
+    if index.kind is Kind.MEGATRON:
+        try:
+            return load_object(store_at(index.path).read(MEGATRON_COMMON), allowed=safe_globals)
+        except FileNotFoundError:
+            pass
     return {}
 
 
@@ -126,12 +110,7 @@ def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGl
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
     """
-    place = index.objects[unique_key]
-    with DataFiles(index) as files:
-        raw = files[place.file].read(place.start, place.nbytes)
-    if place.crc is not None and crc32(raw) != place.crc:
-        raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
-    value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
+    value = index.kind.unwrapped(load_object(_object_bytes(DataFiles(index), index, unique_key), allowed=safe_globals))
     return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
 
 
@@ -142,13 +121,12 @@ def read_tensor(index: CheckpointIndex, key: str) -> Tensor:
         CheckpointCorruptError: it is damaged.
     """
     stored = index.tensors[key]
-    values = torch.empty(stored.shape, dtype=stored.dtype)
-    with DataFiles(index) as files:
-        for chunk in stored.chunks:
-            source = CheckedValues(files[chunk.place.file], chunk.place, key)
-            region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
-            target = Region(stored.shape, chunk.box.offsets, chunk.box.sizes).of_tensor(values)
-            read_region(target, region, stored.dtype, FilePosition(source, chunk.place.start))
+    values, files = torch.empty(stored.shape, dtype=stored.dtype), DataFiles(index)
+    for chunk in stored.chunks:
+        source = CheckedValues(files[chunk.place.file], chunk.place, key)
+        region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
+        target = Region(stored.shape, chunk.box.offsets, chunk.box.sizes).of_tensor(values)
+        read_region(target, region, stored.dtype, FilePosition(source, chunk.place.start))
     return values
 
 
@@ -158,19 +136,22 @@ def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
     Raises:
         CheckpointCorruptError: one is damaged, or would need code to be run.
     """
-    wanted = list(keys)
-    values: dict[bytes, Any] = {}
-    loaded = {}
-    with DataFiles(index) as files:
-        for key in wanted:
-            place = index.objects[key]
-            raw = bytes(files[place.file].read(place.start, place.nbytes))
-            if place.crc is not None and crc32(raw) != place.crc:
-                raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {key} has changed")
-            if raw not in values:
-                values[raw] = loaded_whole(index.kind.unwrapped(load_object(raw)), key)
-            loaded[key] = values[raw]
+    values, loaded, files = dict[bytes, Any](), {}, DataFiles(index)
+    for key in keys:
+        raw = _object_bytes(files, index, key)
+        if raw not in values:
+            values[raw] = loaded_whole(index.kind.unwrapped(load_object(raw)), key)
+        loaded[key] = values[raw]
     return loaded
+
+
+def _object_bytes(files: DataFiles, index: CheckpointIndex, unique_key: str) -> bytes:
+    """The archive of a stored object, compared with its checksum."""
+    place = index.objects[unique_key]
+    raw = files[place.file].read(place.start, place.nbytes)
+    if place.crc is not None and crc32(raw) != place.crc:
+        raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
+    return raw
 
 
 def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:

@@ -16,8 +16,8 @@ from torch import Tensor
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.disk.read_region import Region
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.objects.path import Location
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.store import Location
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")
 PATHS = "paths"  # in the details: the paths of plain values by key
@@ -94,17 +94,6 @@ class Within(NamedTuple):
         view = values.permute([*dropped, *kept])[(0,) * len(dropped)]
         for position, axis in enumerate(self.axes):
             view = view.unsqueeze(position) if axis is None else view
-        return view
-
-    def of_array(self, array: Tensor, sizes: Shape) -> Tensor:
-        """A chunk with these `sizes` as a view of the array."""
-        region = self.region((0,) * len(sizes), sizes)
-        view = region.of_tensor(array)
-        kept = [position for position, axis in enumerate(self.axes) if axis is not None]
-        dropped = [position for position, axis in enumerate(self.axes) if axis is None]
-        view = view.permute([*dropped, *sorted(kept, key=lambda p: self.axes[p] or 0)])[(0,) * len(dropped)]
-        for axis in range(len(sizes)):
-            view = view if axis in self.axes else view.unsqueeze(axis)
         return view
 
 

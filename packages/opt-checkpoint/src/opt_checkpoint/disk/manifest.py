@@ -2,7 +2,7 @@
 
 A checkpoint is committed if and only if its manifest exists and has the right checksum. Our reader needs nothing else
 to locate values, and reads no pickle except in stored objects, which are archives of `torch.save`. Unknown fields are
-ignored; a newer format is an error. Format 1 was JSON (`manifest_json`) and is still read.
+ignored; another format is an error.
 """
 
 from __future__ import annotations
@@ -11,22 +11,15 @@ import re
 from typing import Any
 
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
-from opt_checkpoint.disk.data_file import read_small_file
 from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, check_index
 from opt_checkpoint.disk.path_columns import decode_paths, encode_paths, is_usual
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.objects.path import Location
+from opt_checkpoint.store import MANIFEST, Location, store_at
 
-MANIFEST = "manifest.bin"
 FORMAT = 2
 _FIRST_LINE = b"opt-checkpoint manifest %d\n"
 _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
-
-
-def has_manifest(path: Location) -> bool:
-    """Whether a directory has a manifest, damaged or not."""
-    return (path / MANIFEST).exists()
 
 
 def encode_manifest(index: CheckpointIndex) -> bytes:
@@ -56,7 +49,7 @@ def read_manifest(path: Location) -> CheckpointIndex:
         FileNotFoundError: there is no manifest.
         OSError: it cannot be read.
     """
-    return decode_manifest(path, read_small_file(path / MANIFEST))
+    return decode_manifest(path, store_at(path).read(MANIFEST))
 
 
 def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from opt_checkpoint.boxes.box import row_major_strides
 from opt_checkpoint.disk.checksums import bytes_view
-from opt_checkpoint.disk.object_data_file import ReadSizes
 from opt_checkpoint.state.sharded import Shape
 
 _BOUNCE_BYTES = 32 << 20
@@ -68,9 +67,7 @@ class Region(NamedTuple):
 class Readable(Protocol):
     """A source of bytes that can be read at any position."""
 
-    @property
-    def read_sizes(self) -> ReadSizes:
-        """Efficient sizes of reads."""
+    near_bytes: int  # reading up to this many unneeded bytes costs less than another read
 
     def read_into(self, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `start` on."""
@@ -85,7 +82,7 @@ class FilePosition(NamedTuple):
     @property
     def near_bytes(self) -> int:
         """Rows with smaller gaps than this are read together with the bytes between them."""
-        return self.file.read_sizes.near_bytes
+        return self.file.near_bytes
 
 
 def read_region(target: Tensor, region: Region, dtype: torch.dtype, source: FilePosition) -> None:

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import io
-import os
-import stat
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
-from pathlib import Path
 from typing import NamedTuple
 
 from opt_checkpoint.disk.checked_values import check_bytes
 from opt_checkpoint.disk.checksums import PieceSums
-from opt_checkpoint.disk.data_file import DataFiles, open_regular
+from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
 from opt_checkpoint.disk.index import CheckpointIndex, StoredFile
-from opt_checkpoint.disk.manifest import MANIFEST
-from opt_checkpoint.disk.object_data_file import ObjectDataFile
-from opt_checkpoint.disk.object_target import stored_sizes
 from opt_checkpoint.disk.stored_objects import load_object
 from opt_checkpoint.disk.torch_zip_reader import check_archive_size
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of
+from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
 
 _THREADS = 8  # opening thousands of files on a network file system takes long one by one
-_BUFFERS, _BUFFER_BYTES = 4, 2 << 20
-_OBJECT_BYTES = 16 << 20
+_BUFFERS, _BUFFER_BYTES = 4, 16 << 20  # at most, of each
 
 
 class Finding(NamedTuple):
@@ -65,52 +57,45 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
     try:
         index = read_index(path)
     except CheckpointCorruptError as error:
-        return [Finding(_damaged_name(location_of(path)), str(error))]
+        store = store_at(location_of(path))
+        damaged = MANIFEST if METADATA not in store.sizes() or MANIFEST in store.sizes() else METADATA
+        return [Finding(damaged, str(error))]
     if index.save_id is None:
         return list(_check_archives(index))
-    return [*_check_sizes(index), *_check_files(index), *_check_unlisted(index)]
+    return [*_check_files(index), *_check_unlisted(index)]
 
 
 def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
     """Read files of a checkpoint whole; the problem of the first one that differs from its checksum, else None.
 
+    Args:
+        path: the folder of the checkpoint.
+        files: size and checksum of the files, by name.
+
     Raises:
         OSError: a file cannot be read.
     """
+    store = store_at(path)
+    problems = _size_problems(store, files)
     for name, file in files.items():
+        if name in problems:
+            return f"{name}: it {problems[name]}"
         try:
-            if _crc_of(path / name, file.size) != file.crc:
+            if _crc_of(store, name, file.size) != file.crc:
                 return f"{name} has changed: its checksum is wrong"
-        except CheckpointCorruptError as error:
+        except (FileNotFoundError, EOFError, CheckpointCorruptError) as error:  # changed in the meantime
             return f"{name}: {error}"
     return None
 
 
-def _crc_of(path: Location, size: int) -> int:
-    return _object_crc(path, size) if isinstance(path, ObjectPath) else _file_crc(path)
-
-
-def _damaged_name(path: Location) -> str:
-    """The file that could not be read as an index."""
-    if isinstance(path, ObjectPath):
-        return MANIFEST
-    return MANIFEST if os.path.lexists(path / MANIFEST) else METADATA
-
-
 def check_sizes(index: CheckpointIndex) -> None:
     """Raise `CheckpointCorruptError` if a file is missing, has another size, or belongs to another save."""
-    findings = list(_check_sizes(index))
-    if findings:
-        raise CheckpointCorruptError(f"{index.path} is damaged: {findings[0]}")
-    names = [name for name in index.files if name.endswith(".distcp")]
-    with DataFiles(index) as files, ThreadPoolExecutor(_THREADS) as pool:
+    for name, problem in size_problems(index).items():
+        raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
+    names, files = [name for name in index.files if name.endswith(".distcp")], DataFiles(index)
+    with ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(files[name].check_header) for name in names]:
             done.result()
-
-
-def _check_sizes(index: CheckpointIndex) -> Iterator[Finding]:
-    for name, problem in size_problems(index).items():
-        yield Finding(name, problem)
 
 
 def size_problems(index: CheckpointIndex) -> dict[str, str]:
@@ -119,82 +104,66 @@ def size_problems(index: CheckpointIndex) -> dict[str, str]:
     Raises:
         OSError: the sizes cannot be read.
     """
-    path, sizes = index.path, {name: file.size for name, file in index.files.items()}
-    if isinstance(path, ObjectPath):
-        stored = stored_sizes(path, list(sizes))
-        problems = {name: _difference(stored.get(name), size) for name, size in sizes.items()}
-    else:
-        problems = {name: _size_problem(path / name, size) for name, size in sizes.items()}
-    return {name: problem for name, problem in problems.items() if problem}
+    return _size_problems(store_at(index.path), index.files)
 
 
-def _size_problem(path: Path, size: int) -> str | None:
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return _difference(None, size)
-    if not stat.S_ISREG(found.st_mode):
-        return "is not a regular file"
-    return _difference(found.st_size, size)
-
-
-def _difference(found: int | None, size: int) -> str | None:
-    """The problem with the size of a file; `found` is None if the file is missing."""
-    if found is None:
-        return "is missing"
-    return None if found == size else f"has {found} bytes, {size} were saved"
+def _size_problems(store: Store, files: Mapping[str, StoredFile]) -> dict[str, str]:
+    stored, problems = store.sizes(names=files), {}
+    for name, file in files.items():
+        size = stored.get(name)
+        if size is None:
+            problems[name] = "is missing"
+        elif size < 0:
+            problems[name] = "is not a regular file"
+        elif size != file.size:
+            problems[name] = f"has {size} bytes, {file.size} were saved"
+    return problems
 
 
 def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
     """Hash each file as a whole; if it is damaged, hash its items to name the damaged ones."""
-    wrong = size_problems(index)
+    store, wrong = store_at(index.path), size_problems(index)
     for name, file in index.files.items():
         if name in wrong:
-            continue
-        if _crc_of(index.path / name, file.size) != file.crc:
+            yield Finding(name, wrong[name])
+        elif _crc_of(store, name, file.size) != file.crc:
             yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
 
 
-def _object_crc(path: ObjectPath, size: int) -> int:
-    file, sums = ObjectDataFile(path, None), PieceSums()
-    for start in range(0, size, _OBJECT_BYTES):
-        sums.add(memoryview(file.read(start, min(_OBJECT_BYTES, size - start))))
-    return sums.whole
-
-
-def _file_crc(path: Path) -> int:
+def _crc_of(store: Store, name: str, size: int) -> int:
     """The checksum of a file. One thread reads into a ring of buffers while another hashes the previous ones."""
-    buffers, hashed, sums = [bytearray(_BUFFER_BYTES) for _ in range(_BUFFERS)], list[Future[None]](), PieceSums()
-    with Hasher() as hasher, open(open_regular(path), "rb", buffering=0) as stream:
-        for number in count():
+    step = min(store.read_bytes, _BUFFER_BYTES)
+    buffers, hashed, sums = (
+        [memoryview(bytearray(min(step, size))) for _ in range(_BUFFERS)],
+        list[Future[None]](),
+        PieceSums(),
+    )
+    with Hasher() as hasher:
+        for number, start in enumerate(range(0, size, step)):
             if number >= _BUFFERS:
                 hashed[number - _BUFFERS].result()  # its buffer is free again
-            buffer = buffers[number % _BUFFERS]
-            size = stream.readinto(buffer)
-            if not size:
-                break
-            hashed.append(hasher.submit(memoryview(buffer)[:size], sums))
+            part = buffers[number % _BUFFERS][: min(step, size - start)]
+            store.read_into(name, start, part)
+            hashed.append(hasher.submit(part, sums))
     return sums.whole
 
 
 def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
     damaged = []
-    with DataFiles(index) as files:
-        for key, place in places:
-            try:
-                if place.file == name:
-                    check_bytes(files[name], place, key)
-            except CheckpointCorruptError:
-                damaged.append(key)
+    files = DataFiles(index)
+    for key, place in places:
+        try:
+            if place.file == name:
+                check_bytes(files[name], place, key)
+        except CheckpointCorruptError:
+            damaged.append(key)
     return tuple(dict.fromkeys(damaged))
 
 
 def _check_unlisted(index: CheckpointIndex) -> Iterator[Finding]:
     """Report data files that are not in the manifest, which another save must have written."""
-    path = index.path
-    names = path.listing() if isinstance(path, ObjectPath) else [entry.name for entry in path.iterdir()]
-    for name in sorted(names):
+    for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):
             yield Finding(name, "does not belong to this checkpoint")
 
@@ -202,12 +171,11 @@ def _check_unlisted(index: CheckpointIndex) -> Iterator[Finding]:
 def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
     """Check the checksums in the zips of stock files, which torch never reads."""
     places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
-    with DataFiles(index) as files:
-        for key, place in places:
-            raw = files[place.file].read(place.start, place.nbytes)
-            problem = _archive_problem(raw)
-            if problem:
-                yield Finding(place.file, problem, (key,))
+    files = DataFiles(index)
+    for key, place in places:
+        problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
+        if problem:
+            yield Finding(place.file, problem, (key,))
 
 
 def _archive_problem(raw: bytes) -> str | None:

@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.disk.files import Files
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath, Location
 from opt_checkpoint.run.ranks import OneProcess, Ranks, everyone, leave, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_DETAILS, error_of, save
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import AnyPath, Location
 
 SAVE_TIMEOUT_S = 1800.0
 
@@ -64,7 +63,6 @@ class AsyncSaver:
 
     Args:
         process_group: the ranks that save together; they all construct this together.
-        files: the file system; the local one by default.
         timeout_s: how long a rank waits for the others during a save before it raises; a rank that died is not
             detected earlier.
         once: whether the process group is destroyed at the end of the first save.
@@ -74,7 +72,6 @@ class AsyncSaver:
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
         once: bool = False,
     ) -> None:
@@ -83,7 +80,6 @@ class AsyncSaver:
         self._group = _own_group(process_group, timeout_s, alone=ranks_of(process_group).alone)
         self._ranks = ranks_of(self._group)
         self._staging = Staging()
-        self._files = files
         self._plans = PlanCache()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
@@ -124,7 +120,6 @@ class AsyncSaver:
                 process_group=self._group,
                 common=common,
                 details=details,
-                files=self._files,
                 plans=self._plans,
             )
             error = None if after is None else error_of(after)

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.disk.checksums import bytes_view, crc32
-from opt_checkpoint.disk.files import Files, discard, make_parents, write_all
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointFailedError
 from opt_checkpoint.run.ranks import Ranks, everyone
+from opt_checkpoint.store.directory import Directory
 
 _CHUNK_BYTES = 16 << 20
 
@@ -43,7 +43,7 @@ class _Listed(NamedTuple):
     size: int
 
 
-def exchange(ranks: Ranks, parcels: Sequence[Parcel], files: Files, what: str) -> None:
+def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
     """Send directories; all ranks call this together. A directory appears at its target when it is complete.
 
     A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
@@ -52,7 +52,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], files: Files, what: str) -
     Args:
         ranks: the process group.
         parcels: those that this rank sends or receives; a rank sends to another at most one.
-        files: the file system.
+        store: the directory that targets are in.
         what: named in errors.
 
     Raises:
@@ -61,7 +61,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], files: Files, what: str) -
     own = {parcel.receiver: _listing(parcel.source) for parcel in parcels if parcel.sender == ranks.rank}
     listings = ranks.gather_everywhere(own)
     outgoing = [_Outgoing(p, own[p.receiver]) for p in parcels if p.sender == ranks.rank]
-    incoming = [_Incoming(p, listings[p.sender][ranks.rank], files) for p in parcels if p.receiver == ranks.rank]
+    incoming = [_Incoming(p, listings[p.sender][ranks.rank], store) for p in parcels if p.receiver == ranks.rank]
     try:
         _run(ranks, outgoing, incoming)
     except RuntimeError as error:  # gloo's timeouts and lost connections
@@ -172,15 +172,16 @@ class _Outgoing(_End):
 class _Incoming(_End):
     """Writes files to a temporary directory, which is renamed to its target if all checksums match."""
 
-    def __init__(self, parcel: Parcel, listing: Sequence[_Listed], files: Files) -> None:
+    def __init__(self, parcel: Parcel, listing: Sequence[_Listed], store: Directory) -> None:
         super().__init__(parcel, listing)
-        self._files = files
+        self._store = store
         self._crcs = {file.name: 0 for file in listing}
-        self._token = uuid.uuid4().hex
-        self._temporary = parcel.target.with_name(f".opt-checkpoint-tmp-{self._token}")
+        target = str(parcel.target.relative_to(store.root))
+        self._folder = store.folder(target, uuid.uuid4().hex)
+        self._temporary = store.path(self._folder)
         try:
-            make_parents(files, parcel.target)
-            files.make_dir(self._temporary)
+            store.make_parents(parcel.target)
+            store.make_dir(self._temporary)
         except OSError as error:
             self.error = error
 
@@ -199,20 +200,20 @@ class _Incoming(_End):
     def _write(self, name: str, view: memoryview) -> None:
         if self._open != name:
             self._shut()
-            self._fd, self._open = self._files.create(self._temporary / name), name
+            self._fd, self._open = self._store.open_new(self._temporary / name), name
         self._crcs[name] = crc32(view, self._crcs[name])
-        write_all(self._files, self._fd, view)
+        self._store.append(self._fd, self._temporary / name, view)
 
     def close(self) -> Exception | None:
         self._shut()
         try:
             if self.error is None and not self.left:
                 self._check()
-                self._files.rename(self._temporary, self.parcel.target)
+                self._store.rename(self._temporary, self.parcel.target)
         except (OSError, CheckpointCorruptError) as error:
             self.error = error
         if self._temporary.is_dir():
-            discard(self._files, self._temporary, self._token)
+            self._store.discard(self._folder)
         return self.error
 
     def _check(self) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from opt_checkpoint.disk.files import DELETING, Files, LocalFiles, discard
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
@@ -19,53 +17,35 @@ from opt_checkpoint.run.save_load import error_of
 from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.run.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import Target
+from opt_checkpoint.store.directory import Directory, is_leftover
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
-
-
-class UnsyncedFiles(LocalFiles):
-    """`Files` that never syncs: the local tier must survive the loss of processes, not a power loss of the node.
-
-    Files that are incomplete after a power loss fail their checksums, and the copy on another node is used.
-    """
-
-    __slots__ = ()
-
-    def fsync(self, fd: int) -> None:
-        """Do nothing."""
-
-    def sync_dir(self, path: Path) -> None:
-        """Do nothing."""
-
-    def start_writeback(self, fd: int, start: int, nbytes: int) -> None:
-        """Do nothing: written pages stay in memory."""
 
 
 class LocalTier:
     """The parts of a run that are on this rank's node.
 
     `directory/run/step-000000100/rank-00003` is rank 3's part of step 100. Rank 3 wrote it there, or sent it to a rank
-    of this node that keeps its copy, or fetched it from a copy when it resumed.
+    of this node that keeps its copy, or fetched it from a copy when it resumed. Nothing is synced: the tier must
+    survive the loss of processes, not of power. Files that are incomplete then fail their checksums, and the copy on
+    another node is used.
 
     Args:
         directory: on this node: a tmpfs or a local disk. Ranks of a node may share it.
         run: names the run.
         keep: how many of the newest steps to keep.
         keeper_of: for each rank the rank that keeps its copy; None for no copies.
-        files: the file system.
     """
 
-    def __init__(
-        self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None, files: Files | None = None
-    ) -> None:
+    def __init__(self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None) -> None:
         self.path, self._run, self._keep = directory / run, run, keep
-        self._keeper_of = keeper_of
-        self._files: Files = files or UnsyncedFiles()
+        self._keeper_of, self._store = keeper_of, Directory(self.path, sync=False)
 
     def place(self, step: int, rank: int) -> Path:
         """Path of a rank's part of a step on this node."""
-        return self.path / step_name(step) / f"rank-{rank:05d}"
+        return self._store.path(_part(step, rank))
 
     def write(self, ranks: Ranks, state: ShardedStateDict, step: int, save: str) -> None:
         """Write this rank's part and send its copy, then remove older steps; all ranks call this together.
@@ -85,43 +65,41 @@ class LocalTier:
         def write_own() -> None:
             self._remove_interrupted()
             self._remove_from(step, ranks.rank)
-            save_part(state, self.place(step, ranks.rank), name, self._files)
+            save_part(state, Target(self._store, _part(step, ranks.rank)), name)
 
         everyone(ranks, error_of(write_own), what)
         if self._keeper_of is not None:
             pairs = [(rank, keeper) for rank, keeper in enumerate(self._keeper_of) if ranks.rank in (rank, keeper)]
             places = [(sender, receiver, self.place(step, sender)) for sender, receiver in pairs]
-            exchange(ranks, [Parcel(a, b, place, place) for a, b, place in places], self._files, what)
+            exchange(ranks, [Parcel(a, b, place, place) for a, b, place in places], self._store, what)
         self._retire(step)
 
     def _remove_from(self, step: int, rank: int) -> None:
         """Remove later steps, and those parts of this step that this rank writes."""
-        for later, path in named_steps(self.path):
-            if later > step and isinstance(path, Path):
-                self._remove(path)
+        for later in named_steps(self._store):
+            if later > step:
+                self._remove(step_name(later))
         incoming = [r for r, keeper in enumerate(self._keeper_of or ()) if keeper == rank]
         for owner in (rank, *incoming):
-            self._remove(self.place(step, owner))
+            self._remove(_part(step, owner))
 
     def _remove_interrupted(self) -> None:
         """Remove the remains of steps whose removal was interrupted, because a tmpfs has limited space."""
-        for path in self.path.glob(f"{DELETING}*"):
-            try:
-                self._files.remove_tree(path)
-            except FileNotFoundError:  # another rank of this node removes it too
-                continue
+        for name in self._store.children():
+            if is_leftover(name):
+                self._remove(name)
 
     def _retire(self, newest: int) -> None:
-        steps = [step for step, _ in named_steps(self.path) if step <= newest]
+        steps = [step for step in named_steps(self._store) if step <= newest]
         for step in steps[: -self._keep]:
             try:
-                self._remove(self.path / step_name(step))
+                self._remove(step_name(step))
             except OSError as error:
                 logger.warning("could not remove step %d of %s: %s", step, self.path, error)
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, name: str) -> None:
         try:
-            discard(self._files, path, uuid.uuid4().hex)
+            self._store.discard(name)
         except FileNotFoundError:  # never there, or removed by another rank of this node
             return
 
@@ -132,19 +110,13 @@ class LocalTier:
             OSError: a part cannot be read, so that it is unknown whether it is complete.
         """
         found = {}
-        for path in self._parts():
-            name = _name_of(path)
-            if name is not None and path == self.place(name.step, name.rank):
-                found[name] = str(path)
+        for step in named_steps(self._store):
+            for part in self._store.children(step_name(step)):
+                path = self._store.path(f"{step_name(step)}/{part}")
+                name = _name_of(path) if _PART.fullmatch(part) else None
+                if name is not None and path == self.place(name.step, name.rank):
+                    found[name] = str(path)
         return found
-
-    def _parts(self) -> Iterator[Path]:
-        for _, path in named_steps(self.path):
-            try:
-                entries = sorted(path.iterdir()) if isinstance(path, Path) else []
-            except FileNotFoundError:  # another rank of this node has just removed it as too old
-                continue
-            yield from (entry for entry in entries if _PART.fullmatch(entry.name))
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
         """Find the newest complete step, fetch this rank's part, and compare all parts with their checksums.
@@ -182,7 +154,7 @@ class LocalTier:
         def check() -> None:
             damaged.extend(problem for owner in held if (problem := self._check(choice.step, owner)))
             if choice.holders[ranks.rank] != ranks.rank:
-                self._remove(self.place(choice.step, ranks.rank))  # one that cannot be read as a part
+                self._remove(_part(choice.step, ranks.rank))  # one that cannot be read as a part
 
         everyone(ranks, error_of(check), f"checking step {choice.step} in {self.path}")
         problems = [problem for own in ranks.gather_everywhere(damaged) for problem in own]
@@ -190,7 +162,7 @@ class LocalTier:
             pairs = [(h, o) for o, h in enumerate(choice.holders) if h != o and ranks.rank in (h, o)]
             places = [(holder, owner, self.place(choice.step, owner)) for holder, owner in pairs]
             parcels = [Parcel(holder, owner, place, place) for holder, owner, place in places]
-            exchange(ranks, parcels, self._files, f"fetching step {choice.step} from other nodes")
+            exchange(ranks, parcels, self._store, f"fetching step {choice.step} from other nodes")
         return problems
 
     def _check(self, step: int, owner: int) -> str | None:
@@ -200,8 +172,12 @@ class LocalTier:
         if not findings:
             return None
         logger.warning("%s is damaged and was removed: %s", path, findings[0])
-        self._remove(path)
+        self._remove(_part(step, owner))
         return f"step {step} of the local tier: rank {owner}'s part at {path} is damaged: {findings[0]}"
+
+
+def _part(step: int, rank: int) -> str:
+    return f"{step_name(step)}/rank-{rank:05d}"
 
 
 def _name_of(path: Path) -> PartName | None:

@@ -16,10 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.disk.detect import has_commit
-from opt_checkpoint.disk.files import Files, LocalFiles
+from opt_checkpoint.disk.detect import read_committed
 from opt_checkpoint.disk.index import StoredFile
-from opt_checkpoint.disk.object_target import discard_checkpoint, remove_leftovers_below
 from opt_checkpoint.disk.verify import first_damage, verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -27,20 +25,14 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import Ranks, agreed, from_everyone, ranks_of, same_location
 from opt_checkpoint.run.save_load import LoadReport, SaveAs, load, save_as
-from opt_checkpoint.run.series import (
-    Rollback,
-    Series,
-    committed_steps,
-    named_steps,
-    newest_index,
-    step_name,
-)
+from opt_checkpoint.run.series import Rollback, Series, committed_steps, named_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import AnyPath, Location
+from opt_checkpoint.store.paths import reached_from
 
 logger = logging.getLogger(__name__)
 
@@ -71,10 +63,9 @@ def close_at_exit(manager: CheckpointManager | Any, error: BaseException | None)
         logger.error("closing a %s failed after another error: %s", type(manager).__name__, failure)
 
 
-class _Newest(NamedTuple):
-    """The newest step, as rank 0 sees it."""
+class _Step(NamedTuple):
+    """A step to be verified, as rank 0 sees it."""
 
-    step: int
     path: Location
     save_id: str | None
     files: dict[str, StoredFile]
@@ -109,7 +100,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         keep_every: steps that are multiples of this are never removed; None for none.
         in_background: whether `save` returns after the snapshot.
         process_group: the ranks.
-        files: the file system; the local one by default.
         timeout_s: how long a rank waits for the others during a save in the background.
 
     Raises:
@@ -125,7 +115,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         keep_every: int | None = None,
         in_background: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self._group, self._ranks = process_group, ranks_of(process_group)
@@ -134,19 +123,18 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if keep < 1 or (keep_every is not None and keep_every < 1):
             raise ValueError(f"keep={keep}, keep_every={keep_every}: both must be at least 1")
         self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
-        self._files: Files = files or LocalFiles()
         self._in_background = in_background
         self._plans = PlanCache()
         self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
-        self.series = Series(self.directory, self._files)
+        self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
         self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
         self._damaged: dict[int, str] = {}  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
             try:
-                self._known = self._on_disk()
+                self._known = set(named_steps(self.series.store))
             except OSError:  # raised by the first use
                 self._known = None
 
@@ -154,9 +142,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         close_at_exit(self, error)
-
-    def _on_disk(self) -> set[int]:
-        return {step for step, _ in named_steps(self.directory)}
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
@@ -177,7 +162,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             CheckpointingException: this save, or the one before, failed.
         """
         step = step_number(step)
-        path = self.directory / step_name(step)
+        path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         left = dict(self._left)  # at this time: a load may follow while the save is running
@@ -191,7 +176,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 process_group=ranks.group,
                 common=common,
                 details={"step": step},
-                files=self._files,
                 plans=plans,
             )
             done = lambda: self._retire(step, ready.rollback)
@@ -202,7 +186,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             write(self._ranks, state, self._plans)
             return path
         if self._saver is None:
-            self._saver = AsyncSaver(self._group, files=self._files, timeout_s=self._timeout_s)
+            self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
         saver = self._saver
         saver.wait()
         target = same_location(saver.ranks, "saving", path, common=common)
@@ -215,16 +199,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             step: the step to save.
             left: saves of steps that the run went back from by a load, which it may save again.
         """
-        path, steps = self.directory / step_name(step), self._on_disk()
+        steps = set(named_steps(self.series.store))
         known = self._known if self._known is not None else steps
-        strangers = [s for s in sorted(steps - known) if has_commit(self.directory / step_name(s))]
+        strangers = [s for s in sorted(steps - known) if self.series.is_committed(s)]
         strangers += [s for s, saves in sorted(left.items()) if self.series.save_of(s) not in {*saves, None}]
         if strangers:
             raise CheckpointExistsError(
                 f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
                 f"a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
-        replace = step in steps and has_commit(path) and self._is_replaceable(step, left)
+        replace = step in steps and self.series.is_committed(step) and self._is_replaceable(step, left)
         how = SaveAs(uuid.uuid4().hex, replace=replace)
         left.get(step, set()).add(how.save_id)
         rollback = self.series.begin(step, how.save_id)
@@ -233,7 +217,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _is_replaceable(self, step: int, left: Collection[int]) -> bool:
         """Whether an existing step was abandoned or is damaged."""
-        path = self.directory / step_name(step)
+        path = self.series.path(step)
         if step in left or step in self._damaged or step in self.series.abandoned():
             return True
         findings = verify_checkpoint(path)  # all of it, before the save is refused
@@ -260,16 +244,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 self._saver.close()
 
     def latest(self) -> int | None:
-        """The newest step whose checkpoint is committed and complete, as seen by rank 0; None if there never was one.
+        """The highest committed step, as seen by rank 0; None if there never was one.
 
-        Sizes of files are compared, not checksums. Steps that the run has abandoned are left out.
+        Steps that the run has abandoned are left out, and so are those that a load has found damaged. Nothing is
+        verified: `load` does that.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, but all are damaged.
-            CheckpointFailedError: the directory or a file in it cannot be read.
+            CheckpointFailedError: the directory cannot be read.
         """
-        newest = self._newest()
-        return None if newest is None else newest.step
+        return agreed(self._ranks, lambda: self.series.newest(self._damaged), f"listing {self.directory}")
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order."""
@@ -292,7 +276,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             CheckpointingException: as `opt_checkpoint.load`.
         """
         chosen = self._chosen(step, options.get("verify"))
-        report = load(state, self.directory / step_name(chosen), process_group=self._group, **options)
+        report = load(state, self.series.path(chosen), process_group=self._group, **options)
         self._go_to(chosen)
         return report
 
@@ -312,66 +296,67 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             CheckpointingException: as `opt_checkpoint.load_optimizer`.
         """
         chosen = self._chosen(step, options.get("verify"))
-        path = self.directory / step_name(chosen)
+        path = self.series.path(chosen)
         report = load_optimizer(model, optimizer, path, process_group=self._group, **options)
         self._go_to(chosen)
         return report
 
-    def _newest(self) -> _Newest | None:
-        def look() -> _Newest | None:
-            found = newest_index(self.series, self._damaged)
-            return None if found is None else _Newest(found[0], found[1].path, found[1].save_id, dict(found[1].files))
-
-        return agreed(self._ranks, look, f"listing {self.directory}")
-
     def _chosen(self, step: int | None, verify: str | None) -> int:
-        """The step to load: the given one, or the newest whose checksums are right."""
+        """The step to load: the given one, or the newest good one."""
         if step is not None:
             return step_number(step)
-        while (newest := self._newest()) is not None:
-            if verify == "none" or self._is_good(newest):
-                return newest.step
-        raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
+        newest = self.latest() if verify == "none" else self.latest_good()
+        if newest is None:
+            raise CheckpointNotFoundError(f"no committed checkpoint in {self.directory}")
+        return newest
 
-    def latest_is_good(self) -> bool:
-        """Compare the files of the newest step with their checksums. If it is damaged, `latest` skips it from now on.
+    def latest_good(self) -> int | None:
+        """The highest step whose files match their checksums; None if there never was one. Raises like `latest`."""
+        while (newest := self.latest()) is not None and not self.is_good(newest):
+            pass
+        return newest
 
-        True if there is none.
+    def is_good(self, step: int) -> bool:
+        """Compare the files of a step with their checksums, each rank a share of them.
+
+        If it is damaged, warn; `latest` skips it from now on, and it may be saved again.
         """
-        newest = self._newest()
-        return newest is None or self._is_good(newest)
+        problem = self._problem_of(step)
+        if problem is not None:
+            self._damaged[step] = problem
+            if self._ranks.rank == 0:
+                warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
+        return problem is None
 
-    def _is_good(self, newest: _Newest) -> bool:
-        if newest.save_id in self._verified:
-            return True
-        problem = self._damage_of(newest)
+    def _problem_of(self, step: int) -> str | None:
+        """The first problem of a step, the same on all ranks."""
+
+        def opened() -> _Step | str:
+            try:
+                index = read_committed(self.series.path(step))
+            except (CheckpointCorruptError, FileNotFoundError) as error:
+                return str(error)
+            return _Step(index.path, index.save_id, dict(index.files))
+
+        found = agreed(self._ranks, opened, f"verifying step {step} of {self.directory}")
+        if isinstance(found, str) or found.save_id in self._verified:
+            return found if isinstance(found, str) else None
+        path = reached_from(self.directory, found.path)
+        share = dict(sorted(found.files.items())[self._ranks.rank :: self._ranks.size])
+        problems = from_everyone(self._ranks, lambda: first_damage(path, share), f"verifying {found.path}")
+        problem = next(filter(None, problems), None)
         if problem is None:
-            self._verified.add(newest.save_id)
-            return True
-        self._damaged[newest.step] = problem
-        if self._ranks.rank == 0:
-            warnings.warn(
-                f"{self.directory / step_name(newest.step)} is damaged and is skipped: {problem}", stacklevel=5
-            )
-        return False
-
-    def _damage_of(self, newest: _Newest) -> str | None:
-        """Compare the files of a step with their checksums, each rank a share of them; the first problem, on all."""
-        path = newest.path
-        if isinstance(self.directory, ObjectPath) and isinstance(path, ObjectPath):
-            path = self.directory.bound(path)
-        share = dict(sorted(newest.files.items())[self._ranks.rank :: self._ranks.size])
-        problems = from_everyone(self._ranks, lambda: first_damage(path, share), f"verifying {newest.path}")
-        return next(filter(None, problems), None)
+            self._verified.add(found.save_id)
+        return problem
 
     def _go_to(self, step: int) -> None:
         """The run continues from a step: it may save the later ones again."""
         if self._ranks.rank == 0:
-            self._known = self._on_disk()
+            self._known = set(named_steps(self.series.store))
             self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
-    def _retire(self, saved: int, rollback: Rollback | None = None) -> None:
-        """Delete all but the newest `keep` complete checkpoints; damaged ones stay for inspection.
+    def _retire(self, saved: int, rollback: Rollback | None) -> None:
+        """Delete all but the newest `keep` steps; those that were found damaged stay for inspection.
 
         In an object store this also removes leftovers of dead saves of other steps. On disks every save does that.
 
@@ -383,10 +368,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._left.pop(saved, None)
         try:
             self.series.finish(saved, rollback)
-            if isinstance(self.directory, ObjectPath):
-                remove_leftovers_below(self.directory, self.directory / step_name(saved))
-            for step in committed_steps(self.directory)[: -self._keep]:
-                if step != saved and (self._keep_every is None or step % self._keep_every):
-                    discard_checkpoint(self._files, self.directory / step_name(step))
+            self.series.retire(saved, self._keep, self._keep_every, self._damaged)
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

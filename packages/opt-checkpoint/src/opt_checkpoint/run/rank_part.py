@@ -10,7 +10,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from opt_checkpoint.dcp.stored_names import NESTED_KEYS
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, read_common
 from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
-from opt_checkpoint.disk.files import Files
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
@@ -34,6 +32,7 @@ from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import nest
+from opt_checkpoint.store import Location, Target
 
 _DETAILS = "rank_part"
 _BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # next to the plain values of the state
@@ -57,7 +56,7 @@ class PartName(NamedTuple):
     world: int
 
 
-def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files) -> None:
+def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
     """Save the part of a state that this rank holds.
 
     Raises:
@@ -73,7 +72,9 @@ def save_part(state: ShardedStateDict, path: Path, name: PartName, files: Files)
     objects = {key: ShardedObject(key, item.data, (1,), (0,)) for key, item in _objects(flat).items()}
     common = nest({**flat.empty, **flat.common})
     planner = ShardedSavePlanner({**common, _BOXES: boxes, _OBJECTS: objects})
-    writer = CheckpointWriter(path, save_id=uuid.uuid4().hex, details=MappingProxyType(details), files=files)
+    writer = CheckpointWriter(
+        target.store.path(target.name), save_id=uuid.uuid4().hex, details=MappingProxyType(details), target=target
+    )
     try:
         (assigned,), planned = planner.create_global_plan([planner.create_local_plan()])
         (message,) = writer.begin(planned)
@@ -123,7 +124,7 @@ def read_part_name(index: CheckpointIndex) -> PartName:
         raise CheckpointCorruptError(f"{index.path} is not one rank's part of a checkpoint") from error
 
 
-def open_part(path: Path) -> Opened:
+def open_part(path: Location) -> Opened:
     """Open a part, described as global tensors of which it holds some boxes.
 
     Raises:

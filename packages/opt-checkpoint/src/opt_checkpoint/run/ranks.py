@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 
 from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException, CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath, Location, location_of
 from opt_checkpoint.run.failures import Failure, as_ours
+from opt_checkpoint.store import AnyPath, Location, location_of
 
 S = TypeVar("S")
 T = TypeVar("T")

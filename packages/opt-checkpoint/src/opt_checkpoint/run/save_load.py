@@ -23,14 +23,14 @@ from opt_checkpoint.dcp.stored_names import NESTED_KEYS
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
-from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location, through_first
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import AnyPath, Location
+from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
 Verify: TypeAlias = Literal["sizes", "chunks", "none"]
@@ -84,7 +84,6 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     common: Literal["equal", "first_rank"] = "equal",
     details: Mapping[str, Any] = NO_DETAILS,
-    files: Files | None = None,
     plans: PlanCache | None = None,
 ) -> None:
     """Save a state as a new checkpoint; all ranks of the group call this together.
@@ -102,7 +101,6 @@ def save(
         process_group: the ranks that save; None for all, or for this process alone without torch.distributed.
         common: what to do if a plain value differs between ranks: refuse, or store rank 0's.
         details: recorded in the manifest for people, as JSON.
-        files: the file system; the local one by default.
         plans: caches the plan of this save for the next one by the same ranks. It is reused only if keys, dtypes,
             shapes and placements are unchanged on all ranks.
 
@@ -114,7 +112,7 @@ def save(
             OSError too, with its errno, if a file system or store failed (`CheckpointStorageError`).
     """
     how = SaveAs(uuid.uuid4().hex)
-    save_as(state, path, how, process_group=process_group, common=common, details=details, files=files, plans=plans)
+    save_as(state, path, how, process_group=process_group, common=common, details=details, plans=plans)
 
 
 class SaveAs(NamedTuple):
@@ -137,18 +135,15 @@ def save_as(
     process_group: dist.ProcessGroup | None,
     common: Literal["equal", "first_rank"],
     details: Mapping[str, Any],
-    files: Files | None,
     plans: PlanCache | None,
 ) -> None:
     """`save`, whose commit may replace a checkpoint. Arguments and errors as for `save`."""
     ranks = ranks_of(process_group)
     target = same_location(ranks, "saving", path, common=common)
-    system = files or LocalFiles()
     writer = CheckpointWriter(
         target,
         save_id=how.save_id,
         details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
-        files=system,
         replace=how.replace,
     )
     what = f"saving {target}"
@@ -351,10 +346,7 @@ def read_planned(
 
 def with_client(opened: Opened, source: Location) -> Opened:
     """Replace the client of a checkpoint that rank 0 opened by this rank's own client of the object store."""
-    place = opened.index.path
-    if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
-        return replace(opened, index=replace(opened.index, path=source.bound(place)))
-    return opened
+    return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
 
 
 def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:

@@ -12,18 +12,13 @@ import json
 import logging
 import re
 import threading
-import uuid
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from opt_checkpoint.disk.data_file import read_small_file
-from opt_checkpoint.disk.detect import has_commit, read_committed
-from opt_checkpoint.disk.files import Files, LocalFiles, make_parents, write_file
-from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.disk.object_target import discard_checkpoint
+from opt_checkpoint.disk.detect import read_committed
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.objects.path import AnyPath, Location, ObjectPath, location_of, subdirectories
+from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
 logger = logging.getLogger(__name__)
 SUPERSEDED = "superseded.json"
@@ -35,27 +30,11 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def named_steps(directory: Location) -> list[tuple[int, Location]]:
-    """Step and path of every directory that is named like a step, complete or not, in order."""
-    found: list[tuple[int, Location]] = []
-    for entry in subdirectories(directory):
-        match = _STEP.fullmatch(entry.name)
-        if match and entry.name == step_name(int(match[1])):
-            found.append((int(match[1]), entry))
-    return sorted(found, key=lambda named: named[0])
-
-
-def complete_index(path: Location) -> CheckpointIndex | None:
-    """The index of a committed checkpoint whose files have their sizes; None, with a warning if it is damaged."""
-    try:
-        index = read_committed(path)
-        check_sizes(index)
-    except FileNotFoundError:
-        return None
-    except CheckpointCorruptError as error:
-        logger.warning("skipping %s: %s", path, error)
-        return None
-    return index
+def named_steps(store: Store) -> list[int]:
+    """The step of every directory that is named like one, complete or not, in order."""
+    matches = [_STEP.fullmatch(name) for name in store.children()]
+    steps = [int(match[1]) for match in matches if match and match[0] == step_name(int(match[1]))]
+    return sorted(steps)
 
 
 def committed_steps(directory: AnyPath) -> list[int]:
@@ -66,39 +45,20 @@ def committed_steps(directory: AnyPath) -> list[int]:
     Raises:
         OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
     """
-    series = Series(location_of(directory))
-    gone, found = series.abandoned(), []
-    for step, path in named_steps(series.directory):
-        index = complete_index(path)
-        if index is not None and gone.get(step) != index.save_id:
+    series, found = Series(location_of(directory)), []
+    gone = series.abandoned()
+    for step in named_steps(series.store):
+        try:
+            index = read_committed(series.path(step))
+            check_sizes(index)
+        except FileNotFoundError:
+            continue
+        except CheckpointCorruptError as error:
+            logger.warning("skipping %s: %s", series.path(step), error)
+            continue
+        if gone.get(step) != index.save_id:
             found.append(step)
     return found
-
-
-def newest_index(series: Series, damaged: Collection[int] = ()) -> tuple[int, CheckpointIndex] | None:
-    """The newest committed and complete step that was not abandoned; None if no checkpoint was ever committed.
-
-    Args:
-        series: where.
-        damaged: steps that are known to be damaged.
-
-    Raises:
-        CheckpointCorruptError: there are checkpoints, but all are damaged.
-        OSError: as `committed_steps`.
-    """
-    bad, gone = [], series.abandoned()
-    for step, path in reversed(named_steps(series.directory)):
-        index = None if step in damaged else complete_index(path)
-        if index is not None and gone.get(step) != index.save_id:
-            return step, index
-        if index is None and has_commit(path):
-            bad.append(path.name)
-    if bad:
-        raise CheckpointCorruptError(
-            f"every checkpoint in {series.directory} is damaged: {', '.join(bad)}; verify them, or move them away to "
-            f"start from the beginning"
-        )
-    return None
 
 
 class Rollback(NamedTuple):
@@ -127,14 +87,94 @@ class Series:
 
     Args:
         directory: parent of the steps.
-        files: the file system.
     """
 
-    def __init__(self, directory: Location, files: Files | None = None) -> None:
-        self.directory, self._files = directory, files or LocalFiles()
-        self._place = directory / SUPERSEDED
+    def __init__(self, directory: Location) -> None:
+        self.directory, self.store = directory, store_at(directory)
         self._issued: set[str] = set()  # saves of this process that may still be committed
+        self._committed: set[int] = set()  # steps that need not be looked at again
         self._lock = threading.RLock()  # two tiers save in two threads
+
+    def path(self, step: int) -> Location:
+        """Path of a step."""
+        return self.directory / step_name(step)
+
+    def is_committed(self, step: int) -> bool:
+        """Whether the checkpoint of a step was committed; a damaged one counts too. Each step is looked at once.
+
+        Raises:
+            OSError: the step cannot be read.
+        """
+        if step not in self._committed:
+            try:
+                if self.store.committed(step_name(step)) is None:
+                    return False
+            except CheckpointCorruptError:
+                pass
+            self._committed.add(step)
+        return True
+
+    def newest(self, damaged: Collection[int] = (), *, at_most: int | None = None) -> int | None:
+        """The highest committed step that was not abandoned; None if no checkpoint was ever committed.
+
+        Args:
+            damaged: steps that are known to be damaged.
+            at_most: steps with a higher number are ignored.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, but all are damaged.
+            OSError: as `is_committed`.
+        """
+        bad, gone = [], self.abandoned()
+        for step in reversed(named_steps(self.store)):
+            if at_most is not None and step > at_most:
+                continue
+            if self.is_committed(step) and not self._is_abandoned(step, gone):
+                if step not in damaged:
+                    return step
+                bad.append(step_name(step))
+        if bad:
+            raise CheckpointCorruptError(
+                f"every checkpoint in {self.directory} is damaged: {', '.join(bad)}; verify them, or move them away to "
+                f"start from the beginning"
+            )
+        return None
+
+    def _is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
+        return step in gone and self.save_of(step) == gone[step]
+
+    def retire(self, newest: int, keep: int, keep_every: int | None, damaged: Collection[int]) -> None:
+        """Delete all but the newest `keep` steps, by number, and the folders of dead saves to other steps.
+
+        Args:
+            newest: the step just saved, which stays.
+            keep: how many steps to keep.
+            keep_every: multiples of this stay; None for none.
+            damaged: steps that stay for inspection and do not count, as abandoned ones do.
+        """
+        self._committed.add(newest)
+        gone, kept, uncommitted = self.abandoned(), 0, []
+        for step in reversed(named_steps(self.store)):
+            if step in damaged or self._is_abandoned(step, gone):
+                continue
+            if kept >= keep and step != newest and keep_every is not None and step % keep_every == 0:
+                continue
+            try:
+                if not self.is_committed(step):
+                    uncommitted.append(step_name(step))
+                elif kept < keep or step == newest:
+                    kept += 1
+                else:
+                    self._delete(step)
+            except (OSError, CheckpointCorruptError) as error:
+                logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)
+        for left in self.store.leftovers(uncommitted) if uncommitted else ():
+            if left.writer is None:
+                self.store.discard(left.folder)
+
+    def _delete(self, step: int) -> None:
+        self.store.retire(step_name(step))
+        self._committed.discard(step)
 
     def abandoned(self) -> dict[int, str]:
         """The saves of the steps that the run has abandoned.
@@ -156,7 +196,7 @@ class Series:
     def begin(self, step: int, save_id: str) -> Rollback | None:
         """Record, before a save, that later steps are abandoned once it is committed; None if there are none."""
         with self._lock:
-            saves = {later: self.save_of(later) for later, _ in named_steps(self.directory) if later > step}
+            saves = {later: self.save_of(later) for later in named_steps(self.store) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
             if not later:
                 return None
@@ -178,48 +218,34 @@ class Series:
             if left or pending:  # first, so that no deletion can bring a step back
                 self._write(_Record(left, pending))
             for step in [step for step in left if step < saved]:
-                discard_checkpoint(self._files, self.directory / step_name(step))
+                self._delete(step)
                 del left[step]
             if not left and not pending:
-                self._remove()
+                self.store.remove(SUPERSEDED)
 
     def save_of(self, step: int) -> str | None:
         """The save of a committed step; None if none is committed, or its manifest is damaged."""
         try:
-            return read_committed(self.directory / step_name(step)).save_id
+            return read_committed(self.path(step)).save_id
         except (FileNotFoundError, CheckpointCorruptError):
             return None
 
     def _read(self) -> _Record:
         try:
-            content = json.loads(read_small_file(self._place))
+            content = json.loads(self.store.read(SUPERSEDED))
             pending = [Rollback(int(p["step"]), str(p["save_id"]), _saves(p["steps"])) for p in content["pending"]]
             return _Record(_saves(content["steps"]), pending)
         except FileNotFoundError:
             return _Record({}, [])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorruptError(
-                f"{self._place} is damaged, so that it is unknown which steps the run has abandoned; remove it to "
-                f"resume from the step with the highest number"
+                f"{self.store.path(SUPERSEDED)} is damaged, so that it is unknown which steps the run has abandoned; "
+                f"remove it to resume from the step with the highest number"
             ) from error
 
     def _write(self, record: _Record) -> None:
         content = {"steps": record.steps, "pending": [pending._asdict() for pending in record.pending]}
-        raw = json.dumps(content).encode()
-        if isinstance(self._place, ObjectPath):
-            self._place.client.put(self._place.key, raw)
-            return
-        make_parents(self._files, self._place)
-        new = self._place.with_name(f".{SUPERSEDED}-{uuid.uuid4().hex}")
-        write_file(self._files, new, raw)
-        self._files.rename(new, self._place)
-        self._files.sync_dir(self._place.parent)
-
-    def _remove(self) -> None:
-        if isinstance(self._place, ObjectPath):
-            self._place.client.delete([self._place.key])
-        else:
-            self._files.remove(self._place)
+        self.store.put(SUPERSEDED, json.dumps(content).encode())
 
 
 def _saves(content: Mapping[str, Any]) -> dict[int, str]:

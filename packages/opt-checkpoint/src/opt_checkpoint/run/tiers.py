@@ -20,7 +20,6 @@ from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened
-from opt_checkpoint.disk.files import Files, LocalFiles
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -28,7 +27,6 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.objects.path import AnyPath, local_path
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.local_tier import LocalTier
 from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
@@ -39,6 +37,8 @@ from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport, error_of
 from opt_checkpoint.run.tier_choice import NOTHING, Verdict, keepers, this_node
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.store import AnyPath
+from opt_checkpoint.store.paths import local_path
 
 logger = logging.getLogger(__name__)
 _ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
@@ -79,7 +79,6 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         keep, keep_every: as for `CheckpointManager`.
         node: names this rank's node; by default the host's name, and the number of the node under `torchrun`.
         process_group: the ranks.
-        files, local_files: the file systems of the two tiers; by default the local one does not sync.
         timeout_s: how long a rank waits for the others during a save in the background.
 
     Raises:
@@ -101,8 +100,6 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         keep_every: int | None = None,
         node: str | None = None,
         process_group: dist.ProcessGroup | None = None,
-        files: Files | None = None,
-        local_files: Files | None = None,
         timeout_s: float = SAVE_TIMEOUT_S,
     ) -> None:
         self._group, self._ranks = process_group, ranks_of(process_group)
@@ -110,12 +107,11 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if durable_every < 1 or keep_local < 1:
             raise ValueError(f"durable_every={durable_every}, keep_local={keep_local}: both must be at least 1")
         self._durable = CheckpointManager(
-            durable, keep=keep, keep_every=keep_every, process_group=process_group, files=files, timeout_s=timeout_s
+            durable, keep=keep, keep_every=keep_every, process_group=process_group, timeout_s=timeout_s
         )
-        self._local_path, self._local_files = Path(str(local)).absolute(), local_files
+        self._local_path = Path(str(local)).absolute()
         everyone(self._ranks, error_of(lambda: local_path(local, "the local tier")), "opening the local tier")
         self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
-        self._files: Files = files or LocalFiles()
         self._keepers = keepers(self._ranks.gather_everywhere(node or this_node()))
         if self._keepers is None and self._ranks.rank == 0:
             warnings.warn(
@@ -168,7 +164,9 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         saver.start(state, tier.place(step, self._ranks.rank), lambda s: self._write_local(saver.ranks, tier, s, step))
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
-            self._last_durable = max((s for s in self._durable.steps() if s <= step), default=0)
+            series = self._durable.series
+            look = lambda: series.newest(at_most=step) or 0
+            self._last_durable = agreed(self._ranks, look, f"listing {series.directory}")
         if step - self._last_durable < self._durable_every:
             return False
         self._durable.save(step, state)
@@ -257,7 +255,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if damage is not None:
             raise damage
         if durable is not None:
-            if self._durable.latest_is_good():
+            if self._durable.is_good(durable):
                 return Resume(durable, "durable", (), self._passed_over)
             newest = self._newest()  # without the damaged step
             return newest and newest._replace(
@@ -295,9 +293,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
     def _durable_instead(self, local: Resume, problem: str) -> Resume:
         if self._has_loaded:
             raise CheckpointMismatchError(f"{problem}; another part of this step has been loaded already")
-        while not self._durable.latest_is_good():
-            pass
-        durable = self._durable.latest()
+        durable = self._durable.latest_good()
         if durable is None:
             raise CheckpointMismatchError(f"{problem}; {self._no_durable()}")
         return Resume(durable, "durable", (), (*local.passed_over, problem))
@@ -389,10 +385,8 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         """The local tier of this run; None where the durable directory names no run."""
         if self._tier is None:
             durable = self._durable.directory
-            name = lambda: run_name(durable, self._files, may_write=may_write)
+            name = lambda: run_name(self._durable.series.store, may_write=may_write)
             run = agreed(self._ranks, name, f"naming the run of {durable}")
             if run is not None:
-                self._tier = LocalTier(
-                    self._local_path, run, keep=self._keep_local, keeper_of=self._keepers, files=self._local_files
-                )
+                self._tier = LocalTier(self._local_path, run, keep=self._keep_local, keeper_of=self._keepers)
         return self._tier

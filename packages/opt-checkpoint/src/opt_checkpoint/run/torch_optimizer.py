@@ -24,7 +24,6 @@ from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.objects.path import AnyPath, Location
 from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_location
 from opt_checkpoint.run.save_load import (
@@ -42,6 +41,7 @@ from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, appl
 from opt_checkpoint.state.model_axes import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState
+from opt_checkpoint.store import AnyPath, Location
 
 logger = logging.getLogger(__name__)
 OPTIMIZER = "optimizer."

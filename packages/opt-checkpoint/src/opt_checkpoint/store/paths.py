@@ -1,30 +1,20 @@
-"""Paths in object stores, which can be used in place of `pathlib.Path`."""
+"""Paths of checkpoints: directories as `pathlib.Path`, places in object stores as `ObjectPath`."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.objects.client import Listed, ObjectClient
-from opt_checkpoint.objects.obstore_client import open_url
-from opt_checkpoint.objects.retrying import RetryingClient
+from opt_checkpoint.store.requests import Requests, open_url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.*", re.DOTALL)
-_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "file", "memory")
-_FLATTENED_URL = re.compile(rf"(?:{'|'.join(_SCHEMES)}):/[^/]")
-
-
-class _NoClient:
-    """Replaces the client of a path that was sent to another process."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise RuntimeError("this ObjectPath came from another process; use `bound` before it is read")
+_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "memory")
+_FLATTENED_URL = re.compile(rf"(?:{'|'.join((*_SCHEMES, 'file'))}):/[^/]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +22,24 @@ class ObjectPath:
     """An object, or a common prefix of several objects, in an object store.
 
     It can be used wherever this package takes the path of a checkpoint or of a series of checkpoints. Pickling drops
-    the client and its credentials.
+    the credentials: a path from another process names a place, but cannot be read.
 
     Args:
-        client: makes the requests.
         root: URL of the key "", for messages and comparisons.
         key: the key within the store, without a slash at either end.
+        requests: makes the requests.
     """
 
-    client: ObjectClient
     root: str
-    key: str = ""
+    key: str
+    requests: Requests | None
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectPath:
         """The path that a URL names.
 
         Args:
-            url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://...`, `file:///directory`, `memory://name/prefix`.
+            url: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://...`, `memory://name/prefix`.
             options: passed to `obstore.store.from_url`: `region=`, `endpoint=`, `access_key_id=`, ...,
                 `credential_provider=`, `client_options=`, `retry_config=`. obstore takes missing options from the
                 environment.
@@ -63,13 +53,13 @@ class ObjectPath:
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
         opened = open_url(url, options)
-        return cls(RetryingClient(opened.client), opened.root, opened.key)
+        return cls(opened.root, opened.key, opened.requests)
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}" if self.key else self.root
 
     def __truediv__(self, name: str) -> ObjectPath:
-        return ObjectPath(self.client, self.root, f"{self.key}/{name}" if self.key else name)
+        return ObjectPath(self.root, f"{self.key}/{name}" if self.key else name, self.requests)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectPath) and str(self) == str(other)
@@ -78,56 +68,12 @@ class ObjectPath:
         return hash(str(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unbound, (self.root, self.key)
-
-    def bound(self, other: ObjectPath) -> ObjectPath:
-        """Another path in the same store, with the client of this one."""
-        if other.root != self.root:
-            raise RuntimeError(f"{other} is not in the store of {self}")
-        return ObjectPath(self.client, self.root, other.key)
+        return ObjectPath, (self.root, self.key, None)
 
     @property
     def name(self) -> str:
         """The last part."""
         return str(self).rpartition("/")[2]
-
-    def read_bytes(self) -> bytes:
-        """Read a whole small object.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            OSError: the store did not respond.
-        """
-        return self.client.get(self.key)
-
-    def exists(self) -> bool:
-        """Whether the object exists. Raises OSError if the store does not respond."""
-        try:
-            self.client.head(self.key)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def listing(self) -> dict[str, Listed]:
-        """All objects below, by the rest of their keys."""
-        start = len(self.key) + 1 if self.key else 0
-        return {found.key[start:]: found for found in self.client.listing(self.key)}
-
-    def folders(self) -> list[ObjectPath]:
-        """The direct children that have objects below them."""
-        return [self / name for name in sorted(self.client.folders(self.key))]
-
-    def delete(self, names: list[str]) -> None:
-        """Delete direct children by name; missing ones are ignored."""
-        self.client.delete([(self / name).key for name in names])
-
-    def absolute(self) -> Self:
-        """Return this path."""
-        return self
-
-
-def _unbound(root: str, key: str) -> ObjectPath:
-    return ObjectPath(_NoClient(), root, key)
 
 
 Location: TypeAlias = Path | ObjectPath
@@ -159,7 +105,7 @@ def _of_file_url(url: str) -> Path:
         raise CheckpointValueError(f"{url} names a host; write file:///absolute/path")
     if parts.query or parts.fragment:
         raise CheckpointValueError(f"{url} has a query or fragment; write ? as %3F and # as %23")
-    return Path(unquote(parts.path))
+    return Path(unquote(parts.path)).absolute()
 
 
 def local_path(path: AnyPath, what: str) -> Path:
@@ -173,22 +119,20 @@ def local_path(path: AnyPath, what: str) -> Path:
         CheckpointingException: it is the URL of an object store.
     """
     text = str(path) if isinstance(path, ObjectPath) else os.fspath(path)
-    if text.lower().startswith("file://") and not isinstance(path, ObjectPath):
+    if text.lower().startswith("file://"):
         return _of_file_url(text)
     if isinstance(path, ObjectPath) or _URL.fullmatch(text) or _FLATTENED_URL.match(text):
         raise CheckpointValueError(f"{text} is in an object store; {what} must be in a mounted file system")
     return Path(text).absolute()
 
 
-def subdirectories(directory: Location) -> Sequence[Location]:
-    """List the subdirectories of a directory, sorted; empty if the directory does not exist.
+def reached_from(source: Location, place: Location) -> Location:
+    """A place that rank 0 has opened below `source`, with this rank's own credentials."""
+    if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
+        return ObjectPath(source.root, place.key, source.requests)
+    return place
 
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    if isinstance(directory, ObjectPath):
-        return directory.folders()
-    try:
-        return sorted(entry for entry in directory.iterdir() if entry.is_dir())
-    except FileNotFoundError:
-        return []
+
+def folder_beside(location: Location) -> Path | None:
+    """The local directory that a path is in; None for a place in an object store."""
+    return location.parent if isinstance(location, Path) else None

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opt_checkpoint.disk.data_file import open_regular
 from opt_checkpoint.disk.index import MAX_DIMS
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.store.directory import open_regular
 
 _NAMES = MappingProxyType(
     {

@@ -1,0 +1,395 @@
+"""A store in a directory of a mounted file system. A save is committed by one rename.
+
+A save writes to `.opt-checkpoint-tmp-<id>` next to its target, and a deletion first renames to
+`.opt-checkpoint-deleting-<id>`, so that no reader sees a part of a checkpoint under its own name. Every write, rename
+and deletion goes through `calls.call`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.store.calls import call
+from opt_checkpoint.store.lease import LEASE, Lease, holder_of
+from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there
+
+logger = logging.getLogger(__name__)
+_TEMPORARY, _DELETING = ".opt-checkpoint-tmp-", ".opt-checkpoint-deleting-"
+_LEFTOVER = re.compile(rf"(?:{re.escape(_TEMPORARY)}|{re.escape(_DELETING)})[0-9a-f]{{32}}")
+_FILES = re.compile(
+    r"__\d+_\d+\.distcp|manifest\.bin|metadata\.json|\.metadata|lease\.json|"
+    r"model(?:-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
+_WRITEBACK_BYTES = 4 << 20  # also the granularity, so that a page that is still filled is not written twice
+_OPEN_FILES = 64  # a checkpoint of a thousand ranks has a thousand files
+_RETRIES = 3
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a directory has the name of a temporary directory of a save or deletion."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
+class _Descriptor:
+    """A file that is open for reading, closed with the last reference: a thread may still read what another evicts."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Directory:
+    """`Store` in a directory.
+
+    Args:
+        root: the directory.
+        sync: whether files must survive a power loss of this machine.
+    """
+
+    near_bytes, read_bytes = 16 << 10, 4 << 20  # the second fits the processor's cache
+
+    def __init__(self, root: Path, *, sync: bool = True) -> None:
+        self.root, self._sync = root, sync
+        self._leases: dict[str, Lease] = {}
+        self._open: OrderedDict[str, _Descriptor] = OrderedDict()  # least recently read first
+        self._lock = Lock()
+
+    def path(self, name: str = "") -> Path:
+        return self.root / name
+
+    # --- a save ---
+
+    def folder(self, target: str, save_id: str) -> str:
+        return f"{target.rpartition('/')[0]}/{_TEMPORARY}{save_id}".lstrip("/")
+
+    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+        path, folder = self.path(target), self.path(self.folder(target, save_id))
+        if not replace and os.path.lexists(path):
+            raise already_there(path)
+        self.make_parents(path)
+        self.make_dir(folder)
+        lease = folder / LEASE
+        create = lambda content: self._write_now(lease, content)
+        self._leases[save_id] = Lease(folder.name, path.name, create, lambda content: os.utime(lease))
+        self._remove_dead(path.parent, lease.stat().st_mtime)
+
+    def write(self, name: str, parts: Parts) -> None:
+        written, started, path = 0, 0, self.path(name)
+        with self._new_file(path) as fd:
+            for part in parts():
+                self.append(fd, path, part)
+                written += len(part)
+                if self._sync and (ready := (written - started) // _WRITEBACK_BYTES * _WRITEBACK_BYTES):
+                    _start_writeback(fd, started, ready)
+                    started += ready
+
+    def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
+        with ExitStack() as synced:  # all are written before the first sync, which often syncs all of them
+            for name, content in contents.items():
+                path = self.path(f"{folder}/{name}")
+                self.append(synced.enter_context(self._new_file(path)), path, content)
+
+    def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
+        """Sync the folder, rename it, and sync its parent.
+
+        If only the last step fails, the checkpoint stays: it is complete, and a reader may have opened it.
+        """
+        path, folder = self.path(target), self.path(self.folder(target, save_id))
+        self.release(save_id)
+        self._remove_file(folder / LEASE)
+        self.sync_dir(folder)
+        old = None
+        if replace and path.is_dir():  # abandoned or damaged; a crash before the next rename loses it
+            old = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
+            self.rename(path, old)
+        try:
+            self.rename(folder, path)
+        except OSError as error:
+            if old is not None:
+                self.rename(old, path)
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another save has committed in the meantime
+                raise already_there(path) from error
+            raise
+        try:
+            self.sync_dir(path.parent)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{error.strerror} (when syncing {path.parent}: {path.name} is complete, but a power failure may still "
+                f"remove its name)",
+            ) from error
+        if old is not None:
+            self._remove_tree(old)
+
+    def release(self, save_id: str) -> None:
+        lease = self._leases.pop(save_id, None)
+        if lease is not None:
+            lease.release()
+
+    def abandon(self, target: str, save_id: str) -> None:
+        self.release(save_id)
+        if self.path(self.folder(target, save_id)).is_dir():
+            self.discard(self.folder(target, save_id))
+
+    def committed(self, target: str = "") -> str | None:
+        return target if (self.path(target) / MANIFEST).exists() else None
+
+    # --- reading ---
+
+    def read(self, name: str, *, follow: bool = False) -> bytes:
+        with open(open_regular(self.path(name), follow=follow), "rb") as file:
+            return file.read()
+
+    def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
+        opened = self._opened(name, follow)
+        while len(view):
+            count = os.preadv(opened.fd, [view[: 1 << 30]], start)
+            if not count:
+                raise EOFError(f"it ends at byte {start}")
+            start, view = start + count, view[count:]
+
+    def _opened(self, name: str, follow: bool) -> _Descriptor:
+        with self._lock:
+            opened = self._open.pop(name, None) or _Descriptor(open_regular(self.path(name), follow=follow))
+            self._open[name] = opened
+            if len(self._open) > _OPEN_FILES:
+                self._open.popitem(last=False)
+        return opened
+
+    def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
+        path, sizes = self.path(folder), {}
+        for name in [entry.name for entry in path.iterdir()] if names is None else names:
+            try:
+                found = (path / name).lstat()
+            except FileNotFoundError:
+                continue
+            sizes[name] = found.st_size if stat.S_ISREG(found.st_mode) else -1
+        return sizes
+
+    def children(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(entry.name for entry in self.path(folder).iterdir() if entry.is_dir())
+        except FileNotFoundError:
+            return []
+
+    # --- small files and deletions ---
+
+    def put(self, name: str, content: bytes) -> None:
+        path = self.path(name)
+        self.make_parents(path)
+        new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+        with self._new_file(new) as fd:
+            self.append(fd, new, content)
+        self.rename(new, path)
+        self.sync_dir(path.parent)
+
+    def create(self, name: str, content: bytes) -> None:
+        if not self.path(name).exists():
+            self.put(name, content)
+
+    def remove(self, name: str) -> None:
+        try:
+            self._remove_file(self.path(name))
+        except FileNotFoundError:
+            return
+
+    def retire(self, target: str) -> None:
+        self.discard(target)
+
+    def discard(self, folder: str) -> None:
+        path = self.path(folder)
+        if not path.name.startswith(_DELETING):
+            path = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
+            self.rename(self.path(folder), path)
+        self._remove_tree(path)
+
+    def leftovers(self, targets: Iterable[str] | None = None) -> list[Leftover]:
+        found = _leftovers_in(self.root)
+        if not found:
+            return []
+        probe = self.root / f".opt-checkpoint-clock-{uuid.uuid4().hex}"  # the clock may be that of another machine
+        self._write_now(probe, b"")
+        try:
+            now = probe.stat().st_mtime
+        finally:
+            self._remove_file(probe)
+        return [Leftover(path.name, _writer_of(path, now)) for path in found]
+
+    def _remove_dead(self, parent: Path, now: float) -> None:
+        """Delete the temporary directories that no longer have a writer. Those that cannot be deleted remain."""
+        for path in _leftovers_in(parent):
+            try:
+                if _writer_of(path, now) is None:
+                    self.discard(str(path.relative_to(self.root)))
+            except FileNotFoundError:  # another process deletes it too
+                continue
+            except OSError as error:
+                logger.warning("could not remove %s, which an interrupted save left: %s", path, error)
+
+    # --- system calls ---
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a file, or a directory to a name where nothing or an empty directory is."""
+        call("rename", str(source), lambda: os.rename(source, target), str(target))
+
+    def sync_dir(self, path: Path) -> None:
+        """Make the names in a directory survive a power loss."""
+        if not self._sync:
+            return
+
+        def sync() -> None:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+        call("sync_dir", str(path), sync)
+
+    def make_dir(self, path: Path) -> None:
+        """Create a directory in an existing parent. Raises FileExistsError if it exists."""
+        call("make_dir", str(path), path.mkdir)
+
+    def make_parents(self, path: Path) -> None:
+        """Create the missing parent directories of `path`, and sync each one's name."""
+        for parent in reversed([parent for parent in path.parents if not parent.exists()]):
+            try:
+                self.make_dir(parent)
+            except FileExistsError:  # another save made it in the meantime
+                continue
+            self.sync_dir(parent.parent)
+
+    def _remove_file(self, path: Path) -> None:
+        call("remove", str(path), path.unlink)
+
+    def _remove_tree(self, path: Path) -> None:
+        call("remove_tree", str(path), lambda: shutil.rmtree(path))
+
+    def open_new(self, path: Path) -> int:
+        """Create a file, which must not exist, and open it for writing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return call("create", str(path), lambda: os.open(path, flags, 0o644))
+
+    def append(self, fd: int, path: Path, data: bytes | memoryview) -> None:
+        """Write bytes at the end of an open file."""
+        _write_all(path, memoryview(data), lambda rest: os.write(fd, rest))
+
+    @contextmanager
+    def _new_file(self, path: Path) -> Iterator[int]:
+        """A new file, synced when the block ends without an error."""
+        with self._synced(path, self.open_new(path)) as fd:
+            yield fd
+
+    @contextmanager
+    def _synced(self, path: Path, fd: int) -> Iterator[int]:
+        try:
+            yield fd
+            if self._sync:
+                call("fsync", str(path), lambda: os.fsync(fd))
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def shared_file(self, name: str) -> Iterator[Callable[[memoryview, int], None]]:
+        """A function that writes bytes to a position of a file that several ranks write; synced at the end."""
+        path = self.path(name)
+        with self._synced(path, call("reopen", str(path), lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC))) as fd:
+            yield lambda data, at: _write_all(path, data, lambda rest: os.pwrite(fd, rest, at + len(data) - len(rest)))
+
+    def _write_now(self, path: Path, content: bytes) -> None:
+        """Write a new file that is not synced."""
+        fd = self.open_new(path)
+        try:
+            self.append(fd, path, content)
+        finally:
+            os.close(fd)
+
+
+def _write_all(path: Path, view: memoryview, write: Callable[[memoryview], int]) -> None:
+    """Write all bytes, continuing after short writes.
+
+    Raises:
+        OSError: raised by the file system; EIO if it accepts no more bytes without an error.
+    """
+    stalled = 0
+    while len(view):
+        try:
+            written = call("write", str(path), partial(write, view))
+        except InterruptedError:  # a signal before anything was written; some mounted file systems let it through
+            continue
+        stalled = 0 if written else stalled + 1
+        if stalled == _RETRIES:
+            raise OSError(errno.EIO, "the file system accepts no more bytes and gives no reason")
+        view = view[written:]
+
+
+def _start_writeback(fd: int, start: int, nbytes: int) -> None:
+    if sys.platform == "linux":
+        # For dirty pages, DONTNEED makes Linux start writeback; it keeps the pages until they are on disk.
+        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def open_regular(path: Path, *, follow: bool = False) -> int:
+    """Open a regular file for reading; returns a descriptor.
+
+    A checkpoint may be untrusted: a symbolic link would lead out of its directory, and opening a FIFO would block.
+
+    Raises:
+        CheckpointCorruptError: something other than a regular file is there.
+        OSError: it cannot be opened; FileNotFoundError if it does not exist.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a symbolic link; a socket
+            raise CheckpointCorruptError(f"{path} is not a regular file; it is not read") from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointCorruptError(f"{path} is not a regular file; it is not read")
+    return fd
+
+
+def _leftovers_in(directory: Path) -> list[Path]:
+    """The temporary directories of any process that hold only files of a save: other programs may use such names."""
+    found = []
+    for entry in directory.iterdir():
+        try:
+            if is_leftover(entry.name) and entry.is_dir() and all(_FILES.fullmatch(f.name) for f in entry.iterdir()):
+                found.append(entry)
+        except FileNotFoundError:  # removed in the meantime
+            continue
+    return sorted(found)
+
+
+def _writer_of(directory: Path, now: float) -> str | None:
+    """Who may still write to a temporary directory, at the time `now` by the clock of the file system."""
+    if directory.name.startswith(_DELETING):
+        return None
+    changes = [directory.lstat().st_mtime]
+    for entry in directory.iterdir():
+        try:
+            changes.append(entry.lstat().st_mtime)
+        except FileNotFoundError:
+            continue
+    try:
+        lease = Directory(directory).read(LEASE)
+    except (FileNotFoundError, CheckpointCorruptError):
+        lease = b""
+    return holder_of(lease, directory.name, now - max(changes))

@@ -1,0 +1,125 @@
+"""Leases: which process may still write to the files of a save that was not committed.
+
+A folder that is written to holds a small file that names the process, and that the process renews every half minute.
+Another save may remove the folder only when the process is known to be gone, or when its lease has not been renewed for
+ten minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+LEASE = "lease.json"
+RENEW_S, EXPIRED_S = 30.0, 600.0
+
+
+class Process(NamedTuple):
+    """A process, identified uniquely.
+
+    Args:
+        host: the machine's name, for people.
+        boot: identifies the machine and its last boot.
+        namespace: the namespace in which `pid` counts.
+        pid: the process.
+        started: when it started, in the kernel's ticks; another process may get its number later.
+    """
+
+    host: str
+    boot: str
+    namespace: int
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """This process."""
+        boot, namespace = _machine()
+        return cls(socket.gethostname(), boot, namespace, os.getpid(), _start_of(os.getpid()) or "")
+
+
+def _machine() -> tuple[str, int]:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux: leases expire by time alone
+        return "", 0
+
+
+def _start_of(pid: int) -> str | None:
+    """Return when a process started; None if it does not exist, or on systems without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return None
+
+
+class Lease:
+    """This process writes to a folder, until `release`.
+
+    Args:
+        folder: name of the folder.
+        target: name of the checkpoint, for people.
+        create: writes the file of the lease.
+        renew: sets the modification time of that file to now, given its content.
+    """
+
+    def __init__(
+        self, folder: str, target: str, create: Callable[[bytes], object], renew: Callable[[bytes], object]
+    ) -> None:
+        self._content = json.dumps({"target": target, **Process.this()._asdict()}).encode()
+        self._renew, self._released = renew, threading.Event()
+        create(self._content)
+        self._thread = threading.Thread(target=self._keep, name=_thread_name(folder), daemon=True)
+        self._thread.start()
+
+    def _keep(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                self._renew(self._content)
+            except OSError:  # the save itself will raise the same error
+                continue
+
+    def release(self) -> None:
+        """Stop renewing."""
+        self._released.set()
+        self._thread.join()
+
+
+def _thread_name(folder: str) -> str:
+    return f"opt-checkpoint lease {folder.rpartition('/')[2]}"
+
+
+def holder_of(lease: bytes, folder: str, age: float) -> str | None:
+    """Who may still write to a folder; None if certainly no process does.
+
+    Args:
+        lease: the content of its lease; empty if there is none.
+        folder: name of the folder.
+        age: seconds since the last change in it.
+    """
+    process = _process_in(lease)
+    if process is not None and process.boot and (process.boot, process.namespace) == _machine():
+        if process.pid == os.getpid():
+            names = {thread.name for thread in threading.enumerate()}
+            return "this process" if _thread_name(folder) in names else None
+        return f"process {process.pid} on this machine" if _start_of(process.pid) == process.started else None
+    if age > EXPIRED_S:
+        return None
+    who = f"process {process.pid} on {process.host}" if process is not None else "an unknown process"
+    return f"{who}, which wrote {max(0.0, age):.0f} s ago"
+
+
+def _process_in(lease: bytes) -> Process | None:
+    """The process named in a lease; None if it is damaged, as after a power loss."""
+    try:
+        content = json.loads(lease)
+        host, boot, namespace, pid, started = (content[name] for name in Process._fields)
+        return Process(str(host), str(boot), int(namespace), int(pid), str(started))
+    except (ValueError, KeyError, TypeError):
+        return None

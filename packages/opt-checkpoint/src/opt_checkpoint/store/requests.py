@@ -1,0 +1,220 @@
+"""Requests to object stores, made with obstore: S3, Google Cloud Storage, Azure and memory.
+
+Errors are `OSError`s: `FileNotFoundError` if an object is known to be absent, `FileExistsError` if `create` found one,
+`PermissionError`, and `OSError` with `EIO` for everything else. Other errors never mean that an object is absent.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.store.calls import call, retried
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import MemoryStore, from_url
+except ImportError:  # an extra
+    _INSTALLED = False
+else:
+    _INSTALLED = True
+
+T = TypeVar("T")
+_PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
+_PARTS_AT_ONCE = 8
+_COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
+
+
+class Listed(NamedTuple):
+    """An object in a listing.
+
+    Args:
+        key: its name in the store.
+        size: in bytes.
+        modified: when it was written, by the clock of the store.
+    """
+
+    key: str
+    size: int
+    modified: datetime
+
+
+class Requests:
+    """Requests to one bucket or container, each made up to three times.
+
+    Args:
+        store: an obstore store. Keys are separated by slashes and begin without one.
+    """
+
+    def __init__(self, store: Any) -> None:
+        _require_obstore()
+        self._store = store
+
+    def put(self, key: str, content: bytes) -> None:
+        """Write a small object, replacing an existing one."""
+        self._make("put", key, lambda: obstore.put(self._store, key, content, use_multipart=False))
+
+    def create(self, key: str, content: bytes) -> None:
+        """Write a small object. Raises FileExistsError if it exists, even if an earlier attempt of this call wrote
+        it."""
+        self._make("create", key, lambda: obstore.put(self._store, key, content, mode="create"))
+
+    def upload(self, key: str, parts: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        """Write an object from parts, which are read again from the first one after a failure.
+
+        The object appears only after all parts. If reading them raises, so does this, and no object appears.
+        """
+        failures: list[BaseException] = []
+
+        def read() -> Iterator[bytes | memoryview]:
+            try:
+                yield from (part for part in parts() if len(part))
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        def send() -> None:
+            try:
+                obstore.put(
+                    self._store, key, read(), use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                )
+            except BaseException:
+                if failures:  # else obstore would raise it as its own
+                    raise failures.pop() from None
+                raise
+
+        self._make("upload", key, send)
+
+    def get(self, key: str) -> bytes:
+        """Read a whole small object."""
+        return self._make("get", key, lambda: bytes(obstore.get(self._store, key).bytes()))
+
+    def get_ranges(self, key: str, starts: Sequence[int], ends: Sequence[int]) -> list[Any]:
+        """Read ranges `[start, end)` of an object concurrently. A range that reaches beyond the end of the object is
+        truncated, or raises OSError."""
+        ranges = ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
+        return self._make(
+            "get_ranges",
+            key,
+            lambda: list(obstore.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=_COALESCED_BYTES)),
+            ranges,
+        )
+
+    def head(self, key: str) -> Listed:
+        """Size and time of an object."""
+        return self._make("head", key, lambda: _listed(obstore.head(self._store, key)))
+
+    def listing(self, prefix: str) -> list[Listed]:
+        """All objects whose keys begin with `prefix` and a slash; all objects for an empty one."""
+        pages = lambda: [_listed(meta) for page in obstore.list(self._store, prefix or None) for meta in page]
+        return self._make("listing", prefix, pages)
+
+    def folders(self, prefix: str) -> list[str]:
+        """The distinct next parts of keys below `prefix` that have further parts, sorted, like subdirectories."""
+
+        def names() -> list[str]:
+            found = obstore.list_with_delimiter(self._store, prefix or None)["common_prefixes"]
+            return sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
+
+        return self._make("folders", prefix, names)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Delete objects, many by one request where the store can. Missing ones are ignored."""
+        if not keys:
+            return
+        try:
+            self._make("delete", ",".join(keys), lambda: obstore.delete(self._store, list(keys)))
+        except FileNotFoundError:  # some stores report absent objects, and may not have deleted the others
+            if len(keys) > 1:
+                for key in keys:
+                    self.delete([key])
+
+    def _make(self, name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
+        def once() -> T:
+            with _as_os_errors(key):
+                return act()
+
+        return retried(lambda: call(name, key, once, detail))
+
+
+def _listed(meta: Any) -> Listed:
+    return Listed(meta["path"], meta["size"], meta["last_modified"])
+
+
+@contextmanager
+def _as_os_errors(key: str) -> Iterator[None]:
+    """Raise obstore's exceptions as `OSError`s, in one line each."""
+    try:
+        yield
+    except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some stores' `create`
+        raise FileExistsError(errno.EEXIST, "the object exists", key) from error
+    except exceptions.NotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
+    except exceptions.BaseError as error:
+        raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _require_obstore() -> None:
+    if not _INSTALLED:
+        raise CheckpointValueError(
+            "checkpoints in object stores need obstore, which is not installed: python -m pip install obstore"
+        )
+
+
+class Opened(NamedTuple):
+    """A store, and a position in it.
+
+    Args:
+        requests: makes requests to the store.
+        root: URL of the key "".
+        key: key of the position.
+    """
+
+    requests: Requests
+    root: str
+    key: str
+
+
+def open_url(url: str, options: dict[str, Any]) -> Opened:
+    """Open the store that a URL names.
+
+    Args:
+        url: `s3://bucket/prefix`, `gs://`, `az://`, ...; `memory://name/prefix`, a store in this process, shared by all
+            URLs with this name.
+        options: passed to `obstore.store.from_url`: credentials, region, endpoint, `client_options`, `retry_config`.
+
+    Raises:
+        CheckpointingException: obstore is missing, or does not accept the URL or the options.
+    """
+    _require_obstore()
+    parts = urlsplit(url)
+    if parts.query or parts.fragment:
+        raise CheckpointValueError(f"{url} has a query or fragment; pass options as arguments of ObjectPath.at")
+    if parts.scheme == "memory":
+        if options:
+            raise CheckpointValueError(f"{url} takes no options; given: {', '.join(sorted(options))}")
+        return Opened(Requests(_memory_store(parts.netloc)), f"memory://{parts.netloc}", unquote(parts.path).strip("/"))
+    root = url.rstrip("/")
+    try:
+        return Opened(Requests(from_url(root, **options)), root, "")
+    except (exceptions.BaseError, TypeError, ValueError) as error:
+        raise CheckpointValueError(f"{url} cannot be opened: {_first_line(error)}") from error
+
+
+@cache
+def _memory_store(name: str) -> Any:
+    """The in-memory store of this name."""
+    return MemoryStore()

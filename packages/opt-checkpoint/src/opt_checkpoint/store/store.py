@@ -1,0 +1,130 @@
+"""The one protocol of storage, with a directory or a bucket behind it; the code above never asks which.
+
+A store is a place below which checkpoints and small files are. Names are relative to it, with slashes. A *target* is
+the name of a checkpoint; a *folder* holds the files of one save, and is not visible as a checkpoint until the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, Protocol, TypeAlias
+
+from opt_checkpoint.errors import CheckpointExistsError
+from opt_checkpoint.store.paths import Location
+
+MANIFEST = "manifest.bin"  # written last into a folder: makes a directory a checkpoint
+Parts: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
+"""The bytes of a file, the same in each call. The memory of a part may not change until the file is written."""
+
+
+class Leftover(NamedTuple):
+    """The folder of a save that was not committed.
+
+    Args:
+        folder: its name.
+        writer: who may still write to it; None if certainly no process does.
+    """
+
+    folder: str
+    writer: str | None
+
+
+class Store(Protocol):
+    """Checkpoints and small files below one place.
+
+    Errors are `OSError`s, of which only `FileNotFoundError` means that something is absent, and
+    `CheckpointCorruptError`s. The methods from `begin` to `abandon` are called on the coordinator of a save, `write` on
+    all ranks.
+    """
+
+    near_bytes: int  # reading up to this many unneeded bytes costs less than another read
+    read_bytes: int  # of one large read
+
+    def path(self, name: str = "") -> Location:
+        """The full path of a name, for people."""
+
+    def folder(self, target: str, save_id: str) -> str:
+        """The folder that all ranks of a save write to. No call is made."""
+
+    def begin(self, target: str, save_id: str, *, replace: bool = False) -> None:
+        """Take a lease on the new folder of a save, and remove folders of dead saves.
+
+        Args:
+            target: the checkpoint.
+            save_id: 32 hexadecimal digits that name this save.
+            replace: whether the commit may replace a checkpoint that is at `target`.
+
+        Raises:
+            CheckpointExistsError: something is at `target`.
+        """
+
+    def write(self, name: str, parts: Parts) -> None:
+        """Write a new file, safely stored on return."""
+
+    def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
+        """Write new small files, by name."""
+
+    def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
+        """Make a checkpoint visible at once, after all its files are written, and end the lease.
+
+        Args:
+            target: the checkpoint.
+            save_id: names this save.
+            sizes: of all files, by name.
+            replace: as for `begin`.
+
+        Raises:
+            CheckpointExistsError: another save has committed in the meantime.
+            CheckpointCorruptError: files are missing.
+        """
+
+    def release(self, save_id: str) -> None:
+        """End the lease of a save. Called by `commit` and `abandon`; may be called again."""
+
+    def abandon(self, target: str, save_id: str) -> None:
+        """Remove the folder of a failed save, unless it may have been committed."""
+
+    def committed(self, target: str = "") -> str | None:
+        """The folder of the committed checkpoint at a target; None if certainly none was committed."""
+
+    def read(self, name: str, *, follow: bool = False) -> bytes:
+        """Read a whole small file.
+
+        Args:
+            name: the file.
+            follow: whether it may be a symbolic link.
+        """
+
+    def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
+        """Fill memory with the bytes of a file from `start` on. Raises EOFError if the file ends before."""
+
+    def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
+        """Sizes of the files in a folder: of all, or of those of `names` that exist. -1 for anything but a file."""
+
+    def children(self, folder: str = "") -> list[str]:
+        """The names of subfolders, sorted; a missing folder has none."""
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write or replace a small file at once."""
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a small file at once, unless it exists."""
+
+    def remove(self, name: str) -> None:
+        """Delete a small file, if it exists."""
+
+    def retire(self, target: str) -> None:
+        """Delete a checkpoint so that no reader finds a part of it."""
+
+    def leftovers(self, targets: Iterable[str] | None = None) -> list[Leftover]:
+        """Folders of saves that were not committed: of all saves below, or of those to these targets."""
+
+    def discard(self, folder: str) -> None:
+        """Delete a leftover."""
+
+
+def already_there(path: Location) -> CheckpointExistsError:
+    """The error for a target that exists."""
+    return CheckpointExistsError(
+        f"{path} exists, and a checkpoint is never overwritten. Choose another path, or remove it first"
+    )
