@@ -18,7 +18,6 @@ from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import open_checkpoint
-from opt_checkpoint.disk.files import Files
 
 
 class RankPool:
@@ -42,14 +41,13 @@ def save_as_ranks(
     states: Sequence[Any],
     path: Path,
     *,
-    files: Files | None = None,
     caches: Sequence[PlanCache] | None = None,
     **options: Any,
 ) -> None:
     """Carry out a save of as many ranks as there are states, one after another, in this process."""
     with_caches = caches or [PlanCache() for _ in states]
     planners = [ShardedSavePlanner(s, cache=c, **options) for s, c in zip(states, with_caches, strict=True)]
-    writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex, files=files) for _ in states]
+    writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex) for _ in states]
     try:
         offers = [planner.offer(rank) for rank, planner in enumerate(planners)]
         for planner in planners:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import RankPool
-from disks import CountingFiles, failing_at
+from failing_calls import Calls, failing_at
 from llama_shards import (
     NAMES,
     TIED,
@@ -136,13 +136,13 @@ def test_an_export_is_never_written_over(tmp_path: Path) -> None:
 
 def test_an_export_that_fails_at_any_call_leaves_nothing(tmp_path: Path) -> None:
     state = shards(megatron(llama()), 1, 1, 0, filled=True)
-    counting = CountingFiles()
-    save_safetensors(state, tmp_path / "whole", names=NAMES, shard_bytes=9000, files=counting)
-    last = len(counting.calls)  # syncs the name of the folder, which is there and whole by then
+    with Calls() as counting:
+        save_safetensors(state, tmp_path / "whole", names=NAMES, shard_bytes=9000)
+    last = len(counting.made)  # syncs the name of the folder, which is there and whole by then
     assert last > 50
     for call in [*range(1, last, 5), last - 1]:
-        with pytest.raises(CheckpointingException):
-            save_safetensors(state, tmp_path / "hf", names=NAMES, shard_bytes=9000, files=failing_at(call, 28))
+        with pytest.raises(CheckpointingException), failing_at(call, 28):
+            save_safetensors(state, tmp_path / "hf", names=NAMES, shard_bytes=9000)
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
@@ -162,17 +162,8 @@ def test_what_a_killed_export_left_is_removed_by_the_next_save(tmp_path: Path) -
 
 
 def test_the_index_is_written_last(tmp_path: Path) -> None:
-    made: list[str] = []
-
-    class Recording(CountingFiles):
-        def create(self, path: Path) -> int:
-            made.append(path.name)
-            return super().create(path)
-
-        def reopen(self, path: Path) -> int:
-            made.append(path.name)
-            return super().reopen(path)
-
-    save_safetensors({n: torch.zeros(4) for n in "abc"}, tmp_path / "hf", shard_bytes=16, files=Recording())
+    with Calls() as calls:
+        save_safetensors({n: torch.zeros(4) for n in "abc"}, tmp_path / "hf", shard_bytes=16)
+    made = [Path(key).name for name, key in calls.made if name in ("create", "reopen")]
     assert made[-1] == "model.safetensors.index.json"
     assert len(made) == 8  # the lease, each of three files made and written, the index

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
-import stores
-from disks import dying_at
+from failing_calls import WRITES, Calls, at, bucket_in, die
 from processes import join_world, new_meeting, start
 from states import state_at
-from stores import faulty
 
-from opt_checkpoint import CheckpointFailedError, CheckpointManager, ObjectPath, TieredCheckpointManager, save
-from opt_checkpoint.run.local_tier import UnsyncedFiles
+from opt_checkpoint import CheckpointFailedError, CheckpointManager, TieredCheckpointManager, save
 from opt_checkpoint.run.series import step_name
 
 
@@ -32,48 +28,49 @@ def train_and_save(rank: int, size: int, meeting: str, folder: str, background: 
 
 def save_and_die(folder: str, step: int, call: int) -> None:
     """A save that is killed before its given call to the file system."""
-    save(state_at(step, 0, 1), Path(folder) / step_name(step), files=dying_at(call))
+    with at(call, die):
+        save(state_at(step, 0, 1), Path(folder) / step_name(step))
     os._exit(0)
 
 
 def save_to_store_and_die(folder: str, step: int, number: int) -> None:
     """A save to a store that is killed before the given request that writes."""
-    place, client = faulty(ObjectPath.at(f"file://{folder}/{step_name(step)}"))
-    client.before = stores.dying_at(number)
-    save(state_at(step, 0, 1), place)
+    calls = Calls()
+    calls.before = lambda *call: die() if sum(name in WRITES for name in calls.names) == number else None
+    with calls:
+        save(state_at(step, 0, 1), bucket_in(folder) / step_name(step))
     os._exit(0)
 
 
-class DyingCopies(UnsyncedFiles):
+class DyingCopies(Calls):
     """Kills this process, for real, when it has begun to write another rank's copy of a step."""
 
     def __init__(self, rank: int, step: int) -> None:
-        self._copy = re.compile(rf"{step_name(step)}/\.opt-checkpoint-tmp-")
-        self._own = f"rank-{rank:05d}"
+        super().__init__(self._die_in_copy, after=self._note)
+        self._own, self._step = f"rank-{rank:05d}", step_name(step)
         self._in_exchange = False
 
-    def rename(self, source: Path, target: Path) -> None:
-        super().rename(source, target)
-        if target.name == self._own and self._copy.search(str(source)):
+    def _note(self, name: str, key: str) -> None:
+        if name == "rename" and self._step in key and self.details[-1].endswith(self._own):
             self._in_exchange = True  # the own part is there
 
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        if self._in_exchange:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().write(fd, data)
+    def _die_in_copy(self, name: str, key: str) -> None:
+        if self._in_exchange and name == "write":
+            die()
 
 
 def save_tiers_and_die(rank: int, size: int, meeting: str, folder: str, victim: int) -> None:
     """Save step 1, then step 2, in the middle of whose replication one rank dies; exits 3 on a clean error."""
     join_world(rank, size, meeting, timeout_s=20)
-    files = DyingCopies(rank, 2) if rank == victim else None
+    calls = DyingCopies(rank, 2) if rank == victim else Calls()
     node = f"node-{rank}"
     options = {"durable_every": 100, "keep_local": 2, "timeout_s": 20.0}
-    manager = TieredCheckpointManager(f"{folder}/{node}", f"{folder}/durable", node=node, local_files=files, **options)
+    manager = TieredCheckpointManager(f"{folder}/{node}", f"{folder}/durable", node=node, **options)
     try:
-        for step in (1, 2):
-            manager.save(step, state_at(step, rank, size))
-        manager.wait()
+        with calls:
+            for step in (1, 2):
+                manager.save(step, state_at(step, rank, size))
+            manager.wait()
     except CheckpointFailedError:
         os._exit(3)
     os._exit(0)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
-from disks import CountingFiles, failing_at
+from failing_calls import Calls, failing_at
 from states import LARGE_NUMEL, assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -37,16 +37,17 @@ from opt_checkpoint import (
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
     gate = threading.Event()
     state = state_at(1, 0, 1)
-    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(60) and None))
-    handle = saver.save(state, tmp_path / "x")
-    assert not handle.done()
-    assert saver.busy
-    state["w"].data.fill_(-5)
-    state["b"].data.fill_(-5)
-    state["rng"].data["seed"] = -5
-    state["groups"][0]["lr"] = -5
-    gate.set()
-    assert handle.wait() == tmp_path / "x"
+    saver = AsyncSaver()
+    with Calls(lambda name, key: gate.wait(60)):
+        handle = saver.save(state, tmp_path / "x")
+        assert not handle.done()
+        assert saver.busy
+        state["w"].data.fill_(-5)
+        state["b"].data.fill_(-5)
+        state["rng"].data["seed"] = -5
+        state["groups"][0]["lr"] = -5
+        gate.set()
+        assert handle.wait() == tmp_path / "x"
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 1, 0, 1)
     saver.close()
 
@@ -71,22 +72,24 @@ def test_a_relative_path_is_of_where_the_call_was_made(tmp_path: Path, monkeypat
 
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
     gate = threading.Event()
-    saver = AsyncSaver(files=CountingFiles(lambda number, name: gate.wait(60) and None))
-    first = saver.save(state_at(1, 0, 1), tmp_path / "1")
-    threading.Timer(0.2, gate.set).start()
-    second = saver.save(state_at(2, 0, 1), tmp_path / "2")
-    assert first.done()
-    second.wait()
+    saver = AsyncSaver()
+    with Calls(lambda name, key: gate.wait(60)):
+        first = saver.save(state_at(1, 0, 1), tmp_path / "1")
+        threading.Timer(0.2, gate.set).start()
+        second = saver.save(state_at(2, 0, 1), tmp_path / "2")
+        assert first.done()
+        second.wait()
     for step in (1, 2):
         assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
     saver.close()
 
 
 def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
-    saver = AsyncSaver(files=failing_at(5, errno.ENOSPC))
-    handle = saver.save(state_at(1, 0, 1), tmp_path / "1")
-    with pytest.raises(CheckpointFailedError, match="No space left"):
-        saver.save(state_at(2, 0, 1), tmp_path / "2")
+    saver = AsyncSaver()
+    with failing_at(5, errno.ENOSPC):
+        handle = saver.save(state_at(1, 0, 1), tmp_path / "1")
+        with pytest.raises(CheckpointFailedError, match="No space left"):
+            saver.save(state_at(2, 0, 1), tmp_path / "2")
     with pytest.raises(CheckpointFailedError, match="No space left"):
         handle.wait()
     assert list(tmp_path.iterdir()) == []
@@ -96,11 +99,11 @@ def test_a_failure_surfaces_once_at_the_next_call(tmp_path: Path) -> None:
 
 
 def fail_in_the_background_of_one(rank: int, size: int, folder: str) -> str:
-    files = failing_at(2, errno.EIO) if rank == 1 else None
-    manager = CheckpointManager(folder, files=files)
-    manager.save(1, state_at(1, rank, size))
-    with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 5\]") as caught:
-        manager.save(2, state_at(2, rank, size))
+    manager = CheckpointManager(folder)
+    with failing_at(2 if rank == 1 else -1, errno.EIO):
+        manager.save(1, state_at(1, rank, size))
+        with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 5\]") as caught:
+            manager.save(2, state_at(2, rank, size))
     manager.save(3, state_at(3, rank, size))
     manager.close()
     report = load(state_at(0, rank, size, filled=False), Path(folder) / "step-000000003")

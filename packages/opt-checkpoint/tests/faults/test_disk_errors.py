@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_ranks import RankPool
-from disks import CountingFiles, ShortWrites, failing_at
+from failing_calls import Calls, failing_at
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointFailedError, load, save, verify_checkpoint
@@ -24,21 +24,21 @@ def open_descriptors() -> int:
 
 def fail_at_every_call(folder: Path, errors: list[int]) -> None:
     save(state_at(1, 0, 1), folder / "good")
-    counting = CountingFiles()
-    save(state_at(2, 0, 1), folder / "counted", files=counting)
+    with Calls() as counting:
+        save(state_at(2, 0, 1), folder / "counted")
     fds, threads = open_descriptors(), threading.active_count()
-    for call in range(1, len(counting.calls) + 1):
+    for call in range(1, len(counting.made) + 1):
         for error in errors:
-            with pytest.raises(CheckpointFailedError, match=rf"\[Errno {error}\]") as caught:
-                save(state_at(2, 0, 1), folder / "target", files=failing_at(call, error))
+            with pytest.raises(CheckpointFailedError, match=rf"\[Errno {error}\]") as caught, failing_at(call, error):
+                save(state_at(2, 0, 1), folder / "target")
             assert isinstance(caught.value.causes[0], OSError)
             left = {p.name for p in folder.iterdir()} - {"counted", "good"}
-            if call == len(counting.calls):  # all that failed is the sync of a name that everybody can see already
+            if call == len(counting.made):  # all that failed is the sync of a name that everybody can see already
                 assert "target is complete" in str(caught.value)
                 assert verify_checkpoint(folder / "target") == []
                 shutil.rmtree(folder / "target")
             else:
-                assert left == set(), counting.calls[call - 1]
+                assert left == set(), counting.made[call - 1]
     assert (open_descriptors(), threading.active_count()) == (fds, threads)
     save(state_at(2, 0, 1), folder / "target")
     assert verify_checkpoint(folder / "target") == verify_checkpoint(folder / "good") == []
@@ -49,9 +49,12 @@ def test_an_error_at_any_call_before_the_commit_commits_nothing_and_leaks_nothin
 
 
 def fill_the_disk_of_one(rank: int, size: int, folder: str) -> str:
-    files = failing_at(3, errno.ENOSPC) if rank == 1 else None
-    with pytest.raises(CheckpointFailedError, match=r"rank 1: OSError: \[Errno 28\] No space left") as caught:
-        save(state_at(2, rank, size), Path(folder) / "target", files=files)
+    no_space = r"rank 1: OSError: \[Errno 28\] No space left"
+    with (
+        failing_at(3 if rank == 1 else -1, errno.ENOSPC),
+        pytest.raises(CheckpointFailedError, match=no_space) as caught,
+    ):
+        save(state_at(2, rank, size), Path(folder) / "target")
     save(state_at(3, rank, size), Path(folder) / "next")
     return str(caught.value)
 
@@ -63,17 +66,26 @@ def test_one_full_disk_is_an_error_on_every_rank_and_the_next_save_works(ranks: 
     assert verify_checkpoint(tmp_path / "next") == []
 
 
-def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path) -> None:
-    save(state_at(4, 0, 1), tmp_path / "target", files=ShortWrites())
+def test_short_and_interrupted_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, count = os.write, [0]
+
+    def short(fd: int, data: memoryview) -> int:
+        count[0] += 1
+        if count[0] % 5 == 0:
+            raise InterruptedError(errno.EINTR, "interrupted")
+        return write(fd, data[: max(7, len(data) // 2)])
+
+    monkeypatch.setattr(os, "write", short)
+    save(state_at(4, 0, 1), tmp_path / "target")
+    monkeypatch.undo()
     assert verify_checkpoint(tmp_path / "target") == []
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "target").state, 4, 0, 1)
 
 
-def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(tmp_path: Path) -> None:
-    class Deaf(CountingFiles):
-        def write(self, fd: int, data: bytes | memoryview) -> int:
-            return 0
-
+def test_a_disk_that_accepts_nothing_is_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
     with pytest.raises(CheckpointFailedError, match="accepts no more bytes"):
-        save(state_at(1, 0, 1), tmp_path / "target", files=Deaf())
+        save(state_at(1, 0, 1), tmp_path / "target")
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_ranks import RankPool
-from disks import CountingFiles, failing_at
+from failing_calls import Calls, failing_at
 from states import state_at
 
 from opt_checkpoint import (
@@ -210,17 +210,17 @@ def test_an_interrupt_is_itself_on_its_rank_and_an_error_on_others(
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_a_process_alone_is_itself(tmp_path: Path, stop: type[BaseException]) -> None:
-    def raise_it(number: int, name: str) -> None:
+    def raise_it(name: str, key: str) -> None:
         raise stop
 
-    with pytest.raises(stop):
-        save(state_at(1, 0, 1), tmp_path / "x", files=CountingFiles(raise_it))
+    with pytest.raises(stop), Calls(raise_it):
+        save(state_at(1, 0, 1), tmp_path / "x")
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, error: int) -> None:
-    with pytest.raises(CheckpointFailedError) as caught:
-        save(state_at(1, 0, 1), tmp_path / "x", files=failing_at(4, error))
+    with pytest.raises(CheckpointFailedError) as caught, failing_at(4, error):
+        save(state_at(1, 0, 1), tmp_path / "x")
     assert isinstance(caught.value, OSError)
     assert not isinstance(caught.value, ValueError)
     assert caught.value.errno == error
@@ -230,8 +230,9 @@ def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, err
 
 
 def fill_a_disk(rank: int, size: int, folder: str) -> None:
-    with pytest.raises(OSError, match=r"rank 1: OSError: \[Errno 28\]") as caught:
-        save(state_at(1, rank, size), Path(folder) / "x", files=failing_at(2, errno.ENOSPC) if rank else None)
+    failing = failing_at(2 if rank else -1, errno.ENOSPC)
+    with failing, pytest.raises(OSError, match=r"rank 1: OSError: \[Errno 28\]") as caught:
+        save(state_at(1, rank, size), Path(folder) / "x")
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(caught.value, CheckpointFailedError)
 

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from disks import CountingFiles
+from failing_calls import Calls
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
-from opt_checkpoint.disk.lease import LEASE
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.store.lease import LEASE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -58,16 +58,16 @@ def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, full: bo
 
 
 def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, full: bool) -> None:
-    counting = CountingFiles()
-    save(state_at(1, 0, 1), tmp_path / "counted", files=counting)
-    calls = range(1, len(counting.calls) + 1)
+    with Calls() as counting:
+        save(state_at(1, 0, 1), tmp_path / "counted")
+    calls = range(1, len(counting.made) + 1)
     for call in calls if full else calls[::3]:
         folder = tmp_path / str(call)
         save(state_at(1, 0, 1), folder / step_name(1))
         process = start(save_and_die, str(folder), 2, call)
         process.join(60)
         assert process.exitcode == -signal.SIGKILL
-        renamed = counting.calls.index("rename") + 1 < call
+        renamed = counting.names.index("rename") + 1 < call
         assert check_restart(folder) == (2 if renamed else 1)
 
 

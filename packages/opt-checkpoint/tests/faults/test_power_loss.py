@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_ranks import save_as_ranks
-from disks import CountingFiles, LossyFiles, PowerLoss
+from failing_calls import Calls, LossyCalls, PowerLoss
 from states import assert_is_step, state_at
 
 from opt_checkpoint import CheckpointManager, committed_steps, verify_checkpoint
-from opt_checkpoint.disk.files import LocalFiles
 from opt_checkpoint.run.series import step_name
 
 SIZE = 2
@@ -21,16 +22,17 @@ def states(step: int) -> list[dict[str, object]]:
     return [state_at(step, rank, SIZE) for rank in range(SIZE)]
 
 
-def lose_power(folder: Path, call: int, rename_lasts: bool, files_type: type[LossyFiles] = LossyFiles) -> None:
+def lose_power(folder: Path, call: int, rename_lasts: bool, calls_type: type[LossyCalls] = LossyCalls) -> None:
     save_as_ranks(states(1), folder / step_name(1))
-    files = files_type(call, rename_lasts=rename_lasts)
+    calls = calls_type(call, rename_lasts=rename_lasts)
     committed = False
     try:
-        save_as_ranks(states(2), folder / step_name(2), files=files)
+        with calls:
+            save_as_ranks(states(2), folder / step_name(2))
         committed = True
     except PowerLoss:
         pass
-    files.after_loss()
+    calls.after_loss()
     steps = committed_steps(folder)
     assert steps == [1, 2] if committed else steps in ([1], [1, 2])
     for step in steps:
@@ -44,9 +46,9 @@ def lose_power(folder: Path, call: int, rename_lasts: bool, files_type: type[Los
 
 
 def calls_of_a_save(folder: Path) -> int:
-    files = CountingFiles()
-    save_as_ranks(states(1), folder / "counted", files=files)
-    return len(files.calls)
+    with Calls() as calls:
+        save_as_ranks(states(1), folder / "counted")
+    return len(calls.made)
 
 
 @pytest.mark.parametrize("rename_lasts", [True, False])
@@ -61,21 +63,19 @@ def test_losing_power_at_any_call_leaves_the_newest_committed_checkpoint_whole(
 def test_the_model_catches_a_forgotten_sync(tmp_path: Path, forgotten: str) -> None:
     """Were one of the syncs left out, the test above would fail."""
 
-    def skip(self: LossyFiles, what: object) -> None:
-        if isinstance(what, int):
-            self._before("fsync")
-        else:
-            self._before("sync_dir")
+    class Forgetful(LossyCalls):
+        def __call__(self, name: str, key: str, act: Callable[[], Any], detail: str = "") -> Any:
+            if name != forgotten:
+                return super().__call__(name, key, act, detail)
+            return self._maybe_lose(name, key)
 
-    forgetful = type("Forgetful", (LossyFiles,), {forgotten: skip})
     with pytest.raises(AssertionError):
-        lose_power(tmp_path / "x", calls_of_a_save(tmp_path / "count") + 1, True, forgetful)
-    assert LocalFiles.fsync is not skip
+        lose_power(tmp_path / "x", calls_of_a_save(tmp_path / "count") + 1, True, Forgetful)
 
 
 def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    files = LossyFiles(10_000, rename_lasts=False)
-    save_as_ranks(states(1), tmp_path / "there" / "new" / "run" / step_name(1), files=files)
-    files.after_loss()
+    with LossyCalls(10_000, rename_lasts=False) as calls:
+        save_as_ranks(states(1), tmp_path / "there" / "new" / "run" / step_name(1))
+    calls.after_loss()
     assert committed_steps(tmp_path / "there" / "new" / "run") == [1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -24,11 +23,11 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.disk.data_file import FILE_MARK
 from opt_checkpoint.run import exchange
-from opt_checkpoint.run.local_tier import UnsyncedFiles
 from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from failing_calls import Calls, failing
 from killed_ranks import save_tiers_and_die
 from local_tiers import damage, parts_of, resume, resumed, save_steps, tiers
 
@@ -92,28 +91,16 @@ def test_a_copied_part_is_checked_on_receipt(tmp_path: Path, ranks: RankPool) ->
     assert [part.name for part in parts_of(tmp_path, 0, 2)] == ["rank-00000"]
 
 
-class FullDisk(UnsyncedFiles):
-    """A local tier without room for another rank's copy."""
-
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        if "tmp-" in os.readlink(f"/proc/self/fd/{fd}") and self.full:
-            raise OSError(28, "No space left on device")
-        return super().write(fd, data)
-
-    full = False
-
-
 def fill_a_disk(rank: int, size: int, folder: str) -> None:
-    files = FullDisk()
-    manager = tiers(folder, rank, local_files=files)
+    manager = tiers(folder, rank)
     manager.save(1, state_at(1, rank, size))
     manager.wait()
-    FullDisk.full = rank == 1
-    manager.save(2, state_at(2, rank, size))
-    with pytest.raises(CheckpointFailedError, match="No space left") as caught:
-        manager.wait()
+    full = failing(1000 * rank, lambda name, key: name == "write" and "tmp-" in key, 28)  # no room for a copy
+    with Calls(full):
+        manager.save(2, state_at(2, rank, size))
+        with pytest.raises(CheckpointFailedError, match="No space left") as caught:
+            manager.wait()
     assert caught.value.causes[1].errno == 28  # type: ignore[attr-defined]
-    FullDisk.full = False
     found = manager.find()
     assert found is not None
     assert found.step == 1
