@@ -18,8 +18,8 @@ from partly_trained import (
     train,
 )
 
-from opt_checkpoint import CheckpointKeyError, load, save, sharded_like
-from opt_checkpoint.convert.megatron_buckets import BucketSlot, dp_reshardable_to_checkpoint
+from opt_checkpoint import BucketSlot, CheckpointKeyError, load, save, sharded_like
+from opt_checkpoint.convert.megatron import megatron_to_checkpoint
 from opt_distributed.layout import ParamShape, flat_layout
 from opt_paramgroups import ParamId
 
@@ -127,7 +127,7 @@ def test_buckets_of_megatron_core_continue_as_our_state(tmp_path: Path) -> None:
         buckets.update({f"{key}.{state}": sharded_like(f"{key}.{state}", values) for state, values in flat.items()})
     assert len(layout.buckets) > 1
     save(buckets, tmp_path / "theirs")
-    dp_reshardable_to_checkpoint(tmp_path / "theirs", slots, tmp_path / "ours", step=3)
+    megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots, step=3)
     other, again = begin("flat bf16 with mains", seed=1)
     train(other, again, range(2))
     other.load_state_dict(model.state_dict())

@@ -41,7 +41,7 @@ def state_of(rank: int, size: int, nbytes: int) -> dict[str, Any]:
 def seconds(work: Any) -> float:
     """Seconds until all ranks have done their work."""
     dist.barrier()
-    return timed(lambda: (work(), dist.barrier()))
+    return timed(lambda: (work(), dist.barrier())).wall
 
 
 def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meeting: str) -> None:

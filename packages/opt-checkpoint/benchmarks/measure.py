@@ -1,4 +1,8 @@
-"""Comparisons within one run: contenders take turns, and the ratios of their medians are reported."""
+"""Comparisons in adjacent pairs: a disk has two modes, so only neighbours in time are compared.
+
+Each pair runs a contender and its base, in an order that alternates from pair to pair, with `sync` before each run.
+What counts is the ratio within a pair: its median and quartiles are reported.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,68 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from opt_checkpoint.disk import checksums
 
 
-def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of each contender: one warm-up round, then `rounds` rounds, each in the reverse order of the last.
+class Took(NamedTuple):
+    """Seconds of one run: of the clock, and of the processor in all threads."""
+
+    wall: float
+    cpu: float
+
+
+class Figure(NamedTuple):
+    """The lower quartile, median and upper quartile of a figure over the pairs."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Figure:
+        """The quartiles of values."""
+        if len(values) < 2:
+            return cls(*values * 3)
+        low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, statistics.median(values), high)
+
+    def __str__(self) -> str:
+        return f"{self.median:10.3f}  [{self.low:.3f}, {self.high:.3f}]"
+
+
+def timed(work: Callable[[], object]) -> Took:
+    """What one call takes."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Took(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def in_pairs(ours: Callable[[], Took], base: Callable[[], Took], rounds: int) -> list[tuple[Took, Took]]:
+    """What a contender and its base take, pair by pair, after one pair that does not count.
 
     Args:
-        contenders: each does its work once and returns the seconds that count.
-        rounds: how often each is measured.
+        ours: does its work once and returns what counts. It may not delete files: the disk frees blocks later.
+        base: what it is compared with.
+        rounds: the number of pairs.
     """
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    order = list(contenders)
+    pairs = []
     for number in range(rounds + 1):
-        for name in order:
-            seconds = contenders[name]()
-            if number:
-                times[name].append(seconds)
-        order = order[1:] + order[:1]
-    return {name: statistics.median(values) for name, values in times.items()}
+        took = {}
+        for contender in (ours, base) if number % 2 else (base, ours):
+            os.sync()
+            took[contender] = contender()
+        if number:
+            pairs.append((took[ours], took[base]))
+    return pairs
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
+def speed(pairs: list[tuple[Took, Took]], field: str = "wall") -> Figure:
+    """How many times as fast as the base a contender is, by the clock or by the processor."""
+    return Figure.of([getattr(base, field) / getattr(ours, field) for ours, base in pairs])
 
 
 def resident_bytes() -> int:

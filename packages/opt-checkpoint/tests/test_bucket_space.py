@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from opt_checkpoint import CheckpointingException, CheckpointKeyError, load, read_index, sharded_like
+from opt_checkpoint import BucketSlot, CheckpointingException, CheckpointKeyError, load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.megatron_buckets import BucketSlot, dp_reshardable_to_checkpoint
+from opt_checkpoint.convert.megatron import megatron_to_checkpoint
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 # Two tensor-parallel ranks, each with two buckets: of `w` half the columns each, a bias that both have, a matrix.
@@ -61,7 +61,7 @@ def load_whole(path: Path, key: str, shape: tuple[int, ...], dtype: torch.dtype 
 
 
 def test_buckets_become_parameters_by_their_slots(tmp_path: Path, buckets: dict[str, torch.Tensor]) -> None:
-    dp_reshardable_to_checkpoint(tmp_path / "theirs", SLOTS, tmp_path / "ours", step=7)
+    megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=SLOTS, step=7)
     for state in STATES:
         name = f"optimizer.state.{'fp32_param' if state == 'param' else state}"
         first, second = (buckets[key_of(group, 0, state)] for group in (0, 1))
@@ -101,22 +101,15 @@ REFUSED = {
 def test_slots_of_another_layout_are_refused(tmp_path: Path, buckets: Any, name: str) -> None:
     slots, text = REFUSED[name]
     with pytest.raises(CheckpointingException, match=text):
-        dp_reshardable_to_checkpoint(tmp_path / "theirs", slots, tmp_path / "ours")
+        megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
     assert {p.name for p in tmp_path.iterdir()} == {"theirs"}
 
 
 def test_remainders_in_place_of_main_weights_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "theirs", {key_of(0, 0, "param"): torch.zeros(10, dtype=torch.int16)})
+    slots = [BucketSlot(name="w", shape=(10,), start=0)]
     with pytest.raises(CheckpointingException, match=r"param is stored as torch.int16: 16-bit remainders"):
-        dp_reshardable_to_checkpoint(
-            tmp_path / "theirs", [BucketSlot(name="w", shape=(10,), start=0)], tmp_path / "ours"
-        )
-
-
-def test_a_directory_of_another_kind_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", {"optimizer.state.param.w": torch.zeros(3)})
-    with pytest.raises(CheckpointingException, match="is not dp_reshardable; fully_reshardable directories load as"):
-        dp_reshardable_to_checkpoint(tmp_path / "theirs", [], tmp_path / "ours")
+        megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
 
 
 def test_a_load_without_conversion_says_what_to_do(tmp_path: Path, buckets: Any) -> None:

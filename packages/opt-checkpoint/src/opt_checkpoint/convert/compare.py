@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.boxes.box import Box, split_rows
 from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
 from opt_checkpoint.dcp.local_contents import fingerprint
 from opt_checkpoint.dcp.strictness import StrictHandling
@@ -17,8 +17,7 @@ from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.disk.verify import size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.run.ranks import ranks_of
-from opt_checkpoint.run.save_load import carry_out_load, load, reader_of
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.run.save_load import carry_out_load, reader_of
 from opt_checkpoint.state.sharded import ShardedTensor
 
 _PIECE_BYTES = 64 << 20
@@ -56,7 +55,9 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
 def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str, rtol: float) -> Iterator[Difference]:
     differing, largest = 0, 0.0
     nans = [0, 0]  # elements that are NaN in one checkpoint only
-    for piece in _row_pieces(first.tensors[key]):
+    stored = first.tensors[key]
+    rows = -(-stored.nbytes // _PIECE_BYTES)
+    for piece in split_rows(_whole(stored), rows) if rows else ():
         values = []
         for which, index in (("first", first), ("second", second)):
             try:
@@ -88,19 +89,6 @@ def _same(a: Tensor, b: Tensor, rtol: float) -> Tensor:
     return (a.reshape(-1).view(torch.uint8) == b.reshape(-1).view(torch.uint8)).view(-1, width).all(dim=1)
 
 
-def _row_pieces(stored: StoredTensor) -> Iterator[Box]:
-    """Runs of rows of at most 64 MB each, or single larger rows."""
-    if not stored.shape or not stored.nbytes:
-        if stored.nbytes:
-            yield Box((), ())
-        return
-    rows = stored.shape[0]
-    step = max(1, _PIECE_BYTES * rows // stored.nbytes)
-    for start in range(0, rows, step):
-        offsets = (start, *(0 for _ in stored.shape[1:]))
-        yield Box(offsets, (min(step, rows - start), *stored.shape[1:]))
-
-
 def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
     stored = index.tensors[key]
     data = torch.empty(piece.sizes, dtype=stored.dtype)
@@ -130,7 +118,8 @@ def read_whole(index: CheckpointIndex, key: str) -> Tensor:
     Raises:
         CheckpointingException: as `load`.
     """
-    stored = index.tensors[key]
-    tensor = torch.empty(stored.shape, dtype=stored.dtype)
-    load({"": whole_tensor(key, tensor)}, index.path)
-    return tensor
+    return _read(index, key, _whole(index.tensors[key]))
+
+
+def _whole(stored: StoredTensor) -> Box:
+    return Box((0,) * len(stored.shape), stored.shape)

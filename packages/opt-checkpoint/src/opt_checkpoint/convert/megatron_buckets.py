@@ -20,16 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
+from opt_checkpoint.convert.file_backed import mapped_apart, read_into, select
 from opt_checkpoint.convert.foreign_files import read_rows
-from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.save_load import PathLike, save
+from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity
-from opt_checkpoint.store import AnyPath
 
 START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 _KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
@@ -93,36 +91,17 @@ def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
     return read_rows(file, BucketSlot)
 
 
-def dp_reshardable_to_checkpoint(
-    source: PathLike, slots: Sequence[BucketSlot], path: AnyPath, *, step: int | None = None
-) -> None:
-    """Convert only the optimizer state of a `dp_reshardable` directory, in one process, with buckets in scratch files.
-
-    Main weights go to `optimizer.state.fp32_param.<name>`, moments under their own names.
+def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> list[ShardedTensor]:
+    """The states of every parameter, cut from the buckets: main weights as `optimizer.state.fp32_param.<name>`.
 
     Args:
-        source: the directory.
+        index: the directory.
         slots: where each parameter is; together they must fill every bucket except for padding.
-        path: the checkpoint to write: a directory, or a place in an object store.
-        step: how many updates were made, for `optimizer.state.step.<name>`; None to store none.
+        scratch: an empty folder for the buckets; the states are views of files in it.
 
     Raises:
         CheckpointingException: the directory holds no buckets, or remainders in place of main weights; slots do
             not fit its buckets, or blocks their parameters.
-    """
-    index = read_index(source)
-    with scratch_folder(path) as scratch:
-        states = buckets_to_states(index, slots, Path(scratch))
-        save({"optimizer": {"state": states + counted({slot.name for slot in slots}, step)}}, path)
-
-
-def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> list[ShardedTensor]:
-    """The states of every parameter, cut from the buckets; raises like `dp_reshardable_to_checkpoint`.
-
-    Args:
-        index: the directory.
-        slots: where each parameter is.
-        scratch: an empty folder for the buckets; the states are views of files in it.
     """
     buckets = _buckets(index)
     by_bucket: dict[BucketId, list[BucketSlot]] = defaultdict(list)
@@ -135,13 +114,6 @@ def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scrat
     flat = mapped_apart(folder, select(index, keys))
     read_into(index, flat)
     return list(_states(buckets, by_bucket, flat))
-
-
-def counted(names: set[str], step: int | None) -> list[ShardedTensor]:
-    """The step count of each parameter, as opt-stack's optimizers store it; empty if `step` is None."""
-    if step is None:
-        return []
-    return [whole_tensor(f"{PREFIX}step.{name}", torch.tensor(step)) for name in sorted(names)]
 
 
 def _buckets(index: CheckpointIndex) -> dict[BucketId, dict[str, str]]:

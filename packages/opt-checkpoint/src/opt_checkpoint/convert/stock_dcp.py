@@ -9,21 +9,21 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import pickle
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Size
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from opt_checkpoint.disk.checksums import PIECE_BYTES
 from opt_checkpoint.disk.dcp_metadata import METADATA, read_dcp_index
-from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.detect import open_checkpoint
-from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredChunk, StoredFile, StoredTensor
-from opt_checkpoint.disk.stored_tensors import StoredTensors
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 from opt_checkpoint.run.saved_optimizer import SavedOptimizer, find_optimizer
@@ -70,8 +70,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         tensors = {renamed.get(key, key): _moved(tensor, files) for key, tensor in archives.tensors.items()}
         objects = {key: dataclasses.replace(place, file=files[place.file]) for key, place in values.items()}
         objects |= _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name or ".".join(at))))
-        sizes = {file.name: StoredFile(size=file.stat().st_size) for file in sorted(out.iterdir())}
-        (out / METADATA).write_bytes(_metadata(tensors, objects, sizes))
+        (out / METADATA).write_bytes(_metadata(tensors, objects))
         out.rename(target)
 
 
@@ -124,20 +123,13 @@ def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]
     return places
 
 
-def _metadata(
-    tensors: Mapping[str, StoredTensor], objects: Mapping[str, ByteRange], files: Mapping[str, StoredFile]
-) -> bytes:
-    columns = StoredTensors.of({key: _with_sums(tensor) for key, tensor in tensors.items()}, files)
-    places = [chunk.place for key in columns for chunk in tensors[key].chunks]
-    starts, nbytes = (np.array([getattr(place, name) for place in places], "<i8") for name in ("start", "nbytes"))
-    return encode_dcp_metadata(columns, objects, list(files), (starts, nbytes), {})
-
-
-def _with_sums(tensor: StoredTensor) -> StoredTensor:
-    """The tensor with zeros as checksums: columns need them, but `.metadata` has none."""
-
-    def summed(chunk: StoredChunk) -> StoredChunk:
-        pieces = max(1, -(-chunk.box.numel * tensor.dtype.itemsize // PIECE_BYTES))
-        return dataclasses.replace(chunk, place=dataclasses.replace(chunk.place, pieces=(0,) * pieces))
-
-    return dataclasses.replace(tensor, chunks=tuple(map(summed, tensor.chunks)))
+def _metadata(tensors: Mapping[str, StoredTensor], objects: Mapping[str, ByteRange]) -> bytes:
+    """The `.metadata` of these tensors and objects."""
+    stored: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key in objects}
+    places = {dcp.MetadataIndex(key): place for key, place in objects.items()}
+    for key, tensor in tensors.items():
+        chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
+        stored[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), Size(tensor.shape), chunks)
+        places |= {dcp.MetadataIndex(key, Size(chunk.box.offsets)): chunk.place for chunk in tensor.chunks}
+    storage = {index: _StorageInfo(place.file, place.start, place.nbytes) for index, place in places.items()}
+    return pickle.dumps(dcp.Metadata(stored, planner_data={key: (key,) for key in stored}, storage_data=storage))

@@ -22,7 +22,6 @@ from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 _SMALL_BYTES = 256 << 10
 _BUFFER_BYTES = 4 << 20
-_UNKNOWN_CRC = 0  # in the archive of a large tensor, whose checksums are in the manifest
 
 
 class Placed(NamedTuple):
@@ -86,20 +85,21 @@ class DataFileWriter:
     def _tensor(self, hasher: Hasher, key: str, values: Tensor) -> Iterator[memoryview]:
         """The archive of a tensor, preceded by zeros that align its values."""
         framing = frame_tensor(values.dtype, tuple(values.shape))
-        gap = -(self._position + len(framing.header)) % ALIGNMENT
+        gap = -(self._position + len(framing.before)) % ALIGNMENT
         start = self._position + gap
-        values_start = start + len(framing.header)
-        self._gathered += bytes(gap) + framing.header
+        values_start = start + len(framing.before)
         if values.numel() * values.element_size() <= _SMALL_BYTES:
             view = bytes_view(values if is_plain_memory(values) else contiguous(values))
             sums = [crc32(view)]
-            self._gathered += b"".join((view, framing.trailer(sums[0])))
+            before, after = framing.with_sum(sums[0])
+            self._gathered += b"".join((bytes(gap), before, view, after))
         else:
+            self._gathered += bytes(gap) + framing.before
             yield from self._flushed()
             hashed = PieceSums()
             yield from self._large(hasher, values, hashed)
             sums = hashed.pieces  # complete once the hasher has ended
-            self._gathered += framing.trailer(_UNKNOWN_CRC)
+            self._gathered += framing.after
         self.placed.append(Placed(key, start, self._position, values_start, sums))
         yield from self._flushed(_BUFFER_BYTES)
 

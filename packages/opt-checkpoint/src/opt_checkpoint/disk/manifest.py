@@ -24,7 +24,9 @@ _ANY_FIRST_LINE = re.compile(rb"opt-checkpoint manifest (\d{1,9})\n")
 
 def encode_manifest(index: CheckpointIndex) -> bytes:
     """Encode a manifest as the bytes of its file."""
-    tensors = StoredTensors.of(index.tensors, index.files)
+    tensors = index.tensors
+    if not isinstance(tensors, StoredTensors):
+        raise TypeError("a manifest is made from columns")
     paths = index.details.get(PATHS) or {}
     unusual = {key: path for key, path in paths.items() if not is_usual(path)}
     header = {

@@ -18,7 +18,7 @@ import torch
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.disk.checksums import PIECE_BYTES
 from opt_checkpoint.disk.columns import Array
-from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
+from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import MAX_DIMS, ByteRange, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError
 
@@ -69,32 +69,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._set(**state)  # checked where they were read
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]) -> StoredTensors:
-        """The columns of tensors, sorted by key; every chunk must have its checksums."""
-        if isinstance(tensors, StoredTensors):
-            return tensors
-        listed = sorted(tensors.items())
-        chunks = [chunk for _, tensor in listed for chunk in tensor.chunks]
-        dtypes = sorted({dtype_name(tensor.dtype) for _, tensor in listed})
-        numbers = {name: number for number, name in enumerate(files)}
-        axes = max((len(tensor.shape) for _, tensor in listed), default=0)
-        keys = [key.encode("utf-8", "surrogatepass") for key, _ in listed]
-        columns = {
-            "keys": np.frombuffer(b"".join(keys), "|u1"),
-            "key_bytes": np.array([len(key) for key in keys], "<u4"),
-            "dtype": np.array([dtypes.index(dtype_name(tensor.dtype)) for _, tensor in listed], "|u1"),
-            "ndim": np.array([len(tensor.shape) for _, tensor in listed], "|u1"),
-            "shape": _rows([tensor.shape for _, tensor in listed], axes, 1),
-            "chunks": np.array([len(tensor.chunks) for _, tensor in listed], "<i8"),
-            "offsets": _rows([chunk.box.offsets for chunk in chunks], axes, 0),
-            "sizes": _rows([chunk.box.sizes for chunk in chunks], axes, 1),
-            "file": np.array([numbers[chunk.place.file] for chunk in chunks], "<u4"),
-            "start": np.array([chunk.place.start for chunk in chunks], "<i8"),
-            "sums": np.array([s for chunk in chunks for s in chunk.place.pieces or (chunk.place.crc,)], "<u4"),
-        }
-        return cls(columns, tuple(dtypes), files)
 
     def _check(self) -> None:
         c, tensors, chunks = self.columns, len(self.columns["ndim"]), len(self.columns["start"])
@@ -213,14 +187,6 @@ def _place(file: str, start: int, nbytes: int, sums: list[int]) -> ByteRange:
     if len(sums) == 1:
         return ByteRange(file=file, start=start, nbytes=nbytes, crc=sums[0])
     return ByteRange(file=file, start=start, nbytes=nbytes, pieces=tuple(sums))
-
-
-def _rows(values: list[tuple[int, ...]], axes: int, fill: int) -> Array:
-    """Tuples of up to `axes` integers as rows of one array."""
-    rows = np.full((len(values), axes), fill, "<i8")
-    for number, value in enumerate(values):
-        rows[number, : len(value)] = value
-    return rows
 
 
 def _require(holds: bool, problem: str) -> None:

@@ -5,8 +5,8 @@ microseconds instead of torch's two hundred, streams values directly from their 
 that a part of a chunk can be read.
 
 Layout: `data.pkl`, `byteorder`, `version`, then the values as `data/0`, then the zip directory. The values' checksum
-is in the descriptor and the directory after them, as the zip format allows. torch never compares it; that of a large
-tensor is 0, because it is not known yet when the directory is written.
+is in the headers before and after them. torch never compares it; that of a large tensor is 0, because it is not known
+yet when the header is written.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -24,83 +24,50 @@ from opt_checkpoint.disk.dtype_names import dtype_name, storage_class
 from opt_checkpoint.state.sharded import Shape
 
 _LIMIT_32 = 0xFFFFFFFF
-_WITH_DESCRIPTOR = 0x0008
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
 _ROOT = b"archive/"
-_SUM_IN_DESCRIPTOR, _SUM_IN_DIRECTORY = 4, 16  # position of the checksum in them
+_SUM_IN_HEADER, _SUM_IN_DIRECTORY = 14, 16  # position of the checksum in them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One file of a zip archive, stored uncompressed."""
+class _Entry(NamedTuple):
+    """One file of a zip archive, stored uncompressed, that begins at `position`."""
 
     name: bytes
     size: int
     crc: int
     position: int
 
-    def local_header(self, *, descriptor: bool) -> bytes:
-        """The header before the bytes of the file."""
+    def headers(self) -> tuple[bytes, bytes]:
+        """The header before the bytes of the file, and its entry in the directory at the end of the archive."""
         wide = self.size >= _LIMIT_32
-        size = _LIMIT_32 if wide else self.size
+        size, version = (_LIMIT_32, 45) if wide else (self.size, 20)
         extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if wide else b""
-        flags = _WITH_DESCRIPTOR if descriptor else 0
-        head = struct.pack(
-            "<IHHHHHIIIHH",
-            0x04034B50,
-            45 if wide else 20,
-            flags,
-            0,
-            0,
-            _DOS_DATE,
-            self.crc,
-            size,
-            size,
-            len(self.name),
-            len(extra),
+        common = struct.pack(
+            "<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, self.crc, size, size, len(self.name), len(extra)
         )
-        return head + self.name + extra
-
-    def descriptor(self) -> bytes:
-        """The descriptor after the bytes of a file whose checksum was not known before."""
-        form = "<IIQQ" if self.size >= _LIMIT_32 else "<IIII"
-        return struct.pack(form, 0x08074B50, self.crc, self.size, self.size)
-
-    def directory_header(self, *, descriptor: bool) -> bytes:
-        """The file's entry in the directory at the end of the archive."""
-        wide = self.size >= _LIMIT_32
-        size = _LIMIT_32 if wide else self.size
-        extra = struct.pack("<HHQQ", 1, 16, self.size, self.size) if wide else b""
-        flags = _WITH_DESCRIPTOR if descriptor else 0
-        version = 45 if wide else 20
-        head = struct.pack(
-            "<IHHHHHHIIIHHHHHII",
-            0x02014B50, version, version, flags, 0, 0, _DOS_DATE, self.crc, size, size,
-            len(self.name), len(extra), 0, 0, 0, 0, self.position,
-        )  # fmt: skip
-        return head + self.name + extra
+        before = struct.pack("<I", 0x04034B50) + common + self.name + extra
+        listed = struct.pack("<IH", 0x02014B50, version) + common + struct.pack("<HHHII", 0, 0, 0, 0, self.position)
+        return before, listed + self.name + extra
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Framing:
-    """The bytes around one tensor's values.
+class Framing(NamedTuple):
+    """The bytes around one tensor's values, if their checksum is 0.
 
     Args:
-        header: the bytes before them.
-        before_sum: the bytes after them, up to their checksum in the descriptor.
-        between_sums: the bytes from there to their checksum in the directory.
-        after_sum: the remaining bytes.
+        before: the bytes before them.
+        after: the bytes after them.
+        sums: the position of their checksum in both.
     """
 
-    header: bytes
-    before_sum: bytes
-    between_sums: bytes
-    after_sum: bytes
+    before: bytes
+    after: bytes
+    sums: tuple[int, int]
 
-    def trailer(self, crc: int) -> bytes:
-        """The bytes after the values, which include their CRC-32."""
-        raw = crc.to_bytes(4, "little")
-        return b"".join((self.before_sum, raw, self.between_sums, raw, self.after_sum))
+    def with_sum(self, crc: int) -> tuple[bytes, bytes]:
+        """The bytes before and after values with this CRC-32."""
+        raw, (first, second) = crc.to_bytes(4, "little"), self.sums
+        before = b"".join((self.before[:first], raw, self.before[first + 4 :]))
+        return before, b"".join((self.after[:second], raw, self.after[second + 4 :]))
 
 
 def _end_of_directory(count: int, size: int, start: int) -> bytes:
@@ -120,25 +87,17 @@ def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
         dtype: its dtype.
         shape: its shape.
     """
-    header, entries = b"", []
+    before, directory, nbytes = b"", b"", math.prod(shape) * dtype.itemsize
     files = ((b"data.pkl", pickle_tensor(dtype, shape)), (b"byteorder", b"little"), (b"version", b"3\n"))
     for name, content in files:
-        entry = Entry(name=_ROOT + name, size=len(content), crc=zlib.crc32(content), position=len(header))
-        entries.append(entry)
-        header += entry.local_header(descriptor=False) + content
-    values = Entry(name=_ROOT + b"data/0", size=math.prod(shape) * dtype.itemsize, crc=0, position=len(header))
-    header += values.local_header(descriptor=True)
-    descriptor = values.descriptor()
-    small = b"".join(entry.directory_header(descriptor=False) for entry in entries)
-    directory = small + values.directory_header(descriptor=True)
-    end = _end_of_directory(len(entries) + 1, len(directory), len(header) + values.size + len(descriptor))
-    trailer, second = descriptor + directory + end, len(descriptor) + len(small) + _SUM_IN_DIRECTORY
-    return Framing(
-        header=header,
-        before_sum=trailer[:_SUM_IN_DESCRIPTOR],
-        between_sums=trailer[_SUM_IN_DESCRIPTOR + 4 : second],
-        after_sum=trailer[second + 4 :],
-    )
+        entry = _Entry(_ROOT + name, len(content), zlib.crc32(content), len(before))
+        header, listed = entry.headers()
+        before, directory = before + header + content, directory + listed
+    header, listed = _Entry(_ROOT + b"data/0", nbytes, 0, len(before)).headers()
+    sums = len(before) + _SUM_IN_HEADER, len(directory) + _SUM_IN_DIRECTORY
+    before, directory = before + header, directory + listed
+    end = _end_of_directory(len(files) + 1, len(directory), len(before) + nbytes)
+    return Framing(before, directory + end, sums)
 
 
 def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
