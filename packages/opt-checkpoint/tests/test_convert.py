@@ -160,7 +160,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def test_ls_says_what_is_whole_and_what_is_not(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (steps / f"step-3.tmp-{'0' * 32}").mkdir()
+    (steps / f".opt-checkpoint-tmp-{'0' * 32}").mkdir()
     (steps / "other").mkdir()
     (steps / "step-2" / "__1_0.distcp").unlink()
     code, text = run(capsys, "ls", steps)
@@ -168,7 +168,7 @@ def test_ls_says_what_is_whole_and_what_is_not(steps: Path, capsys: pytest.Captu
     assert code == 0
     assert "committed" in lines["step-1"]
     assert "damaged: __1_0.distcp" in lines["step-2"]
-    assert "temporary directory" in lines[f"step-3.tmp-{'0' * 32}"]
+    assert "temporary directory" in lines[f".opt-checkpoint-tmp-{'0' * 32}"]
     assert "not a complete checkpoint" in lines["other"]
 
 
@@ -340,7 +340,7 @@ def test_a_file_stays_until_its_successor_is_whole(
 def test_gc_removes_only_directories_without_a_writer_and_only_on_request(
     steps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old, new = steps / f"step-3.tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"
+    old, new = steps / f".opt-checkpoint-tmp-{'a' * 32}", steps / f".opt-checkpoint-tmp-{'b' * 32}"
     for folder in (old, new):
         folder.mkdir()
     os.utime(old, (0, 0))

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint import ShardedObject, ShardedTensor, read_index, sharded_like
 from opt_checkpoint.disk.dcp_metadata import read_dcp_index
+from opt_checkpoint.store import store_at
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
 
@@ -77,7 +78,7 @@ def test_it_equals_what_the_classes_of_dcp_pickle(tmp_path: Path) -> None:
 
 def test_our_own_reader_of_foreign_metadata_reads_it(tmp_path: Path) -> None:
     save_as_ranks([state_of(rank) for rank in range(2)], tmp_path / "x")
-    index, foreign = read_index(tmp_path / "x"), read_dcp_index(tmp_path / "x")
+    index, foreign = read_index(tmp_path / "x"), read_dcp_index(tmp_path / "x", store_at(tmp_path / "x").sizes())
     assert foreign.objects.keys() - {"nested.0.lr"} == index.objects.keys()
     assert {k: (t.shape, t.dtype) for k, t in foreign.tensors.items()} == {
         k: (t.shape, t.dtype) for k, t in index.tensors.items()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint import CheckpointingException, NameRule, megatron_gpt2_names, megatron_llama_names
-from opt_checkpoint.convert.name_boxes import Described, to_ours, to_theirs
+from opt_checkpoint.convert.name_boxes import Described, Piece, to_ours, to_theirs
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Described]:
@@ -25,10 +25,16 @@ def exported(rules: Sequence[NameRule], ours: Mapping[str, Tensor]) -> dict[str,
     for key, pieces in mapped.pieces.items():
         for piece in pieces:
             values = ours[key][tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes))]
-            target = piece.within.of_array(theirs[piece.theirs], piece.box.sizes)
+            target = stored_part(piece, theirs)
             assert target.isnan().all()  # no element is written twice
-            target.copy_(values)
+            target.copy_(piece.within.as_stored(values))
     return theirs
+
+
+def stored_part(piece: Piece, theirs: dict[str, Tensor]) -> Tensor:
+    """The part of an external tensor that holds a piece."""
+    sizes = piece.box.sizes
+    return piece.within.region((0,) * len(sizes), sizes).of_tensor(theirs[piece.theirs])
 
 
 def numbered(*shape: int) -> Tensor:
@@ -132,7 +138,7 @@ def test_random_cuts_move_every_element_once() -> None:
         back = torch.full_like(ours["a"], torch.nan)
         for piece in to_ours([rule], described(theirs)).pieces["a"]:
             box = tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes))
-            back[box] = piece.within.of_array(theirs[piece.theirs], piece.box.sizes)
+            piece.within.as_stored(back[box]).copy_(stored_part(piece, theirs))
         assert torch.equal(back, ours["a"])
 
 

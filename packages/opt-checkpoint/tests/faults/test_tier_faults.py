@@ -48,7 +48,6 @@ def test_a_damaged_durable_tier_does_not_stop_a_whole_local_one(tmp_path: Path, 
     found = resumed(ranks, 2, tmp_path)
     assert found is not None
     assert found.tier == "local"
-    assert "is damaged" in found.passed_over[0]
     for node in (0, 1):
         shutil.rmtree(tmp_path / f"node-{node}")
     ranks.run(2, find_nothing_whole, str(tmp_path))

@@ -168,7 +168,7 @@ def test_a_step_that_another_rank_of_the_node_has_just_removed_is_not_an_error(
         manager.save(2, state_at(2, 0, 1))
     (run,) = (tmp_path / "node-0").iterdir()
     listed = local_tier.named_steps
-    monkeypatch.setattr(local_tier, "named_steps", lambda path: [(1, path / step_name(1)), *listed(path)])
+    monkeypatch.setattr(local_tier, "named_steps", lambda store: [1, *listed(store)])
     found = LocalTier(tmp_path / "node-0", run.name, keep=1, keeper_of=None).inventory()
     assert [part.step for part in found] == [2]
 

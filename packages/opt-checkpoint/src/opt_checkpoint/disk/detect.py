@@ -53,7 +53,7 @@ def read_index(path: AnyPath) -> CheckpointIndex:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory") from None
     if METADATA not in sizes:
-        raise CheckpointNotFoundError(f"{where} is not a checkpoint: no {MANIFEST} and no {METADATA} in it")
+        raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
     for name in [name for name in sizes if name.endswith(".distcp")]:
         start = bytearray(min(max(0, sizes[name]), len(FILE_MARK)))
         store.read_into(name, 0, memoryview(start))

@@ -243,17 +243,21 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             if self._saver is not None:
                 self._saver.close()
 
-    def latest(self) -> int | None:
+    def latest(self, *, at_most: int | None = None) -> int | None:
         """The highest committed step, as seen by rank 0; None if there never was one.
 
         Steps that the run has abandoned are left out, and so are those that a load has found damaged. Nothing is
         verified: `load` does that.
 
+        Args:
+            at_most: steps with a higher number are ignored.
+
         Raises:
-            CheckpointCorruptError: there are checkpoints, but all are damaged.
+            CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             CheckpointFailedError: the directory cannot be read.
         """
-        return agreed(self._ranks, lambda: self.series.newest(self._damaged), f"listing {self.directory}")
+        look = lambda: self.series.newest(self._damaged, at_most=at_most)
+        return agreed(self._ranks, look, f"listing {self.directory}")
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order."""

@@ -122,7 +122,7 @@ class Series:
             at_most: steps with a higher number are ignored.
 
         Raises:
-            CheckpointCorruptError: there are checkpoints, but all are damaged.
+            CheckpointCorruptError: without `at_most`: there are checkpoints, but all are damaged.
             OSError: as `is_committed`.
         """
         bad, gone = [], self.abandoned()
@@ -133,7 +133,7 @@ class Series:
                 if step not in damaged:
                     return step
                 bad.append(step_name(step))
-        if bad:
+        if bad and at_most is None:
             raise CheckpointCorruptError(
                 f"every checkpoint in {self.directory} is damaged: {', '.join(bad)}; verify them, or move them away to "
                 f"start from the beginning"

@@ -164,9 +164,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         saver.start(state, tier.place(step, self._ranks.rank), lambda s: self._write_local(saver.ranks, tier, s, step))
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
-            series = self._durable.series
-            look = lambda: series.newest(at_most=step) or 0
-            self._last_durable = agreed(self._ranks, look, f"listing {series.directory}")
+            self._last_durable = self._durable.latest(at_most=step) or 0
         if step - self._last_durable < self._durable_every:
             return False
         self._durable.save(step, state)
