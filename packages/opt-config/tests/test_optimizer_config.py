@@ -11,211 +11,105 @@ from opt_config import AdamOptimizerConfig, ConfigError, OptimizerConfig, SGDOpt
 
 # Megatron-Core 0.19.2, in its order, with the later default of muon_tp_mode; muon_use_syrk is newer.
 SPEC: dict[str, object] = {
-    "lr": None,
-    "min_lr": None,
-    "decoupled_lr": None,
-    "decoupled_min_lr": None,
-    "weight_decay": 0.01,
-    "apply_wd_to_qk_layernorm": False,
-    "fp8_recipe": None,
-    "fp16": False,
-    "bf16": False,
-    "reuse_grad_buf_for_mxfp8_param_ag": False,
-    "params_dtype": torch.float32,
-    "use_precision_aware_optimizer": False,
-    "store_param_remainders": True,
-    "main_grads_dtype": torch.float32,
-    "main_params_dtype": torch.float32,
-    "exp_avg_dtype": torch.float32,
-    "exp_avg_sq_dtype": torch.float32,
-    "optimizer": "adam",
-    "loss_scale": None,
-    "initial_loss_scale": 2**32,
-    "min_loss_scale": 1.0,
-    "loss_scale_window": 1000,
-    "hysteresis": 2,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_eps": 1e-08,
-    "decoupled_weight_decay": True,
-    "sgd_momentum": 0.9,
-    "muon_momentum": 0.95,
-    "muon_split_qkv": True,
-    "muon_nesterov": False,
-    "muon_scale_mode": "spectral",
-    "muon_fp32_matmul_prec": "medium",
-    "muon_coefficient_type": "quintic",
-    "muon_num_ns_steps": 5,
-    "muon_tp_mode": "duplicated",
-    "muon_extra_scale_factor": 1.0,
-    "muon_scalar_optimizer": "adam",
-    "lion_beta1": 0.95,
-    "lion_beta2": 0.98,
-    "soap_shampoo_beta": 0.95,
-    "soap_precondition_frequency": 1,
-    "soap_use_kl_shampoo": True,
-    "adaptive_muon_moment2_method": "adamuon",
-    "adaptive_muon_beta2": 0.95,
-    "adaptive_muon_eps": 1e-08,
-    "use_distributed_optimizer": False,
-    "use_layer_wise_distributed_optimizer": False,
-    "overlap_param_gather": False,
-    "overlap_param_gather_with_optimizer_step": False,
-    "optimizer_cpu_offload": False,
-    "optimizer_offload_fraction": 0.0,
-    "use_torch_optimizer_for_cpu_offload": False,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-    "pin_cpu_grads": True,
-    "pin_cpu_params": True,
-    "clip_grad": 1.0,
-    "grad_norm_skip_threshold": math.inf,
-    "log_num_zeros_in_grad": False,
-    "barrier_with_L1_time": False,
-    "timers": None,
-    "config_logger_dir": "",
-    "optimizer_cuda_graph": False,
-    "muon_use_syrk": False,
-}
+    "lr": None, "min_lr": None, "decoupled_lr": None, "decoupled_min_lr": None, "weight_decay": 0.01,
+    "apply_wd_to_qk_layernorm": False, "fp8_recipe": None, "fp16": False, "bf16": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False, "params_dtype": torch.float32,
+    "use_precision_aware_optimizer": False, "store_param_remainders": True, "main_grads_dtype": torch.float32,
+    "main_params_dtype": torch.float32, "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32,
+    "optimizer": "adam", "loss_scale": None, "initial_loss_scale": 2**32, "min_loss_scale": 1.0,
+    "loss_scale_window": 1000, "hysteresis": 2, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-08,
+    "decoupled_weight_decay": True, "sgd_momentum": 0.9, "muon_momentum": 0.95, "muon_split_qkv": True,
+    "muon_nesterov": False, "muon_scale_mode": "spectral", "muon_fp32_matmul_prec": "medium",
+    "muon_coefficient_type": "quintic", "muon_num_ns_steps": 5, "muon_tp_mode": "duplicated",
+    "muon_extra_scale_factor": 1.0, "muon_scalar_optimizer": "adam", "lion_beta1": 0.95, "lion_beta2": 0.98,
+    "soap_shampoo_beta": 0.95, "soap_precondition_frequency": 1, "soap_use_kl_shampoo": True,
+    "adaptive_muon_moment2_method": "adamuon", "adaptive_muon_beta2": 0.95, "adaptive_muon_eps": 1e-08,
+    "use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": False, "overlap_param_gather": False,
+    "overlap_param_gather_with_optimizer_step": False, "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 0.0, "use_torch_optimizer_for_cpu_offload": False,
+    "overlap_cpu_optimizer_d2h_h2d": False, "pin_cpu_grads": True, "pin_cpu_params": True, "clip_grad": 1.0,
+    "grad_norm_skip_threshold": math.inf, "log_num_zeros_in_grad": False, "barrier_with_L1_time": False,
+    "timers": None, "config_logger_dir": "", "optimizer_cuda_graph": False, "muon_use_syrk": False,
+}  # fmt: skip
 OURS: dict[str, object] = {
-    "soap_order": "paper",
-    "soap_max_precond_dim": 10000,
-    "soap_one_sided": False,
-    "soap_split_qkv": False,
-    "optimizer_options": None,
-    "muon_weight_decay_method": "decoupled",
-    "adaptive_muon_lines": "rows",
-}
+    "soap_order": "paper", "soap_max_precond_dim": 10000, "soap_one_sided": False, "soap_split_qkv": False,
+    "optimizer_options": None, "muon_weight_decay_method": "decoupled", "adaptive_muon_lines": "rows",
+}  # fmt: skip
 
-# what was given -> the whole message
-REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "both 16-bit formats": (
-        {"fp16": True, "bf16": True},
-        "OptimizerConfig: fp16=True: excludes bf16=True; set only one of them",
-    ),
-    "a beta of one": ({"adam_beta1": 1.0}, "OptimizerConfig: adam_beta1=1.0: must be in [0, 1)"),
-    "a negative beta": ({"lion_beta2": -0.1}, "OptimizerConfig: lion_beta2=-0.1: must be in [0, 1)"),
-    "eps of zero": ({"adam_eps": 0.0}, "OptimizerConfig: adam_eps=0.0: must be greater than 0 and finite"),
-    "a negative lr": ({"lr": -1e-3}, "OptimizerConfig: lr=-0.001: must be at least 0 and finite"),
-    "an infinite lr": ({"lr": math.inf}, "OptimizerConfig: lr=inf: must be at least 0 and finite"),
-    "NaN": ({"weight_decay": math.nan}, "OptimizerConfig: weight_decay=nan: must be a number"),
-    "a string for a number": ({"lr": "1e-4"}, "OptimizerConfig: lr='1e-4': must be a number or None"),
-    "a number for a bool": ({"bf16": 1}, "OptimizerConfig: bf16=1: must be True or False"),
-    "a bool for a number": ({"clip_grad": True}, "OptimizerConfig: clip_grad=True: must be a number"),
-    "a bool for a count": ({"hysteresis": True}, "OptimizerConfig: hysteresis=True: must be an int"),
-    "a float for a count": ({"hysteresis": 2.0}, "OptimizerConfig: hysteresis=2.0: must be an int"),
-    "a string for a dtype": (
-        {"params_dtype": "bfloat16"},
-        "OptimizerConfig: params_dtype='bfloat16': must be a torch.dtype; from_dict and load_config read dtypes from "
-        "strings",
-    ),
-    "a misspelt choice": (
-        {"muon_scale_mode": "spectrl"},
-        "OptimizerConfig: muon_scale_mode='spectrl': must be one of spectral, unit_rms_norm, shape_scaling, "
-        "match_rms_adamw, mup. "
-        "Did you mean spectral?",
-    ),
-    "a choice that is nowhere near": (
-        {"muon_tp_mode": "row"},
-        "OptimizerConfig: muon_tp_mode='row': must be one of blockwise, duplicated, distributed.",
-    ),
-    "a dtype that no moment has": (
-        {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.int64},
-        "OptimizerConfig: exp_avg_dtype=torch.int64: must be one of torch.float32, torch.float16, torch.bfloat16, "
-        "torch.uint8.",
-    ),
-    "narrow moments without the switch": (
-        {"exp_avg_dtype": torch.bfloat16},
-        "OptimizerConfig: exp_avg_dtype=torch.bfloat16: has no effect without use_precision_aware_optimizer; set that "
-        "too, or leave this at torch.float32",
-    ),
-    "bf16 gradients of fp32 parameters": (
-        {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16},
-        "OptimizerConfig: main_grads_dtype=torch.bfloat16: is allowed for bf16 parameters only; set bf16=True, "
-        "or leave it out",
-    ),
-    "a second moment that is not ours": (
-        {"adaptive_muon_moment2_method": "nemo"},
-        "OptimizerConfig: adaptive_muon_moment2_method='nemo': must be one of adamuon, adamuon_paper, normuon, namo. "
-        "Did you mean namo?",
-    ),
-    "a floor above the peak": (
-        {"lr": 1e-4, "min_lr": 1e-3},
-        "OptimizerConfig: min_lr=0.001: must not be above lr=0.0001",
-    ),
-    "a decoupled floor above its peak": (
-        {"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3},
-        "OptimizerConfig: decoupled_min_lr=0.001: must not be above decoupled_lr=0.0001",
-    ),
-    "a decoupled peak below the common floor": (
-        {"lr": 1e-2, "min_lr": 1e-3, "decoupled_lr": 1e-4},
-        "OptimizerConfig: decoupled_lr=0.0001: must not be below min_lr=0.001, to which the schedule would raise "
-        "it; set decoupled_min_lr",
-    ),
-    "a decoupled floor without a peak": (
-        {"decoupled_min_lr": 1e-5},
-        "OptimizerConfig: decoupled_min_lr=1e-05: has no effect without decoupled_lr; set that too, or leave this "
-        "at None",
-    ),
-    "two shardings": (
-        {"use_distributed_optimizer": True, "use_layer_wise_distributed_optimizer": True},
-        "OptimizerConfig: use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which "
-        "also shards the state; set only one of them",
-    ),
-    "overlap of nothing": (
+NARROW: dict[str, object] = {"use_precision_aware_optimizer": True}
+WHOLE: dict[str, object] = {"use_layer_wise_distributed_optimizer": True}
+FLAT: dict[str, object] = {"use_distributed_optimizer": True}
+WITH_STEP: dict[str, object] = {"overlap_param_gather_with_optimizer_step": True}
+# what was given, and how the message begins after "OptimizerConfig: "
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"fp16": True, "bf16": True}, "fp16=True: excludes bf16=True; set only one of them"),
+    ({"adam_beta1": 1.0}, "adam_beta1=1.0: must be in [0, 1)"),
+    ({"lion_beta2": -0.1}, "lion_beta2=-0.1: must be in [0, 1)"),
+    ({"adam_eps": 0.0}, "adam_eps=0.0: must be greater than 0 and finite"),
+    ({"lr": -1e-3}, "lr=-0.001: must be at least 0 and finite"),
+    ({"lr": math.inf}, "lr=inf: must be at least 0 and finite"),
+    ({"weight_decay": math.nan}, "weight_decay=nan: must be a number"),
+    ({"lr": "1e-4"}, "lr='1e-4': must be a number or None"),
+    ({"bf16": 1}, "bf16=1: must be True or False"),
+    ({"clip_grad": True}, "clip_grad=True: must be a number"),
+    ({"hysteresis": True}, "hysteresis=True: must be an int"),
+    ({"hysteresis": 2.0}, "hysteresis=2.0: must be an int"),
+    ({"params_dtype": "bfloat16"}, "params_dtype='bfloat16': must be a torch.dtype; from_dict and load_config read"),
+    ({"exp_avg_dtype": "int8"}, "exp_avg_dtype='int8': must be a torch.dtype; for int8 codes with a scale per block"),
+    ({"muon_scale_mode": "spectrl"}, "muon_scale_mode='spectrl': must be one of spectral, unit_rms_norm, shape_scal"),
+    ({"muon_tp_mode": "row"}, "muon_tp_mode='row': must be one of blockwise, duplicated, distributed."),
+    (NARROW | {"exp_avg_dtype": torch.int64}, "exp_avg_dtype=torch.int64: must be one of torch.float32, torch.float16"),
+    ({"exp_avg_dtype": torch.bfloat16}, "exp_avg_dtype=torch.bfloat16: has no effect without use_precision_aware_opti"),
+    (NARROW | {"main_grads_dtype": torch.bfloat16}, "main_grads_dtype=torch.bfloat16: is allowed for bf16 parameters"),
+    ({"adaptive_muon_moment2_method": "nemo"}, "adaptive_muon_moment2_method='nemo': must be one of adamuon, adamuon_"),
+    ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr=0.001: must not be above lr=0.0001"),
+    ({"decoupled_lr": 1e-4, "decoupled_min_lr": 1e-3}, "decoupled_min_lr=0.001: must not be above decoupled_lr=0.0001"),
+    ({"lr": 1e-2, "min_lr": 1e-3, "decoupled_lr": 1e-4}, "decoupled_lr=0.0001: must not be below min_lr=0.001, to wh"),
+    ({"decoupled_min_lr": 1e-5}, "decoupled_min_lr=1e-05: has no effect without decoupled_lr; set that too, or leave"),
+    (FLAT | WHOLE, "use_distributed_optimizer=True: excludes use_layer_wise_distributed_optimizer, which also shards"),
+    (
         {"overlap_param_gather": True},
-        "OptimizerConfig: overlap_param_gather=True: needs sharded state; set use_distributed_optimizer or "
-        "use_layer_wise_distributed_optimizer",
+        "overlap_param_gather=True: needs sharded state; set use_distributed_optimizer or",
     ),
-    "overlap with the step alone": (
-        {"use_distributed_optimizer": True, "overlap_param_gather_with_optimizer_step": True},
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: has no effect without overlap_param_gather; "
-        "set that too, or leave this at False",
+    (
+        FLAT | WITH_STEP,
+        "overlap_param_gather_with_optimizer_step=True: has no effect without overlap_param_gather; set",
     ),
-    "overlap with the step of whole matrices": (
-        {
-            "use_layer_wise_distributed_optimizer": True,
-            "overlap_param_gather": True,
-            "overlap_param_gather_with_optimizer_step": True,
-        },
-        "OptimizerConfig: overlap_param_gather_with_optimizer_step=True: needs use_distributed_optimizer; layer-wise "
-        "sharding already gathers bucket by bucket",
+    (
+        WHOLE | WITH_STEP | {"overlap_param_gather": True},
+        "overlap_param_gather_with_optimizer_step=True: needs use_distributed_optimizer; layer-wise sharding already",
     ),
-    "a dtype against its flag": (
-        {"bf16": True, "params_dtype": torch.float16},
-        "OptimizerConfig: params_dtype=torch.float16: contradicts bf16=True; leave it out or set torch.bfloat16",
-    ),
-    "fp16 without loss scaling": (
-        {"params_dtype": torch.float16},
-        "OptimizerConfig: params_dtype=torch.float16: needs loss scaling; set fp16=True",
-    ),
-    "a dynamic loss scale in bf16": (
+    ({"bf16": True, "params_dtype": torch.float16}, "params_dtype=torch.float16: contradicts bf16=True; leave it out"),
+    ({"params_dtype": torch.float16}, "params_dtype=torch.float16: needs loss scaling; set fp16=True"),
+    (
         {"bf16": True, "hysteresis": 4},
-        "OptimizerConfig: hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True; set that, or "
-        "leave it at 2",
+        "hysteresis=4: has no effect: the loss scale is dynamic only with fp16=True; set",
     ),
-    "adamw without decoupled decay": (
-        {"optimizer": "adamw", "decoupled_weight_decay": False},
-        "OptimizerConfig: decoupled_weight_decay=False: contradicts optimizer='adamw', which decouples it; set "
-        "optimizer='adam' to add it to the gradient",
+    (
+        {"optimizer": "AdamW", "decoupled_weight_decay": False},
+        "decoupled_weight_decay=False: contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add",
     ),
-    "a scale that cannot back off": (
-        {"initial_loss_scale": 1.0, "min_loss_scale": 2.0},
-        "OptimizerConfig: min_loss_scale=2.0: must not be above initial_loss_scale=1.0",
+    ({"initial_loss_scale": 1.0, "min_loss_scale": 2.0}, "min_loss_scale=2.0: must not be above initial_loss_scale=1"),
+    ({"optimizer": ""}, "optimizer='': must be the name of a rule, such as adam, sgd or muon"),
+    ({"optimizer": torch.optim.Adam}, f"optimizer={torch.optim.Adam!r}: must be a string"),
+    ({"timers": "on"}, "timers='on': must be a callable or None"),
+    ({"muon_num_ns_steps": 0}, "muon_num_ns_steps=0: must be at least 1 and finite"),
+    ({"pin_cpu_params": False}, "pin_cpu_params=False: has no effect without optimizer_cpu_offload; set that too, or"),
+    ({"optimizer_cpu_offload": True}, "optimizer_offload_fraction=0.0: offloads nothing; set it in (0, 1], or set"),
+    # Names of other libraries are answered with ours.
+    ({"optim_bits": 8}, "optim_bits=8: unknown field; set use_precision_aware_optimizer=True with exp_avg_dtype"),
+    ({"betas": (0.9, 0.95)}, "betas=(0.9, 0.95): unknown field; set adam_beta1 and adam_beta2."),
+    ({"fused": True}, "fused=True: unknown field; steps are always fused; leave it out."),
+    (
+        {"zero_stage": 1},
+        "zero_stage=1: unknown field; set use_distributed_optimizer=True for stage 1; for stages 2 and",
     ),
-    "a name that is none": (
-        {"optimizer": ""},
-        "OptimizerConfig: optimizer='': must be the name of a rule, such as adam, sgd or muon",
+    (
+        {"overlap_grad_reduce": True},
+        "overlap_grad_reduce=True: unknown field; set it in DistributedDataParallelConfig.",
     ),
-    "an optimizer that is not a name": (
-        {"optimizer": torch.optim.Adam},
-        f"OptimizerConfig: optimizer={torch.optim.Adam!r}: must be a string",
-    ),
-    "timers that cannot be called": ({"timers": "on"}, "OptimizerConfig: timers='on': must be a callable or None"),
-    "no Newton-Schulz step": (
-        {"muon_num_ns_steps": 0},
-        "OptimizerConfig: muon_num_ns_steps=0: must be at least 1 and finite",
-    ),
-}
+    ({"lr_decay_style": "cosine"}, "lr_decay_style='cosine': unknown field; opt_scheduler.OptimizerParamScheduler tak"),
+]
 
 
 def test_fields_order_and_defaults_are_megatron_cores():
@@ -231,15 +125,15 @@ def test_fields_may_be_given_by_position():
 
 
 def test_adamw_is_adam_with_decoupled_decay():
-    assert OptimizerConfig(optimizer="adamw") == OptimizerConfig(optimizer="adam")
+    assert OptimizerConfig(optimizer="adamw") == OptimizerConfig(optimizer="AdamW") == OptimizerConfig(optimizer="adam")
     assert OptimizerConfig.from_dict({"optimizer": "adamw"}).optimizer == "adam"
 
 
-@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda value: str(value)[:50])
 def test_a_bad_configuration_is_refused_with_its_message(given, message):
     with pytest.raises(ConfigError) as caught:
         OptimizerConfig(**given)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(f"OptimizerConfig: {message}")
 
 
 def test_all_problems_are_reported_at_once():
@@ -309,20 +203,3 @@ def test_dataclass_tools_work_and_check():
     assert config == OptimizerConfig(lr=2e-3)
     with pytest.raises(ConfigError):
         dataclasses.replace(config, min_lr=1.0)
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("optim_bits", "set use_precision_aware_optimizer=True with exp_avg_dtype"),
-        ("betas", "set adam_beta1 and adam_beta2."),
-        ("fused", "steps are always fused; leave it out."),
-        ("zero_stage", "set use_distributed_optimizer=True for stage 1; for stages 2 and 3, shard the model"),
-        ("overlap_grad_reduce", "set it in DistributedDataParallelConfig."),
-        ("lr_decay_style", "opt_scheduler.OptimizerParamScheduler takes it."),
-    ],
-)
-def test_names_of_other_libraries_are_answered_with_ours(name, answer):
-    with pytest.raises(ConfigError) as caught:
-        OptimizerConfig(**{name: 1})
-    assert str(caught.value).startswith(f"OptimizerConfig: {name}=1: unknown field; {answer}")
