@@ -48,20 +48,15 @@ def test_keys_that_lead_to_one_override_share_a_group():
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        pytest.param({"lr": 0.5, "min_lr": 0.1}, {"max_lr": 0.5, "min_lr": 0.1, "lr": 0.5}, id="rates"),
-        pytest.param({"weight_decay": 0.3}, {"start_wd": 0.3, "end_wd": 0.3, "weight_decay": 0.3}, id="weight decay"),
-        pytest.param({"adam_beta2": 0.95}, {"betas": (0.9, 0.95)}, id="Adam's betas"),
-        pytest.param({"adam_eps": 1e-6}, {"eps": 1e-6}, id="eps"),
-        pytest.param(
-            {"optimizer": "sgd", "sgd_momentum": 0.5}, {"optimizer": "sgd", "momentum": 0.5}, id="SGD's momentum"
-        ),
-        pytest.param(
-            {"optimizer": "lion", "lion_beta1": 0.5}, {"optimizer": "lion", "betas": (0.5, 0.98)}, id="Lion's betas"
-        ),
-        pytest.param(
-            {"optimizer": "muon", "muon_momentum": 0.5}, {"optimizer": "muon", "momentum": 0.5}, id="Muon's momentum"
-        ),
+        ({"lr": 0.5, "min_lr": 0.1}, {"max_lr": 0.5, "min_lr": 0.1, "lr": 0.5}),
+        ({"weight_decay": 0.3}, {"start_wd": 0.3, "end_wd": 0.3, "weight_decay": 0.3}),
+        ({"adam_beta2": 0.95}, {"betas": (0.9, 0.95)}),
+        ({"adam_eps": 1e-6}, {"eps": 1e-6}),
+        ({"optimizer": "sgd", "sgd_momentum": 0.5}, {"optimizer": "sgd", "momentum": 0.5}),
+        ({"optimizer": "lion", "lion_beta1": 0.5}, {"optimizer": "lion", "betas": (0.5, 0.98)}),
+        ({"optimizer": "muon", "muon_momentum": 0.5}, {"optimizer": "muon", "momentum": 0.5}),
     ],
+    ids=str,
 )
 def test_of_a_configuration_what_differs_is_the_override(changes, expected):
     group = groups_of(Model(), {BIAS: dataclasses.replace(CONFIG, **changes)})["*.bias"]
@@ -84,75 +79,43 @@ def test_an_override_may_name_another_optimizer():
 
 # --- refusals -----------------------------------------------------------------------------
 
-REFUSED = {
-    "a pattern in place of a key": (
-        {"*.bias": {"wd_mult": 0.0}},
-        "config_overrides: '*.bias': must be a ParamKey; for a pattern of names, ParamKey(name=...)",
+
+def different(**changes):
+    return {BIAS: dataclasses.replace(CONFIG, **changes)}
+
+
+# how the message begins, after "config_overrides"
+REFUSED = [
+    ({"*.bias": {"wd_mult": 0.0}}, ": '*.bias': must be a ParamKey; for a pattern of names, ParamKey(name=...)"),
+    ({BIAS: 0.0}, "[*.bias]: 0.0: must be a ParamGroupOverride (a dict) or an OptimizerConfig"),
+    ({BIAS: {"lr": 1e-3}}, "[*.bias]: lr=0.001: may not be set: the schedule writes it; set max_lr, min_lr or lr_mult"),
+    ({BIAS: {"weight_decay": 0}}, "[*.bias]: weight_decay=0: may not be set: the schedule writes it; set wd_mult, or"),
+    ({BIAS: {"max_lr": -1}}, "[*.bias]: max_lr=-1: must be at least 0 and finite"),
+    ({BIAS: {"wd_mult": "0"}}, "[*.bias]: wd_mult='0': must be at least 0 and finite"),
+    ({BIAS: {"betas": (0.9, 1.5)}}, "[*.bias]: betas=(0.9, 1.5): must be a tuple of numbers in [0, 1)"),
+    ({BIAS: {"options": {"a": 1}}}, "[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: par"),
+    # A misspelt entry was put into the group, and every bias decayed.
+    (
+        {BIAS: {"wd_mul": 0}},
+        "[*.bias]: wd_mul=0: unknown entry; nothing reads it. Allowed are betas, clip_grad, end_wd",
     ),
-    "a number in place of an override": (
-        {BIAS: 0.0},
-        "config_overrides[*.bias]: 0.0: must be a ParamGroupOverride (a dict) or an OptimizerConfig",
-    ),
-    "lr": (
-        {BIAS: {"lr": 1e-3}},
-        "config_overrides[*.bias]: lr=0.001: may not be set: the schedule writes it; set max_lr, min_lr or lr_mult",
-    ),
-    "weight_decay": (
-        {BIAS: {"weight_decay": 0}},
-        "config_overrides[*.bias]: weight_decay=0: may not be set: the schedule writes it; set wd_mult, or start_wd "
-        "and end_wd",
-    ),
-    "a negative rate": ({BIAS: {"max_lr": -1}}, "config_overrides[*.bias]: max_lr=-1: must be at least 0 and finite"),
-    "a string for a number": (
-        {BIAS: {"wd_mult": "0"}},
-        "config_overrides[*.bias]: wd_mult='0': must be at least 0 and finite",
-    ),
-    "betas above one": (
-        {BIAS: {"betas": (0.9, 1.5)}},
-        "config_overrides[*.bias]: betas=(0.9, 1.5): must be a tuple of numbers in [0, 1)",
-    ),
-    "a dict as an entry": (
-        {BIAS: {"options": {"a": 1}}},
-        "config_overrides[*.bias]: options={'a': 1}: must be a number, a string or a tuple of these: parameters share "
-        "a group when all their entries are equal",
-    ),
-    "a misspelt entry": (
-        {BIAS: {"wd_mul": 0}},  # was put into the group, and every bias decayed
-        "config_overrides[*.bias]: wd_mul=0: unknown entry; nothing reads it. Allowed are betas, clip_grad, end_wd, "
-        "eps, is_decoupled_lr, lr_mult, max_lr, min_lr, momentum, optimizer, start_wd, wd_mult. Did you mean wd_mult "
-        "or lr_mult? For an entry that your own code reads, pass extra_group_keys=('wd_mul',)",
-    ),
-    "an optimizer that is not a name": (
-        {BIAS: {"optimizer": torch.optim.SGD}},
-        f"config_overrides[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule",
-    ),
-    "a field that is one for all": (
-        {BIAS: dataclasses.replace(CONFIG, clip_grad=2.0)},
-        "config_overrides[*.bias]: clip_grad=2.0 differs from 1.0 in the main configuration; an override with adam "
-        "may change only lr, min_lr, weight_decay, optimizer, adam_beta1, adam_beta2, adam_eps; derive it from the "
-        "main configuration by dataclasses.replace(config, ...)",
-    ),
-    "a number that the rule does not read": (
-        {BIAS: dataclasses.replace(CONFIG, optimizer="sgd", adam_eps=1.0)},
-        "config_overrides[*.bias]: adam_eps=1.0 differs from 1e-08 in the main configuration; an override with sgd "
-        "may change only lr, min_lr, weight_decay, optimizer, sgd_momentum; derive it from the main configuration by "
-        "dataclasses.replace(config, ...)",
-    ),
-    "patterns that match nothing": (
+    ({BIAS: {"wd_mul": None}}, "[*.bias]: wd_mul=None: unknown entry"),
+    ({BIAS: {"optimizer": torch.optim.SGD}}, f"[*.bias]: optimizer={torch.optim.SGD!r}: must be the name of a rule"),
+    (different(clip_grad=2.0), "[*.bias]: clip_grad=2.0 differs from 1.0 in the main configuration; an override with"),
+    (different(optimizer="sgd", adam_eps=1.0), "[*.bias]: adam_eps=1.0 differs from 1e-08 in the main configuration"),
+    (
         {ParamKey(name="*.biass"): {"wd_mult": 0.0}, ParamKey(attr="is_embeding_parameter"): {"max_lr": 1.0}},
-        "config_overrides[*.biass]: matches no parameter. Did you mean *.bias?\n"
-        "config_overrides[is_embeding_parameter]: matches no parameter. Did you mean is_embedding_parameter "
-        "or is_embedding_or_output_parameter?\n"
-        "Correct or drop the key, or pass allow_unmatched=True.",
+        "[*.biass]: matches no parameter. Did you mean *.bias?\nconfig_overrides[is_embeding_parameter]: matches no "
+        "parameter. Did you mean is_embedding_parameter or is_embedding_or_output_parameter?\nCorrect or drop the key",
     ),
-}
+]
 
 
-@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: str(value)[:40])
 def test_a_bad_override_is_refused_with_its_message(overrides, message):
     with pytest.raises(ConfigError) as caught:
         get_param_groups([Model()], CONFIG, overrides)
-    assert str(caught.value) == message
+    assert str(caught.value).startswith(f"config_overrides{message}")
 
 
 @pytest.mark.parametrize("value", [float("nan"), torch.ones(2), torch.tensor(1.0)], ids=["NaN", "tensor", "0-d"])
@@ -168,11 +131,6 @@ def test_values_that_are_not_equal_to_themselves_are_refused(value):
 def test_a_lazy_parameter_is_refused_by_its_name():
     with pytest.raises(ConfigError, match=r"^parameter '0\.weight' is uninitialized: .*run one forward pass"):
         get_param_groups([nn.Sequential(nn.LazyLinear(3))], CONFIG, None)
-
-
-def test_a_misspelt_entry_is_refused_even_if_its_value_is_none():
-    with pytest.raises(ConfigError, match=r"config_overrides\[\*\.bias\]: wd_mul=None: unknown entry"):
-        get_param_groups([Model()], CONFIG, {BIAS: {"wd_mul": None}})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from opt_paramgroups import (
     get_mup_config_overrides,
     get_mup_overrides_by_shape,
     get_param_groups,
+    get_standard_config_overrides,
     shapes_of,
 )
 
@@ -31,83 +32,40 @@ def numbers(model, config, overrides):
     }
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [
-        pytest.param(
-            "adam",
-            {
-                HIDDEN: (1e-2 / 3, 1e-3 / 3, 1e-8 / 3),
-                OUTPUT: (1e-2 / 3, 1e-3 / 3, 1e-8 / 3),
-                EMBEDDING: (1e-2, 1e-3, None),
-                NORM: (1e-2, 1e-3, None),
-            },
-            id="adam",
-        ),
-        pytest.param(
-            "sgd",
-            {
-                HIDDEN: (1e-2, 1e-3, None),
-                OUTPUT: (1e-2, 1e-3, None),
-                EMBEDDING: (1e-2 * 3, 1e-3 * 3, None),
-                NORM: (1e-2 * 3, 1e-3 * 3, None),
-            },
-            id="sgd",
-        ),
-        pytest.param(
-            "lion",
-            {
-                HIDDEN: (1e-2 / 3, 1e-3 / 3, None),
-                OUTPUT: (1e-2 / 3, 1e-3 / 3, None),
-                EMBEDDING: (1e-2, 1e-3, None),
-                NORM: (1e-2, 1e-3, None),
-            },
-            id="lion",
-        ),
-        pytest.param(
-            "muon",
-            {
-                HIDDEN: (1e-2, 1e-3, None),
-                OUTPUT: (1e-2 / 3, 1e-3 / 3, None),
-                EMBEDDING: (1e-2, 1e-3, None),
-                NORM: (1e-2, 1e-3, None),
-            },
-            id="muon",
-        ),
-    ],
-)
-def test_rates_and_eps_by_rule(optimizer, expected):
-    overrides = get_mup_config_overrides(CONFIG, 3, optimizer)
-    found = numbers(Model(num_layers=1), CONFIG, overrides)
-    assert {name: found[name] for name in expected} == expected
+WHOLE, SMALLER, LARGER = (1e-2, 1e-3, None), (1e-2 / 3, 1e-3 / 3, None), (1e-2 * 3, 1e-3 * 3, None)
+SMALLER_EPS = (1e-2 / 3, 1e-3 / 3, 1e-8 / 3)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "expected"),
+    ("optimizer", "hidden", "output", "others"),
     [
-        pytest.param(
-            "Adam",
-            {HIDDEN: (2.5e-3, 2.5e-4, 2.5e-9), OUTPUT: (5e-3, 5e-4, 2.5e-9), EMBEDDING: (5e-3, 5e-4, None)},
-            id="adam",
-        ),
-        pytest.param(
-            "sgd",
-            {
-                HIDDEN: (1e-2, 1e-3, None),
-                OUTPUT: (5e-3, 5e-4, None),
-                EMBEDDING: (5e-3, 5e-4, None),
-                NORM: (4e-2, 4e-3, None),
-            },
-            id="sgd",
-        ),
+        ("adam", SMALLER_EPS, SMALLER_EPS, WHOLE),
+        ("sgd", WHOLE, WHOLE, LARGER),
+        ("lion", SMALLER, SMALLER, WHOLE),
+        ("muon", WHOLE, SMALLER, WHOLE),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_decoupled_rates_stay_and_only_their_eps_is_scaled(optimizer, expected):
-    from opt_paramgroups import get_standard_config_overrides
+def test_rates_and_eps_by_rule(optimizer, hidden, output, others):
+    found = numbers(Model(num_layers=1), CONFIG, get_mup_config_overrides(CONFIG, 3, optimizer))
+    assert (found[HIDDEN], found[OUTPUT], found[EMBEDDING], found[NORM]) == (hidden, output, others, others)
 
+
+DECOUPLED_RATES = (5e-3, 5e-4, None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hidden", "output", "norm"),
+    [
+        ("Adam", (2.5e-3, 2.5e-4, 2.5e-9), (5e-3, 5e-4, 2.5e-9), (1e-2, 1e-3, None)),
+        ("sgd", (1e-2, 1e-3, None), DECOUPLED_RATES, (4e-2, 4e-3, None)),
+    ],
+    ids=["adam", "sgd"],
+)
+def test_decoupled_rates_stay_and_only_their_eps_is_scaled(optimizer, hidden, output, norm):
     overrides = {**get_standard_config_overrides(DECOUPLED), **get_mup_config_overrides(DECOUPLED, 4, optimizer)}
     found = numbers(Model(num_layers=1), DECOUPLED, overrides)
-    assert {name: found[name] for name in expected} == expected
+    assert (found[HIDDEN], found[OUTPUT], found[EMBEDDING], found[NORM]) == (hidden, output, DECOUPLED_RATES, norm)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
