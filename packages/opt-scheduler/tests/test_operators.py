@@ -3,15 +3,12 @@
 import json
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opt_scheduler import (
-    FieldSchedule,
-    FieldScheduler,
     Schedule,
     ScheduleError,
     as_schedule,
@@ -36,11 +33,6 @@ FALL = linear(1.0, 0.0, steps=8)
 def triangle(step: float) -> float:
     """A function of the step as users write it."""
     return 1.0 - abs(step - 4) / 4
-
-
-def test_a_number_scales() -> None:
-    assert FALL * 0.5 == 0.5 * FALL == scale(FALL, 0.5)
-    assert scale(FALL, 0.25) == FALL / 4
 
 
 @given(st.lists(st.floats(-10, 10), min_size=3, max_size=3), st.floats(0, 20))
@@ -87,14 +79,6 @@ def test_every_combinator_takes_a_callable(build: Callable[[], Schedule], step: 
     assert build()(step) == expected
 
 
-def test_a_field_scheduler_takes_callables_numbers_and_schedules() -> None:
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "weight_decay": 0.0, "momentum": 0.0}])
-    scheduler = FieldScheduler(optimizer, {"lr": triangle, "weight_decay": 0.1, "momentum": FALL})
-    scheduler.step(2)
-    assert optimizer.param_groups == [{"lr": 0.5, "weight_decay": 0.1, "momentum": 0.75}]
-    assert FieldSchedule(field="lr", schedule=triangle).schedule == as_schedule(triangle)  # type: ignore[arg-type]
-
-
 def test_a_callable_has_a_name_and_cannot_be_rebuilt_from_it() -> None:
     plain = json.loads(json.dumps((warmup(triangle, steps=4)).to_dict()))
     assert plain["parts"][1] == {"kind": "function", "name": f"{__name__}.triangle"}
@@ -116,13 +100,6 @@ def test_a_callable_has_a_name_and_cannot_be_rebuilt_from_it() -> None:
 def test_a_callable_that_gives_no_finite_number_is_refused(function: Callable[[float], float], message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         as_schedule(function)(3)
-
-
-def test_a_callable_that_fails_at_once_is_refused_when_the_scheduler_is_built() -> None:
-    optimizer = SimpleNamespace(param_groups=[{"lr": 0.5}])
-    with pytest.raises(ScheduleError, match="must return a number"):
-        FieldScheduler(optimizer, {"lr": linear})  # type: ignore[dict-item]
-    assert optimizer.param_groups == [{"lr": 0.5}]
 
 
 @pytest.mark.parametrize("given", ["cosine", None, {"kind": "constant"}, True])

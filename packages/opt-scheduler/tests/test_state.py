@@ -103,12 +103,10 @@ class TestFlags:
         scheduler.load_state_dict(saved())
         assert scheduler.state_dict() == own | {"num_steps": 50}
 
-    def test_what_was_not_given_is_not_kept_over_the_checkpoint(self) -> None:
+    def test_what_was_not_given_is_not_kept_over_the_checkpoint_and_what_was_assigned_is(self) -> None:
         scheduler = build(**KEEP, min_lr=None)
         scheduler.load_state_dict(saved(**WSD | {"lr_decay_style": "linear"}))
         assert (scheduler.min_lr, scheduler.wsd_decay_steps, scheduler.lr_wsd_decay_style) == (0.1, 20, "exponential")
-
-    def test_what_was_assigned_later_counts_as_given(self) -> None:
         scheduler = build(**KEEP, min_lr=None)
         scheduler.min_lr = 0.3
         scheduler.load_state_dict(saved())
@@ -148,12 +146,6 @@ class TestGroupsOnLoad:
         scheduler = build(copied, max_lr=2.0, min_lr=0.2, **TAKE)
         scheduler.load_state_dict(saved(10))
         assert copied == {"max_lr": 1.0, "min_lr": 0.1, "lr": 1.0, "weight_decay": pytest.approx(0.02)}
-
-    def test_a_weight_decay_that_happens_to_be_equal_stays(self) -> None:
-        group = {"start_wd": 0.0, "end_wd": 0.0}
-        scheduler = build(group, start_wd=0.0, end_wd=0.0, **TAKE)
-        scheduler.load_state_dict(saved())
-        assert (group["start_wd"], group["end_wd"], group["weight_decay"]) == (0.0, 0.0, 0.0)
 
 
 class TestRefusedStates:
@@ -215,44 +207,28 @@ class TestOldStates:
         assert scheduler.get_lr() == pytest.approx(0.55)
 
 
-class TestFieldScheduler:
-    def build(self) -> FieldScheduler:
-        optimizer = SimpleNamespace(param_groups=[{"lr": 0.0, "momentum": 0.0}])
-        return FieldScheduler(
-            optimizer, {"lr": linear(1.0, 0.0, steps=10), "momentum": piecewise_linear((0, 0.8), (10, 0.9))}
-        )
-
-    def test_it_writes_its_fields_and_no_others(self) -> None:
-        scheduler = self.build()
-        scheduler.step(5)
-        assert scheduler.param_groups == [{"lr": 0.5, "momentum": pytest.approx(0.85)}]
-        assert (scheduler.base_lrs, scheduler.get_last_lr()) == ([1.0], [0.5])
-
-    def test_loading_sets_the_step(self) -> None:
-        scheduler, resumed = self.build(), self.build()
-        scheduler.step(5)
-        for _ in range(2):
-            resumed.load_state_dict(scheduler.state_dict())
-        assert (resumed.num_steps, resumed.param_groups) == (5, scheduler.param_groups)
-
-    @pytest.mark.parametrize(
-        ("state", "message"),
-        [
-            ({}, r"FieldScheduler: the state lacks \['num_steps'\]; it has \[\]"),
-            ({"num_steps": 1, "version": 9}, "FieldScheduler: version=9 of the state is newer than 1"),
-            ({"num_steps": -1}, "FieldScheduler: num_steps=-1 must be at least 0"),
-        ],
-        ids=["empty", "newer", "negative"],
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({}, r"FieldScheduler: the state lacks \['num_steps'\]; it has \[\]"),
+        ({"num_steps": 1, "version": 9}, "FieldScheduler: version=9 of the state is newer than 1"),
+        ({"num_steps": -1}, "FieldScheduler: num_steps=-1 must be at least 0"),
+    ],
+    ids=["empty", "newer", "negative"],
+)
+def test_a_field_scheduler_sets_the_step_and_refuses_a_bad_state(state: dict[str, Any], message: str) -> None:
+    schedules = {"lr": linear(1.0, 0.0, steps=10), "momentum": piecewise_linear((0, 0.8), (10, 0.9))}
+    first, resumed = (
+        FieldScheduler(SimpleNamespace(param_groups=[{"lr": 0.0, "momentum": 0.0}]), schedules) for _ in range(2)
     )
-    def test_a_refused_state_changes_nothing(self, state: dict[str, Any], message: str) -> None:
-        scheduler = self.build()
-        with pytest.raises(ScheduleError, match=message):
-            scheduler.load_state_dict(state)
-        assert scheduler.num_steps == 0
-
-    def test_no_schedules_are_refused(self) -> None:
-        with pytest.raises(ScheduleError, match="schedules is empty; pass at least"):
-            FieldScheduler(SimpleNamespace(param_groups=[{}]), {})
+    first.step(5)
+    assert first.param_groups == [{"lr": 0.5, "momentum": pytest.approx(0.85)}]
+    assert (first.base_lrs, first.get_last_lr()) == ([1.0], [0.5])
+    for _ in range(2):
+        resumed.load_state_dict(first.state_dict())
+    with pytest.raises(ScheduleError, match=message):
+        resumed.load_state_dict(state)
+    assert (resumed.num_steps, resumed.param_groups) == (5, first.param_groups)
 
 
 def test_a_horizon_that_the_checkpoint_changes_is_logged_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
@@ -265,16 +241,11 @@ def test_a_horizon_that_the_checkpoint_changes_is_logged_with_both_values(caplog
     assert record.getMessage().startswith("lr_decay_steps=110 of the checkpoint replaces 220")
 
 
-def test_a_checkpoint_that_agrees_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_agreement_logs_nothing_and_an_override_on_purpose_an_information(caplog: pytest.LogCaptureFixture) -> None:
     build().load_state_dict(saved(50))
     assert not caplog.records
-
-
-def test_an_override_on_purpose_is_logged_as_information(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = build(lr_decay_steps=220, **KEEP)
     with caplog.at_level("INFO", logger="opt_scheduler"):
-        scheduler.load_state_dict(saved(50))
-    assert scheduler.lr_decay_steps == 220
+        build(lr_decay_steps=220, **KEEP).load_state_dict(saved(50))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("INFO", "lr_decay_steps=220, given when the scheduler was built, replaces the checkpoint's 110")
     ]
