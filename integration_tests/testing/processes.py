@@ -73,9 +73,10 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, fresh: b
     return [result for _, result in answers]
 
 
-def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
+def run_jobs(size: int, jobs: Mapping[str, Job], *, fresh: bool = False) -> dict[str, list[Any]]:
     """Run the jobs in turn in one world. Results by job, then by rank."""
-    by_rank = run_processes(size, _all_jobs, {name: ByFile.of(job.rank_main, *job.args) for name, job in jobs.items()})
+    by_file = {name: ByFile.of(job.rank_main, *job.args) for name, job in jobs.items()}
+    by_rank = run_processes(size, _all_jobs, by_file, fresh=fresh)
     return {name: [results[name] for results in by_rank] for name in jobs}
 
 

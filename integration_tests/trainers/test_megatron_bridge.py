@@ -65,7 +65,8 @@ def train_plain(settings: dict[str, Any]) -> bridge_ranks.Trained:
 
 @pytest.fixture(scope="module")
 def of_two_ranks() -> dict[str, list[Any]]:
-    return run_jobs(2, {name: Job(bridge_ranks.trained, (settings,)) for name, settings in SETTINGS.items()})
+    jobs = {name: Job(bridge_ranks.trained, (settings,)) for name, settings in SETTINGS.items()}
+    return run_jobs(2, jobs, fresh=True)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
