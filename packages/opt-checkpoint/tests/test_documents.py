@@ -14,6 +14,7 @@ import pytest
 import torch
 from processes import RankError, run_program
 
+import opt_checkpoint
 from opt_checkpoint import load, read_index, sharded_like
 from opt_checkpoint.__main__ import main
 
@@ -66,11 +67,19 @@ def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_pat
 
 def test_the_package_imports_only_torch_and_numpy() -> None:
     """In a fresh interpreter, none of the sibling packages is imported along."""
-    code = "import sys, opt_checkpoint; print([m for m in sys.modules if m.startswith('opt_') and '.' not in m])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
-    )
-    assert done.stdout.strip() == "['opt_checkpoint']"
+    code = "import sys, opt_checkpoint; print(*(m for m in sys.modules if m.startswith('opt_')))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+    imported = done.stdout.split()
+    assert {name.partition(".")[0] for name in imported} == {"opt_checkpoint"}
+    assert not [name for name in imported if name.startswith("opt_checkpoint.convert") or "tier" in name]  # on use
+    for name in opt_checkpoint.__all__:
+        assert getattr(opt_checkpoint, name) is not None
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 1500
+    assert max(map(len, README.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "src").rglob("*.py")), ids=lambda p: p.stem)

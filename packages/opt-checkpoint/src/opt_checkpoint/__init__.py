@@ -1,10 +1,8 @@
 """Sharded optimizer state that reloads on any number of ranks."""
 
-from opt_checkpoint.convert.megatron_buckets import BucketSlot
-from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
-from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
-from opt_checkpoint.convert.safetensors_export import save_safetensors
-from opt_checkpoint.convert.safetensors_import import load_safetensors
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from opt_checkpoint.dcp.plan_cache import PlanCache
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import read_common, read_index
@@ -26,7 +24,6 @@ from opt_checkpoint.run.manager import CheckpointManager
 from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.series import committed_steps
-from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_optimizer
 from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
@@ -72,7 +69,31 @@ from opt_checkpoint.state.tree import (
 )
 from opt_checkpoint.store import ObjectPath
 
+if TYPE_CHECKING:  # imported on use
+    from opt_checkpoint.convert.megatron_buckets import BucketSlot
+    from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
+    from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
+    from opt_checkpoint.convert.safetensors_export import save_safetensors
+    from opt_checkpoint.convert.safetensors_import import load_safetensors
+    from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
+
 __version__ = "0.1.0"
+_ON_USE = {
+    "convert.megatron_buckets": ("BucketSlot",),
+    "convert.megatron_names": ("megatron_gpt2_names", "megatron_llama_names"),
+    "convert.name_rules": ("SAME_NAMES", "NameRule", "read_name_rules"),
+    "convert.safetensors_export": ("save_safetensors",),
+    "convert.safetensors_import": ("load_safetensors",),
+    "run.tiers": ("Resume", "TieredCheckpointManager"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _ON_USE.items():
+        if name in names:
+            return getattr(import_module(f"opt_checkpoint.{module}"), name)
+    raise AttributeError(f"module 'opt_checkpoint' has no attribute {name!r}")
+
 
 __all__ = [
     "KEEP_VARS_HINT",
