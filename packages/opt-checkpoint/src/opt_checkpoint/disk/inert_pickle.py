@@ -110,10 +110,6 @@ class _Reader(pickle._Unpickler):
         args, of = self.stack.pop(), self.stack.pop()
         self.append(Made(of, args))
 
-    def _make_with_keywords(self) -> None:
-        self.stack.pop()
-        self._make()
-
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is not Made:
@@ -121,13 +117,6 @@ class _Reader(pickle._Unpickler):
                 f"{self._what} is damaged: it sets the state of a {type(target).__name__}; nothing was run"
             )
         target.state = state
-
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _set_items(self) -> None:
-        self._set(self.pop_mark())
 
     def _set(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -140,10 +129,6 @@ class _Reader(pickle._Unpickler):
                 raise TypeError(f"a key is a {type(key).__name__}")
             entries[key] = value
 
-    def _frozen_set(self) -> None:
-        items = self.pop_mark()
-        self.append(items)  # sets are read as lists, because their items may not be hashable
-
     _SAFE = (
         "PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
         "SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE "
@@ -154,11 +139,12 @@ class _Reader(pickle._Unpickler):
         **{code[0]: pickle._Unpickler.dispatch[code[0]] for code in (getattr(pickle, name) for name in _SAFE.split())},
         pickle.EMPTY_SET[0]: pickle._Unpickler.dispatch[pickle.EMPTY_LIST[0]],
         pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]],
-        pickle.FROZENSET[0]: _frozen_set,
+        # Sets are read as lists, because their items may not be hashable.
+        pickle.FROZENSET[0]: pickle._Unpickler.dispatch[pickle.LIST[0]],
         pickle.REDUCE[0]: _make,
         pickle.NEWOBJ[0]: _make,
-        pickle.NEWOBJ_EX[0]: _make_with_keywords,
+        pickle.NEWOBJ_EX[0]: lambda reader: (reader.stack.pop(), reader._make()),
         pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
+        pickle.SETITEM[0]: lambda reader: reader._set([reader.stack.pop(), reader.stack.pop()][::-1]),
+        pickle.SETITEMS[0]: lambda reader: reader._set(reader.pop_mark()),
     }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from opt_checkpoint.disk.checked_values import check_bytes
 from opt_checkpoint.disk.checksums import PieceSums
-from opt_checkpoint.disk.data_file import DataFiles
+from opt_checkpoint.disk.data_file import DataFile, DataFiles
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.hasher import Hasher
-from opt_checkpoint.disk.index import CheckpointIndex, StoredFile
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredFile
 from opt_checkpoint.disk.stored_objects import load_object
 from opt_checkpoint.disk.torch_zip_reader import check_archive_size
 from opt_checkpoint.errors import CheckpointCorruptError
@@ -57,12 +57,34 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
     try:
         index = read_index(path)
     except CheckpointCorruptError as error:
-        store = store_at(location_of(path))
-        damaged = MANIFEST if METADATA not in store.sizes() or MANIFEST in store.sizes() else METADATA
-        return [Finding(damaged, str(error))]
-    if index.save_id is None:
-        return list(_check_archives(index))
-    return [*_check_files(index), *_check_unlisted(index)]
+        names = store_at(location_of(path)).sizes()
+        return [Finding(METADATA if METADATA in names and MANIFEST not in names else MANIFEST, str(error))]
+    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
+    files, found = DataFiles(index), []
+    if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
+        for key, place in places:
+            problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
+            found += [Finding(place.file, problem, (key,))] if problem else []
+        return found
+    store, wrong = store_at(index.path), size_problems(index)
+    for name, file in index.files.items():
+        if name in wrong:
+            found.append(Finding(name, wrong[name]))
+        elif _crc_of(store, name, file.size) != file.crc:
+            damaged = [key for key, place in places if place.file == name and _is_damaged(files[name], place, key)]
+            found.append(Finding(name, "has changed: its checksum is wrong", tuple(dict.fromkeys(damaged))))
+    for name in sorted(store.sizes()):
+        if name not in index.files and name.endswith(".distcp"):
+            found.append(Finding(name, "does not belong to this checkpoint"))
+    return found
+
+
+def _is_damaged(file: DataFile, place: ByteRange, key: str) -> bool:
+    try:
+        check_bytes(file, place, key)
+    except CheckpointCorruptError:
+        return True
+    return False
 
 
 def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
@@ -120,24 +142,11 @@ def _size_problems(store: Store, files: Mapping[str, StoredFile]) -> dict[str, s
     return problems
 
 
-def _check_files(index: CheckpointIndex) -> Iterator[Finding]:
-    """Hash each file as a whole; if it is damaged, hash its items to name the damaged ones."""
-    store, wrong = store_at(index.path), size_problems(index)
-    for name, file in index.files.items():
-        if name in wrong:
-            yield Finding(name, wrong[name])
-        elif _crc_of(store, name, file.size) != file.crc:
-            yield Finding(name, "has changed: its checksum is wrong", _damaged_keys(index, name))
-
-
 def _crc_of(store: Store, name: str, size: int) -> int:
     """The checksum of a file. One thread reads into a ring of buffers while another hashes the previous ones."""
     step = min(store.read_bytes, _BUFFER_BYTES)
-    buffers, hashed, sums = (
-        [memoryview(bytearray(min(step, size))) for _ in range(_BUFFERS)],
-        list[Future[None]](),
-        PieceSums(),
-    )
+    buffers = [memoryview(bytearray(min(step, size))) for _ in range(_BUFFERS)]
+    hashed, sums = list[Future[None]](), PieceSums()
     with Hasher() as hasher:
         for number, start in enumerate(range(0, size, step)):
             if number >= _BUFFERS:
@@ -148,53 +157,14 @@ def _crc_of(store: Store, name: str, size: int) -> int:
     return sums.whole
 
 
-def _damaged_keys(index: CheckpointIndex, name: str) -> tuple[str, ...]:
-    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
-    damaged = []
-    files = DataFiles(index)
-    for key, place in places:
-        try:
-            if place.file == name:
-                check_bytes(files[name], place, key)
-        except CheckpointCorruptError:
-            damaged.append(key)
-    return tuple(dict.fromkeys(damaged))
-
-
-def _check_unlisted(index: CheckpointIndex) -> Iterator[Finding]:
-    """Report data files that are not in the manifest, which another save must have written."""
-    for name in sorted(store_at(index.path).sizes()):
-        if name not in index.files and name.endswith(".distcp"):
-            yield Finding(name, "does not belong to this checkpoint")
-
-
-def _check_archives(index: CheckpointIndex) -> Iterator[Finding]:
-    """Check the checksums in the zips of stock files, which torch never reads."""
-    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
-    files = DataFiles(index)
-    for key, place in places:
-        problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
-        if problem:
-            yield Finding(place.file, problem, (key,))
-
-
 def _archive_problem(raw: bytes) -> str | None:
     try:
         check_archive_size(raw)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            bad = _first_changed(archive)
+            for entry in archive.infolist():
+                if entry.CRC:  # large tensors that we wrote have the checksum 0: unknown
+                    archive.read(entry)
         load_object(raw)
     except Exception as error:  # zipfile raises many exception types on damaged archives
         return f"holds a damaged archive: {error}"
-    return None if bad is None else f"holds a damaged archive: {bad} has changed"
-
-
-def _first_changed(archive: zipfile.ZipFile) -> str | None:
-    """The first entry that does not match its checksum. Large tensors that we wrote have the checksum 0: unknown."""
-    for entry in archive.infolist():
-        try:
-            if entry.CRC:
-                archive.read(entry)
-        except zipfile.BadZipFile:
-            return entry.filename
     return None

@@ -14,6 +14,7 @@ from opt_checkpoint.store.requests import Requests, open_url
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.*", re.DOTALL)
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "memory")
+_ANY_URL = re.compile(rf"{_URL.pattern}|(?:{'|'.join(_SCHEMES)}):/", re.DOTALL)
 _FLATTENED_URL = re.compile(rf"(?:{'|'.join((*_SCHEMES, 'file'))}):/[^/]")
 
 
@@ -52,8 +53,7 @@ class ObjectPath:
             raise CheckpointValueError(
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
-        opened = open_url(url, options)
-        return cls(opened.root, opened.key, opened.requests)
+        return cls(*open_url(url, options))
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}" if self.key else self.root
@@ -118,12 +118,12 @@ def local_path(path: AnyPath, what: str) -> Path:
     Raises:
         CheckpointingException: it is the URL of an object store.
     """
-    text = str(path) if isinstance(path, ObjectPath) else os.fspath(path)
-    if text.lower().startswith("file://"):
-        return _of_file_url(text)
-    if isinstance(path, ObjectPath) or _URL.fullmatch(text) or _FLATTENED_URL.match(text):
+    text = str(path)
+    if isinstance(path, ObjectPath) or (not text.lower().startswith("file://") and _ANY_URL.match(text)):
         raise CheckpointValueError(f"{text} is in an object store; {what} must be in a mounted file system")
-    return Path(text).absolute()
+    place = location_of(path)
+    assert isinstance(place, Path)
+    return place
 
 
 def reached_from(source: Location, place: Location) -> Location:

@@ -174,22 +174,8 @@ def _require_obstore() -> None:
         )
 
 
-class Opened(NamedTuple):
-    """A store, and a position in it.
-
-    Args:
-        requests: makes requests to the store.
-        root: URL of the key "".
-        key: key of the position.
-    """
-
-    requests: Requests
-    root: str
-    key: str
-
-
-def open_url(url: str, options: dict[str, Any]) -> Opened:
-    """Open the store that a URL names.
+def open_url(url: str, options: dict[str, Any]) -> tuple[str, str, Requests]:
+    """Open the store that a URL names; returns the URL of the key "", the key of the position, and the store.
 
     Args:
         url: `s3://bucket/prefix`, `gs://`, `az://`, ...; `memory://name/prefix`, a store in this process, shared by all
@@ -206,10 +192,10 @@ def open_url(url: str, options: dict[str, Any]) -> Opened:
     if parts.scheme == "memory":
         if options:
             raise CheckpointValueError(f"{url} takes no options; given: {', '.join(sorted(options))}")
-        return Opened(Requests(_memory_store(parts.netloc)), f"memory://{parts.netloc}", unquote(parts.path).strip("/"))
+        return f"memory://{parts.netloc}", unquote(parts.path).strip("/"), Requests(_memory_store(parts.netloc))
     root = url.rstrip("/")
     try:
-        return Opened(Requests(from_url(root, **options)), root, "")
+        return root, "", Requests(from_url(root, **options))
     except (exceptions.BaseError, TypeError, ValueError) as error:
         raise CheckpointValueError(f"{url} cannot be opened: {_first_line(error)}") from error
 
