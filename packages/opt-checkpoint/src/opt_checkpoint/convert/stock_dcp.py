@@ -6,7 +6,6 @@ optimizer's states have the keys of `torch.distributed.checkpoint.state_dict` (`
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pickle
@@ -59,25 +58,22 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     if os.path.lexists(target):
         raise CheckpointExistsError(f"{target} exists; choose another folder")
     saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())
-    renamed = dict(_renamed(saved, name or ".".join(at)))
+    name = name or ".".join(at)
+    keys = {key: f"{name}.state.{p}.{state}" for p, states in saved.keys.items() for state, key in states.items()}
     values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".scratch-") as scratch:
         out = Path(scratch) / "whole"
         out.mkdir()
         files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
         for file, link in files.items():
-            _link(source / file, out / link)
-        tensors = {renamed.get(key, key): _moved(tensor, files) for key, tensor in archives.tensors.items()}
-        objects = {key: dataclasses.replace(place, file=files[place.file]) for key, place in values.items()}
-        objects |= _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name or ".".join(at))))
-        (out / METADATA).write_bytes(_metadata(tensors, objects))
+            try:
+                os.link(source / file, out / link)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(source / file, out / link)
+        tensors = {keys.get(key, key): tensor for key, tensor in archives.tensors.items()}
+        objects = values | _write_values(out / _GROUPS_FILE, dict(_group_values(saved, name)))
+        (out / METADATA).write_bytes(_metadata(tensors, objects, files))
         out.rename(target)
-
-
-def _renamed(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, str]]:
-    for param, states in saved.keys.items():
-        for state, key in states.items():
-            yield key, f"{name}.state.{param}.{state}"
 
 
 def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]:
@@ -91,20 +87,6 @@ def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]
     for param, states in saved.plain_state.items():
         for state, value in states.items():
             yield f"{name}.state.{param}.{state}", value
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, target)
-
-
-def _moved(tensor: StoredTensor, files: Mapping[str, str]) -> StoredTensor:
-    chunks = tuple(
-        dataclasses.replace(c, place=dataclasses.replace(c.place, file=files[c.place.file])) for c in tensor.chunks
-    )
-    return dataclasses.replace(tensor, chunks=chunks)
 
 
 def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]:
@@ -123,13 +105,13 @@ def _write_values(file: Path, values: Mapping[str, Any]) -> dict[str, ByteRange]
     return places
 
 
-def _metadata(tensors: Mapping[str, StoredTensor], objects: Mapping[str, ByteRange]) -> bytes:
-    """The `.metadata` of these tensors and objects."""
+def _metadata(tensors: Mapping[str, StoredTensor], objects: Mapping[str, ByteRange], files: Mapping[str, str]) -> bytes:
+    """The `.metadata` of these tensors and objects, in files with new names."""
     stored: dict[str, Any] = {key: dcp.BytesStorageMetadata() for key in objects}
     places = {dcp.MetadataIndex(key): place for key, place in objects.items()}
     for key, tensor in tensors.items():
         chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
         stored[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), Size(tensor.shape), chunks)
         places |= {dcp.MetadataIndex(key, Size(chunk.box.offsets)): chunk.place for chunk in tensor.chunks}
-    storage = {index: _StorageInfo(place.file, place.start, place.nbytes) for index, place in places.items()}
+    storage = {index: _StorageInfo(files.get(p.file, p.file), p.start, p.nbytes) for index, p in places.items()}
     return pickle.dumps(dcp.Metadata(stored, planner_data={key: (key,) for key in stored}, storage_data=storage))

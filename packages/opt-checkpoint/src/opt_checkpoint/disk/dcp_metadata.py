@@ -74,7 +74,10 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
         OSError: it cannot be read.
     """
     metadata = read_pickle(store_at(path).read(METADATA), METADATA, _known)
-    if type(metadata) is not Made or metadata.of not in (Name(_DCP, "Metadata"), *_megatron_metadata(metadata)):
+    of = metadata.of if type(metadata) is Made else None
+    # Megatron-Core's class has moved between modules.
+    is_megatron = type(of) is Name and of.name == "MCoreMetadata" and of.module.startswith("megatron.core.")
+    if of != Name(_DCP, "Metadata") and not is_megatron:
         raise CheckpointCorruptError(f"{METADATA} holds something other than the metadata of a checkpoint")
     places = _places(_entries(metadata.attributes.get("storage_data") or {}, "storage_data"))
     tensors, objects = {}, {}
@@ -84,12 +87,15 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
         if type(stored) is Made and stored.is_a(_DCP, "TensorStorageMetadata"):
             tensors[key] = _tensor_of(key, stored, places)
         elif type(stored) is Made and stored.is_a(_DCP, "BytesStorageMetadata"):
-            objects[key] = _only_place(key, places)
+            if (key, None) not in places:
+                raise CheckpointCorruptError(f"{METADATA} lists the object {key} without a location")
+            objects[key] = places[key, None]
         else:
             raise _damaged(f"{key} is neither a tensor nor an object")
-    for key, shape in _flattened(metadata).items():
-        if key in tensors:
-            tensors[key] = unflattened(key, tensors[key], shape)
+    for key, about in _entries(metadata.attributes.get("mcore_data") or {}, "mcore_data").items():
+        shape = _entries(about, "mcore_data").get("nd_reformulated_orig_global_shape")  # of flattened blocks
+        if shape is not None and key in tensors:
+            tensors[key] = unflattened(key, tensors[key], _integers(shape, "nd_reformulated_orig_global_shape"))
     files = {place.file for place in places.values()}
     index = CheckpointIndex(
         path=path,
@@ -133,24 +139,6 @@ def _refuse_safetensors(index: CheckpointIndex) -> None:
             f"{index.path} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
             f"torch.distributed.checkpoint and save it by opt_checkpoint.save"
         )
-
-
-def _megatron_metadata(metadata: Made) -> list[Name]:
-    """Megatron-Core's metadata class, which has moved between modules; empty for any other class."""
-    of = metadata.of
-    if type(of) is Name and of.name == "MCoreMetadata" and of.module.startswith("megatron.core."):
-        return [of]
-    return []
-
-
-def _flattened(metadata: Made) -> dict[str, Shape]:
-    """The shapes of the parameters whose tensors are stored as flattened blocks, by key."""
-    shapes = {}
-    for key, about in _entries(metadata.attributes.get("mcore_data") or {}, "mcore_data").items():
-        shape = _entries(about, "mcore_data").get("nd_reformulated_orig_global_shape")
-        if shape is not None:
-            shapes[str(key)] = _integers(shape, "nd_reformulated_orig_global_shape")
-    return shapes
 
 
 def _damaged(problem: str) -> CheckpointCorruptError:
@@ -211,13 +199,6 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
             archive=True,
         )
     return places
-
-
-def _only_place(key: str, places: Mapping[_Key, ByteRange]) -> ByteRange:
-    place = places.get((key, None))
-    if place is None:
-        raise CheckpointCorruptError(f"{METADATA} lists the object {key} without a location")
-    return place
 
 
 def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> StoredTensor:
