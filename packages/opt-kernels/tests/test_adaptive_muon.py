@@ -1,32 +1,42 @@
-"""AdaptiveMuon: AdaMuon and NorMuon against their formulas in float64, scaled once."""
+"""AdaptiveMuon: AdaMuon, NorMuon and NAMO against their formulas in float64, scaled once."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
 from opt_kernels.hooks import ClipUpdateRms, hooked
+from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
-from opt_kernels.matrices.orthogonalization import ScaleMode
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, StateKind, Work
+from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, StateKind, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
 EXACT = MuonRule(backend="reference")
 SHAPES = [(1, 7), (24, 24), (40, 24), (24, 40)]
+NAMO = SecondMoment.NAMO
+BACKENDS = ["reference", "torch"]
+if find_spec("triton") is not None and not torch.cuda.is_available():
+    BACKENDS.append("triton")
 
 
 def tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def moved(rule: AdaptiveMuonRule | MuonRule, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER) -> Tensor:
+def moved(
+    rule: AdaptiveMuonRule | MuonRule, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER, grad_scale: float = 1.0
+) -> Tensor:
     main, state = main.clone(), rule.init_state(main)
     for grad in grads:
-        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])])
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state)])], grad_scale=grad_scale)
     return main
 
 
@@ -38,15 +48,24 @@ def orthogonalised(x: Tensor) -> Tensor:
 
 
 def by_formula(
-    method: SecondMoment, main: Tensor, *grads: Tensor, extra: float = 1.0, lines: Lines = Lines.ROWS
+    method: SecondMoment,
+    main: Tensor,
+    *grads: Tensor,
+    extra: float = 1.0,
+    lines: Lines = Lines.ROWS,
+    nesterov: bool = False,
 ) -> Tensor:
     """The docstring of the rule, line by line."""
     p, m = main.double(), torch.zeros_like(main, dtype=torch.float64)
     v: Tensor | float = 0.0
     for grad in grads:
         m = m + 0.1 * (grad.double() - m)
-        o = orthogonalised(m.sign() if method is SecondMoment.ADAMUON_PAPER else m)
-        if method is not SecondMoment.NORMUON:
+        u = grad.double() + 0.9 * (m - grad.double()) if nesterov else m
+        o = orthogonalised(u.sign() if method is SecondMoment.ADAMUON_PAPER else u)
+        if method is NAMO:
+            v = v + 0.05 * (float(grad.double().square().sum()) - v)
+            u = float(u.norm()) / (v**0.5 + 1e-8) * o
+        elif method is not SecondMoment.NORMUON:
             v = v + 0.05 * (o**2 - v)
             u = o / (v.sqrt() + 1e-8)
             if method is SecondMoment.ADAMUON_PAPER:
@@ -60,13 +79,19 @@ def by_formula(
     return p
 
 
-@pytest.mark.parametrize("method", SecondMoment)
+@pytest.mark.parametrize(
+    ("method", "backend"), [*((method, "reference") for method in SecondMoment), *((NAMO, one) for one in BACKENDS[1:])]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("extra", [1.0, 0.2])
-def test_steps_follow_the_formula(method: SecondMoment, shape: tuple[int, int], extra: float) -> None:
-    rule = AdaptiveMuonRule(muon=replace(EXACT, extra_scale_factor=extra), second_moment=method)
+@pytest.mark.parametrize(("extra", "nesterov"), [(1.0, False), (0.2, True)])
+def test_steps_follow_the_formula(
+    method: SecondMoment, shape: tuple[int, int], extra: float, nesterov: bool, backend: str
+) -> None:
+    precision = MatmulPrecision.HIGHEST
+    muon = MuonRule(extra_scale_factor=extra, nesterov=nesterov, backend=backend, fp32_matmul_prec=precision)
+    rule = AdaptiveMuonRule(muon=muon, second_moment=method)
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
-    expected = by_formula(method, main, *grads, extra=extra)
+    expected = by_formula(method, main, *grads, extra=extra, nesterov=nesterov)
     # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
     torch.testing.assert_close(moved(rule, main, *grads).double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -96,9 +121,40 @@ def test_the_papers_adamuon_aligns_its_root_mean_square_with_adamws() -> None:
         assert float(step.square().mean().sqrt()) == pytest.approx(0.1 * 0.2, rel=1e-5)
 
 
-def test_lines_belong_to_normuon() -> None:
-    with pytest.raises(ValueError, match="lines='cols' with 'adamuon': only 'normuon' has lines"):
-        AdaptiveMuonRule(lines=Lines.COLS)
+@pytest.mark.parametrize("scale", [1e-3, 256.0])
+def test_the_size_of_gradients_does_not_matter_to_namo(scale: float) -> None:
+    rule, grads = AdaptiveMuonRule(second_moment=NAMO, muon=EXACT), [tensor(12, 20, seed=seed) for seed in (1, 2)]
+    expected = moved(rule, torch.zeros(12, 20), *grads)
+    scaled = [grad / scale for grad in grads]
+    torch.testing.assert_close(moved(rule, torch.zeros(12, 20), *scaled), expected, rtol=1e-4, atol=1e-5)
+    # `grad_scale` undoes it: the moment is that of the scaled gradient.
+    got = moved(rule, torch.zeros(12, 20), *scaled, grad_scale=scale)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: AdaptiveMuonRule(lines=Lines.COLS), "lines='cols' with 'adamuon': only 'normuon' has lines"),
+    (lambda: AdaptiveMuonRule(second_moment=NAMO, lines=Lines.COLS), "lines='cols' with 'namo'"),
+    (
+        lambda: AdaptiveMuonRule(second_moment=NAMO, muon=MuonRule(weight_decay_method=Decay.L2)),
+        "NAMO with L2 weight decay",
+    ),
+    (lambda: SecondMoment("adam"), "'adam' is not a SecondMoment; pass one of 'adamuon', 'adamuon_paper', 'normuon'"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_options_are_checked_when_the_rule_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_unequal_part_of_a_matrix_is_refused_by_namo() -> None:
+    rule, main = AdaptiveMuonRule(second_moment=NAMO), tensor(5, 8)
+    matrix = MatrixSpec(part=MatrixPart("w", (8, 8), 0))
+    work = Work(grad=main.clone(), main=main, state=rule.init_state(main), matrix=matrix)
+    with pytest.raises(MatrixError, match=r"NAMO with an unequal part of a matrix \(8, 8\)"):
+        rule.update_([Batch(HYPER, [work])])
 
 
 @pytest.mark.parametrize("method", SecondMoment)
@@ -147,22 +203,19 @@ def test_a_skipped_step_leaves_every_byte(method: SecondMoment) -> None:
 
 @pytest.mark.parametrize(
     ("method", "kind", "shape"),
-    [(SecondMoment.ADAMUON, StateKind.LIKE_PARAM, (24, 40)), (SecondMoment.NORMUON, StateKind.REDUCED, (24,))],
+    [
+        (SecondMoment.ADAMUON, StateKind.LIKE_PARAM, (24, 40)),
+        (SecondMoment.NORMUON, StateKind.REDUCED, (24,)),
+        (NAMO, StateKind.REDUCED, ()),
+    ],
 )
 def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: StateKind, shape: tuple[int, ...]) -> None:
     rule = AdaptiveMuonRule(second_moment=method)
-    assert (rule.name, rule.needs) == ("adaptive_muon", Needs.MATRICES)
+    assert (rule.name, rule.needs) == ("namo" if method is NAMO else "adaptive_muon", Needs.MATRICES)
     specs, state = rule.state_specs, rule.init_state(tensor(24, 40))
     assert [spec.name for spec in specs] == list(state)
     assert specs[1].kind is kind
     assert state["moment2_buffer"].shape == shape
-
-
-def test_an_unknown_second_moment_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="'namo' is not a SecondMoment; pass one of 'adamuon', 'adamuon_paper', 'normuon'"
-    ):
-        SecondMoment("namo")
 
 
 @pytest.mark.parametrize("kind", SecondMoment)

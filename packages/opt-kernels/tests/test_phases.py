@@ -12,7 +12,6 @@ from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, init_state, sums_gradients
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
@@ -23,7 +22,7 @@ RULES: dict[str, MatrixRule] = {
     "adamuon": AdaptiveMuonRule(muon=MUON),
     "normuon": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON),
     "normuon of columns": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
-    "namo": NAMORule(muon=MUON),
+    "namo": AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=MUON),
     "soap": SOAPRule(),
     "soap_muon": SOAPMuonRule(),
     "soap in megatron's order": SOAPRule(order=Order.MEGATRON),

@@ -15,7 +15,6 @@ from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule
 from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
@@ -182,7 +181,7 @@ def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
 @pytest.mark.parametrize("mode", TpMode)
 @pytest.mark.parametrize("cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0)], ids=str)
 def test_the_scale_of_namo_is_that_of_the_whole_matrix(mode: TpMode, cut: Cut) -> None:
-    rule = NAMORule(muon=replace(MUON, tp_mode=mode))
+    rule = AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=replace(MUON, tp_mode=mode))
     got, _ = cut_update(rule, MAINS, GRADS, cut)
     if mode is TpMode.BLOCKWISE:  # each block is another polar factor
         return

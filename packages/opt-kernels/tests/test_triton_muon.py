@@ -22,7 +22,6 @@ from opt_kernels.matrices.stacks import join as joined
 from opt_kernels.matrices.stacks import split
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, SecondMoment
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 pytestmark = pytest.mark.needs_extra
@@ -339,7 +338,7 @@ RULES = {
     "muon": MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
     "muon-16-bit": MuonRule(nesterov=True),
     "muon-large-eps": MuonRule(eps=1e2, fp32_matmul_prec=MatmulPrecision.HIGHEST),
-    "namo": NAMORule(muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
+    "namo": AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
     "adamuon": AdaptiveMuonRule(muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)),
     "normuon": AdaptiveMuonRule(
         muon=MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST), second_moment=SecondMoment.NORMUON
@@ -347,7 +346,7 @@ RULES = {
 }  # fmt: skip
 
 
-def with_backend(rule: MuonRule | AdaptiveMuonRule | NAMORule, backend: str) -> MuonRule | AdaptiveMuonRule | NAMORule:
+def with_backend(rule: MuonRule | AdaptiveMuonRule, backend: str) -> MuonRule | AdaptiveMuonRule:
     muon = rule if isinstance(rule, MuonRule) else rule.muon
     # Products by torch on both sides: only what is around them differs.
     chosen = replace(muon, backend=backend, use_syrk=False)

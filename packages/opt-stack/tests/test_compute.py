@@ -1,6 +1,7 @@
 """Who computes matrices that ranks store parts of: the decision for each kind of cut, and what is refused."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,16 +11,16 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule
 from opt_kernels.rules.soap import SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups
 from opt_stack.planning.compute import ComputePlan, compute_lines, plan_compute, split_rows
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (MuonRule(tp_mode=mode) for mode in TpMode)
+NAMO = AdaptiveMuonRule(second_moment=SecondMoment.NAMO)
 FSDP, TP, LAST_FSDP = MeshPlacement("dp", 4, 0), MeshPlacement("tp", 2, 0), MeshPlacement("dp", 4, 0, True)
 COLUMNS = MeshPlacement("tp", 2, 1)
 
@@ -52,8 +53,12 @@ CASES = {
     "tp, soap": (SOAPRule(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
     "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "hsdp": (SOAPRule(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
-    "tp, namo": (NAMORule(muon=DUPLICATED), meta((16, 8), TP), [(EVERY, ["tp"], 0)]),
-    "fsdp, namo": (NAMORule(), meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
+    "tp, namo": (
+        replace(NAMO, muon=DUPLICATED),
+        meta((16, 8), TP),
+        [(EVERY, ["tp"], 0)],
+    ),
+    "fsdp, namo": (NAMO, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "axes of one rank": (SOAPRule(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
     "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),
     "fsdp of blocks": (BLOCKWISE, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 1)]),

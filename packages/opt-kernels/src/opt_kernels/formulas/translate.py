@@ -1,8 +1,8 @@
 """Translation of formulas to the source of a compiled language, which a `Dialect` describes."""
 
 import ast
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import reduce
 from math import isfinite
 from typing import Any
 
@@ -28,38 +28,30 @@ TINY, HUGE = 2.0**-149, (2 - 2**-23) * 2.0**127  # the smallest and the largest 
 OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
-class Dialect(ABC):
-    """The syntax of a target language."""
+class Dialect:
+    """The syntax of a target language: patterns, and how it names, writes and calls. The defaults write nothing."""
+
+    BOTH, EITHER, NEGATION = "{} {}", "{} {}", "{}"  # of conditions
+    CHOICE = "{} {} {}"  # by a condition, of two values
+    ASSIGNMENT = "{} {}"  # of a name and its value
 
     def __init__(self, constants: Mapping[str, Constant]) -> None:
         self.constants = constants
 
-    @abstractmethod
-    def name(self, name: str) -> str: ...
+    def name(self, name: str) -> str:
+        return ""
 
-    @abstractmethod
-    def literal(self, value: float) -> str: ...
+    def literal(self, value: float) -> str:
+        return ""
 
-    @abstractmethod
-    def call(self, function: str, arguments: list[str]) -> str: ...
+    def call(self, function: str, arguments: list[str]) -> str:
+        return ""
 
-    @abstractmethod
-    def choice(self, condition: str, yes: str, no: str) -> str: ...
+    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
+        return []
 
-    @abstractmethod
-    def both(self, conditions: list[str]) -> str: ...
-
-    @abstractmethod
-    def either(self, conditions: list[str]) -> str: ...
-
-    @abstractmethod
-    def negation(self, condition: str) -> str: ...
-
-    @abstractmethod
-    def assignment(self, name: str, value: str) -> str: ...
-
-    @abstractmethod
-    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]: ...
+    def assignment(self, name: str, value: str) -> str:
+        return self.ASSIGNMENT.format(name, value)
 
     def operation(self, operator: str, left: str, right: str) -> str:
         return f"({left} {operator} {right})"
@@ -95,12 +87,12 @@ class Dialect(ABC):
             case ast.Name(name):
                 return self.name(name)
             case ast.Call(ast.Name("where"), [condition, yes, no]):
-                return self.choice(self.condition(condition), self.expression(yes), self.expression(no))
+                return self.CHOICE.format(self.condition(condition), self.expression(yes), self.expression(no))
             case ast.IfExp(test, yes, no):
                 remaining = decided(test, self.constants)
                 if isinstance(remaining, bool):
                     return self.expression(yes if remaining else no)
-                return self.choice(self.condition(remaining), self.expression(yes), self.expression(no))
+                return self.CHOICE.format(self.condition(remaining), self.expression(yes), self.expression(no))
             case ast.Call(ast.Name(function), arguments):
                 return self.call(function, [self.expression(argument) for argument in arguments])
         hint = "; in scalars a // b is floor(a / b)" if isinstance(node, ast.BinOp) else ""
@@ -114,13 +106,13 @@ class Dialect(ABC):
             case ast.Compare(left, [op], [right]) if type(op) in COMPARISONS:
                 return f"({self.expression(left)} {COMPARISONS[type(op)]} {self.expression(right)})"
             case ast.BoolOp(op, values):
-                conditions = [self.condition(value) for value in values]
-                return self.both(conditions) if isinstance(op, ast.And) else self.either(conditions)
+                pattern = self.BOTH if isinstance(op, ast.And) else self.EITHER
+                return reduce(pattern.format, map(self.condition, values))
             case ast.BinOp(left, ast.BitAnd() | ast.BitOr() as op, right):
-                conditions = [self.condition(left), self.condition(right)]
-                return self.both(conditions) if isinstance(op, ast.BitAnd) else self.either(conditions)
+                pattern = self.BOTH if isinstance(op, ast.BitAnd) else self.EITHER
+                return pattern.format(self.condition(left), self.condition(right))
             case ast.UnaryOp(ast.Not(), operand):
-                return self.negation(self.condition(operand))
+                return self.NEGATION.format(self.condition(operand))
         raise FormulaError(
             f"a formula may not branch on {ast.unparse(node)!r}; compare two numbers, and put comparisons into "
             "parentheses to combine them, as in (a > 0) & (b > 0)"
@@ -289,18 +281,6 @@ class Check(Dialect):
             raise FormulaError(f"{self.function} calls {function} on elements, but only scalars may")
         return ""
 
-    def choice(self, condition: str, yes: str, no: str) -> str:
-        return ""
-
-    def both(self, conditions: list[str]) -> str:
-        return ""
-
-    def either(self, conditions: list[str]) -> str:
-        return ""
-
-    def negation(self, condition: str) -> str:
-        return ""
-
     def assignment(self, name: str, value: str) -> str:
         if name in self.constants:
             raise FormulaError(
@@ -309,9 +289,6 @@ class Check(Dialect):
             )
         self.known.add(name)
         return ""
-
-    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
-        return []
 
 
 class _CheckScalars(Check):

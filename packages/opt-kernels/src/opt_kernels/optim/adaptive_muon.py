@@ -5,10 +5,9 @@ from typing import Any, ClassVar
 
 from opt_kernels.optim.matrices import MatrixOptimizer, made
 from opt_kernels.optim.muon import MUON_OPTIONS
-from opt_kernels.rules.adaptive_muon import Lines
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import adaptive_rule
 
 _NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
 _MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quintic", **MUON_OPTIONS}
@@ -34,7 +33,8 @@ class AdaptiveMuon(MatrixOptimizer):
     def rule_with(cls, given: Mapping[str, Any]) -> Rule:
         muon = made(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
         method = cls.method or given["moment2_method"]
-        return adaptive_rule(muon, method, lines=Lines(given.get("lines", Lines.ROWS)))
+        lines = Lines(given.get("lines", Lines.ROWS))
+        return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=lines)
 
 
 class NorMuon(AdaptiveMuon):

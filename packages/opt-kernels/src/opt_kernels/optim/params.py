@@ -15,7 +15,6 @@ from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule
 from opt_kernels.rules.soap import SOAPRule
 
 
@@ -69,7 +68,7 @@ def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
             "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
             "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
         )
-    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuonRule | NAMORule | SOAPRule):
+    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuonRule | SOAPRule):
         raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; pass float32 parameters")
     init_main(mains, shard.to("meta"))
     if rounds_stochastically(rule, mains, param):

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opt_kernels.quantized.protocol import QuantizationError, QuantizedParam
-from opt_kernels.quantized.recipes import FP8, RECIPES, as_matrix
-from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
+from opt_kernels.quantized.recipes import FP8, RECIPES, QuantizationError, as_matrix
+from opt_kernels.quantized.scaled import QuantizedParam, ScaledCodes
 from opt_kernels.quantized.tensor import QuantizedTensor
 
 
@@ -34,17 +33,18 @@ class Form(NamedTuple):
 
 
 @dataclass(eq=False)
-class AdaptedTensor(ScaledParam):
-    """A `QuantizedParam` over a library's tensor. Codes are shared with it; scales are written to it by `finish_`."""
+class AdaptedTensor(QuantizedParam):
+    """A `QuantizedParam` over a library's tensor. Codes are shared with it; scales are written to it by `finish_`.
+
+    Modules of TransformerEngine save their histories themselves.
+    """
 
     tensor: Any
     scaled: ScaledCodes
     form: Form
 
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the parameter."""
-        return self.scaled.shape
+    def __post_init__(self) -> None:
+        self.shape = self.scaled.shape
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
         """Move the codes, and let the library's tensor use the new memory."""
@@ -93,10 +93,6 @@ class AdaptedTensor(ScaledParam):
             renew = getattr(self.tensor, name, None)
             if renew is not None and (name != "_create_columnwise" or self.tensor._columnwise_data is not None):
                 renew()
-
-    def extra(self) -> Mapping[str, Tensor]:
-        """Empty: modules of TransformerEngine save their histories themselves."""
-        return {}
 
 
 class WholeTensor(AdaptedTensor):

@@ -25,6 +25,10 @@ _TINY = torch.finfo(torch.float32).tiny
 _NAN_EXPONENT = 255  # of e8m0
 
 
+class QuantizationError(ValueError):
+    """A parameter that a recipe cannot quantise, or whose format cannot be updated."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How a parameter is scaled. With neither `square` nor `run` it has a single scale."""

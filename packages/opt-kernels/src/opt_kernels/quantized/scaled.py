@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from opt_kernels.quantized.recipes import (
     Recipe,
@@ -15,7 +16,6 @@ from opt_kernels.quantized.recipes import (
     scales_of,
     to_codes,
 )
-from opt_kernels.quantized.tiles import raise_to_largest_, spread
 
 HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
 
@@ -60,8 +60,13 @@ class ScaledCodes:
             part = largest[first : first + of_runs.numel()]
             part.copy_(torch.maximum(part, of_runs))
         elif self.recipe.square:
-            cols = as_matrix(self.shape)[1]
-            raise_to_largest_(largest, known, start, cols=cols, square=self.recipe.square)
+            begin, rows, lead = self._squares(start, known.numel())
+            square, cols = self.recipe.square, as_matrix(self.shape)[1]
+            table = pad(known.abs(), (lead, rows * square * cols - lead - known.numel())).view(-1, cols)
+            table = pad(table, (0, -cols % square))
+            of_squares = table.view(rows, square, -1, square).amax((1, 3)).view(-1)
+            part = largest[begin : begin + of_squares.numel()]
+            part.copy_(torch.maximum(part, of_squares))
         else:
             largest.copy_(torch.maximum(largest, known.abs().amax()))
 
@@ -139,28 +144,47 @@ class ScaledCodes:
             run = self.recipe.run
             return from_exponents(self.scales[start // run : (start + numel) // run]).repeat_interleave(run)
         if self.recipe.square:
-            return spread(self.scales, start, numel, cols=as_matrix(self.shape)[1], square=self.recipe.square)
+            begin, rows, lead = self._squares(start, numel)
+            square, cols = self.recipe.square, as_matrix(self.shape)[1]
+            table = self.scales[begin : begin + rows * -(-cols // square)].view(rows, -1)
+            wide = table.repeat_interleave(square, 1)[:, :cols].repeat_interleave(square, 0)
+            return wide.reshape(-1)[lead : lead + numel]
         return self.scales
 
+    def _squares(self, start: int, numel: int) -> tuple[int, int, int]:
+        """The first square of the rows of squares with elements of a run, the number of these rows, and the number of
+        their elements before the run."""
+        cols = as_matrix(self.shape)[1]
+        of_row = self.recipe.square * cols  # elements of a row of squares
+        first = start // of_row
+        rows = -(-(start + numel) // of_row) - first
+        return first * -(-cols // self.recipe.square), rows, start - first * of_row
 
-class ScaledParam:
-    """The part of `QuantizedParam` that every parameter delegates to its codes and scales, `scaled`."""
+
+class QuantizedParam:
+    """A parameter of `shape` in fp8 codes with scales, `scaled`. Ranks may each own a run of its row-major elements.
+
+    An update has three parts. Each rank computes the largest magnitudes of its run (`largest_`), which are then reduced
+    by maximum over ranks; every rank sets the scales from them (`rescale_`); each rank writes the codes of its run
+    (`encode_`). If the recipe scales runs of `recipe.run` elements, ranks own whole runs and `encode_` also writes
+    their scales.
+    """
 
     scaled: ScaledCodes
+    shape: torch.Size
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of its scales."""
         return self.scaled.recipe
 
     @property
     def codes(self) -> Tensor:
-        """The bits of float8_e4m3fn, (numel,) uint8."""
+        """(numel,) uint8: the bits of float8_e4m3fn, row-major. The parameter's own memory."""
         return self.scaled.codes
 
     @property
     def scales(self) -> Tensor:
-        """(num_scales,) fp32, or uint8 exponents."""
+        """The factors of the codes: fp32, or uint8 exponents (e8m0) by run. The parameter's own memory."""
         return self.scaled.scales
 
     @property
@@ -168,20 +192,38 @@ class ScaledParam:
         """Number of groups of elements that share a scale."""
         return self.scaled.num_scales
 
+    def values(self) -> Tensor:
+        """The values of the codes: a new fp32 tensor of `shape`."""
+        return self.scaled.values()
+
+    def initial(self) -> Tensor | None:
+        """The values that the parameter was quantised from, in their own dtype, if it kept them."""
+        return None
+
+    def forget_initial(self) -> None:
+        """Free the tensor that `initial` returns."""
+
+    def finish_(self) -> None:
+        """Called after all codes and scales were written, by this rank or by others."""
+
+    def extra(self) -> Mapping[str, Tensor]:
+        """Further tensors that a checkpoint must contain, by name. Loading writes to these tensors in place."""
+        return {}
+
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Move the codes, and the scales if memory for them is given."""
+        """Move the codes to the memory `codes`, and the scales to `scales` if given. Dtypes and sizes stay the same."""
         self.scaled.move_(codes, scales)
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """Raise `largest` to the magnitudes of `values`, elements from `start` on."""
+        """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on."""
         self.scaled.largest_(largest, values, start)
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Set the scales from the largest magnitudes."""
+        """Set the scales from the largest magnitudes of the whole parameter. A negative magnitude keeps its scale."""
         self.scaled.rescale_(largest, skip=skip)
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Write the codes of `values`, elements from `start` on."""
+        """Write the codes of `values` (n,) fp32, elements from `start` on. Write nothing if `skip` is set."""
         self.scaled.encode_(values, start, skip=skip)
 
     def quantize_(self, values: Tensor) -> None:

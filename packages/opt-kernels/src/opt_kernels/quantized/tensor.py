@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opt_kernels.quantized.protocol import QuantizationError
-from opt_kernels.quantized.recipes import RECIPES
-from opt_kernels.quantized.scaled import ScaledCodes, ScaledParam
+from opt_kernels.quantized.recipes import RECIPES, QuantizationError
+from opt_kernels.quantized.scaled import QuantizedParam, ScaledCodes
 from opt_kernels.quantized.views import ReadOnlyView, read_only, refuse_writes, written_arguments
 
 aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
 
-class QuantizedTensor(ScaledParam, Tensor):
+class QuantizedTensor(QuantizedParam, Tensor):
     """A tensor of fp8 codes and scales that behaves as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
 
     Operations and conversions to another dtype dequantise it first. An operation that writes to it (`copy_`, `mul_`,
@@ -23,8 +22,6 @@ class QuantizedTensor(ScaledParam, Tensor):
     indexing) is a `ReadOnlyView`: an operation that writes to a view raises QuantizationError. Write
     `param[0] = param[0] + 1` instead of `param[0] += 1`; `nn.init.orthogonal_` does not work. The gradient is an
     ordinary tensor. Copies are quantised, too. Pickling, as in `torch.save`, stores the dequantised values.
-
-    Implements `QuantizedParam`.
     """
 
     scaled: ScaledCodes
@@ -67,12 +64,6 @@ class QuantizedTensor(ScaledParam, Tensor):
         initial = [values.detach().clone()] if keep_initial else []
         return cls(scaled, dtype=dtype or values.dtype, initial=initial)
 
-    # --- QuantizedParam ---------------------------------------------------------------------------------------------
-
-    def values(self) -> Tensor:
-        """The values, fp32."""
-        return self.scaled.values()
-
     def dequantize(self) -> Tensor:
         """The values in the dtype that the tensor appears to have."""
         return self.scaled.values().to(self.dtype)
@@ -84,9 +75,6 @@ class QuantizedTensor(ScaledParam, Tensor):
     def forget_initial(self) -> None:
         """Free the tensor that `initial` returns."""
         self._initial.clear()
-
-    def finish_(self) -> None:
-        """Do nothing: it keeps no copies of its codes."""
 
     def extra(self) -> Mapping[str, Tensor]:
         """The history of delayed scaling, for checkpoints."""

@@ -1,6 +1,5 @@
-"""AdaptiveMuon: Muon with a second moment of the orthogonalised update, by element (AdaMuon) or by line (NorMuon)."""
+"""AdaptiveMuon: Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)."""
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,20 +10,22 @@ from torch import Tensor
 
 from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.matrices.muon import Inputs
+from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.matrices.stacks import (
     MatrixError,
     check_shape,
     compute_dtype,
     matrix_dim,
+    over_peers,
     read_state,
+    squares_in_float64,
     sum_of_squares,
     weight_for,
     whole_size,
     write_state_,
 )
-from opt_kernels.rules.base import MatrixRule, Needs
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
 
@@ -38,6 +39,7 @@ class SecondMoment(NamedChoice):
     ADAMUON = "adamuon"  # of every element
     ADAMUON_PAPER = "adamuon_paper"  # of every element, of the orthogonalised sign, with aligned root mean square
     NORMUON = "normuon"  # of every row or column: one number per neuron
+    NAMO = "namo"  # of the gradient: one number per matrix
 
 
 class Lines(NamedChoice):
@@ -49,51 +51,7 @@ class Lines(NamedChoice):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MuonWithSecondMoments(MatrixRule):
-    """Base of rules that divide Muon's orthogonal update by second moments, the states of `second_specs`."""
-
-    muon: MuonRule = field(default_factory=MuonRule)
-
-    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
-
-    @property
-    @abstractmethod
-    def second_specs(self) -> tuple[StateSpec, ...]: ...
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
-
-    @property
-    def backend(self) -> str | None:
-        """The backend of Muon."""
-        return self.muon.backend
-
-    @property
-    def codecs(self) -> dict[str, StateCodec]:
-        """The codecs of the states, by name."""
-        return self.muon.codecs | {spec.name: Plain() for spec in self.second_specs}
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return (*self.muon.state_specs, *self.second_specs)
-
-    @property
-    def tp_mode(self) -> TpMode:
-        """The mode of Muon."""
-        return self.muon.tp_mode
-
-    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
-        """Update the momentum, as Muon does."""
-        self.muon.prepare_(task, grad, skip)
-
-    def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
-        """Update the weights, as Muon does."""
-        self.muon.apply_(task, update, skip)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveMuonRule(MuonWithSecondMoments):
+class AdaptiveMuonRule(MatrixRule):
     """Muon whose orthogonal update O is divided by its own history. Of `Hyper`: Muon's, betas[1] = b2, and eps.
 
         adamuon   v <- v + (1 - b2)(O² - v);  U = O / (sqrt(v) + eps)                              (Megatron-Core's)
@@ -101,6 +59,8 @@ class AdaptiveMuonRule(MuonWithSecondMoments):
                                                                                                  (arXiv 2507.11005)
         normuon   v <- v + (1 - b2)(mean of O² over a line - v);  U = O / sqrt(max(v, eps)), times ‖O‖ / ‖U‖
                                                                                                  (arXiv 2510.05491)
+        namo      v <- v + (1 - b2)(‖g‖² - v), one number per matrix;  U = (‖u‖ / (sqrt(v) + eps)) O
+                                                                      (arXiv 2602.17080, as in Emerging-Optimizers)
         p <- p - lr wd p - lr s e U
 
     without bias correction, as in Megatron-Core. With "adamuon" elements of U are about 1, where those of O are about
@@ -111,23 +71,65 @@ class AdaptiveMuonRule(MuonWithSecondMoments):
     The `lines` of NorMuon are rows by default, as in the paper. Lines and norms are those of the whole matrix, summed
     over tensor-parallel ranks in every mode.
 
-    Raises ValueError for lines other than rows without NorMuon. `update_` raises MatrixError for a part of a matrix
-    whose state was created for the other lines, which happens with `lines="longer"`.
+    NAMO's ‖g‖² must fit float32: from norms of about 1e19 on the weights become NaN. It cannot be computed from the
+    input of the orthogonalisation. If parts of matrices are gathered, as for FSDP2, their squares are summed besides
+    (`sums_gradients`); in float64, so that v does not depend on the parts.
+
+    Raises ValueError for lines other than rows without NorMuon, and for NAMO with L2 decay, which would be part of g.
+    `update_` raises MatrixError for a part of a matrix whose state was created for the other lines, which happens with
+    `lines="longer"`, and with NAMO for unequal parts of a matrix.
     """
 
+    muon: MuonRule = field(default_factory=MuonRule)
     second_moment: SecondMoment = SecondMoment.ADAMUON
     lines: Lines = Lines.ROWS
+
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
     def __post_init__(self) -> None:
         if self.second_moment is not SecondMoment.NORMUON and self.lines is not Lines.ROWS:
             raise ValueError(f"lines={self.lines.value!r} with {self.second_moment.value!r}: only 'normuon' has lines")
+        if self.sums_gradients and self.muon.weight_decay_method is Decay.L2:
+            raise ValueError(
+                "NAMO with L2 weight decay: its scale must depend on the gradient alone; use decoupled decay"
+            )
 
     @property
     def name(self) -> str:
-        return "adaptive_muon"
+        return "namo" if self.sums_gradients else "adaptive_muon"
 
     @property
-    def second_specs(self) -> tuple[StateSpec, ...]:
+    def needs(self) -> Needs:
+        return Needs.MATRICES
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether `transform_` needs ‖g‖² of whole matrices."""
+        return self.second_moment is SecondMoment.NAMO
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of Muon."""
+        return self.muon.backend
+
+    @property
+    def tp_mode(self) -> TpMode:
+        """The mode of Muon."""
+        return self.muon.tp_mode
+
+    @property
+    def codecs(self) -> dict[str, StateCodec]:
+        """The codecs of the states, by name."""
+        return self.muon.codecs | {spec.name: Plain() for spec in self._second_specs}
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return (*self.muon.state_specs, *self._second_specs)
+
+    @property
+    def _second_specs(self) -> tuple[StateSpec, ...]:
+        if self.second_moment is SecondMoment.NAMO:
+            return (StateSpec(name=SECOND_MOMENT, kind=StateKind.REDUCED, dims=(-2, -1), whole=True),)
         if self.second_moment is not SecondMoment.NORMUON:
             return (StateSpec(name=SECOND_MOMENT, whole=self.second_moment is SecondMoment.ADAMUON_PAPER),)
         optional = self.lines is Lines.LONGER
@@ -139,9 +141,9 @@ class AdaptiveMuonRule(MuonWithSecondMoments):
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         check_shape(main.shape)
-        *batch, rows, cols = main.shape
-        name = self._line_state(rows, cols)
-        shape = main.shape if self.second_moment is not SecondMoment.NORMUON else (*batch, *_lines(name, rows, cols))
+        name = self._line_state(*main.shape[-2:])
+        shape = next(spec.shape_for(main.shape) for spec in self._second_specs if spec.name == name)
+        assert shape is not None
         return self.muon.init_state(main) | {name: torch.zeros(shape, dtype=torch.float32, device=main.device)}
 
     def _line_state(self, rows: int, cols: int) -> str:
@@ -152,14 +154,22 @@ class AdaptiveMuonRule(MuonWithSecondMoments):
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
+        def transform(tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
+            squares = [_squares(task.work, grad_scale) for task in tasks] if self.sums_gradients else []
+            return self._directions(tasks, inputs, normalised, squares, skip)
+
         adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
-        transform = partial(self._directions, skip=skip)
-        inputs = unnormalised if self.second_moment is SecondMoment.ADAMUON_PAPER else None
+        inputs = _unnormalised if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO) else None
         self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip, inputs=inputs)
 
+    def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
+        """Update the momentum, as Muon does."""
+        self.muon.prepare_(task, grad, skip)
+
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
-        """O, for NorMuon divided by its second moment and rescaled to its norm."""
-        return self._directions(tasks, inputs, False, skip=skip)
+        """O, or U where it is one of the whole matrix; NAMO reads ‖g‖² from the state `GRAD_SQUARES`."""
+        squares = [task.work.state[GRAD_SQUARES] for task in tasks] if self.sums_gradients else []
+        return self._directions(tasks, inputs, False, squares, skip)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Divide O by its second moment (AdaMuon), then update the weights as Muon does."""
@@ -167,40 +177,49 @@ class AdaptiveMuonRule(MuonWithSecondMoments):
             self._divide_(task, update, skip=skip)
         self.muon.apply_(task, update, skip)
 
-    def _directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool, *, skip: Tensor | None) -> Tensor:
-        if self.second_moment is SecondMoment.ADAMUON_PAPER:
-            return self._aligned(tasks, self.muon.directions(tasks, inputs.sign(), False), skip=skip)
-        updates = self.muon.directions(tasks, inputs, normalised).to(compute_dtype(tasks[0].work))
+    def _directions(
+        self,
+        tasks: Sequence[Task],
+        inputs: Tensor,
+        normalised: bool,
+        squares: Sequence[Tensor],  # NAMO: ‖g‖² of the local matrices
+        skip: Tensor | None,
+    ) -> Tensor:
+        dtype, size = compute_dtype(tasks[0].work), whole_size(tasks[0].work)
+        match self.second_moment:
+            case SecondMoment.NAMO:
+                factors = [_factor(task, u, of_grad, skip) for task, u, of_grad in zip(tasks, inputs, squares)]
+                updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
+                return updates.mul_(torch.stack(factors)[..., None, None])
+            case SecondMoment.ADAMUON_PAPER:
+                updates = self.muon.directions(tasks, inputs.sign(), False).to(dtype)
+                for update, task in zip(updates, tasks):
+                    self._divide_(task, update, skip=skip)
+                    norm = sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
+                    update.mul_((min(size) ** 0.5 / norm)[..., None, None])
+                return updates
+        updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
         if self.second_moment is SecondMoment.NORMUON:
-            name = self._line_state(*whole_size(tasks[0].work))
+            name = self._line_state(*size)
             for update, task in zip(updates, tasks):
                 _check_lines(task.work, name)
                 dim = -1 if name == SECOND_MOMENT else -2
-                second = accumulated(task, name, _mean_square(task.work, update, dim), skip)
+                second = _accumulated(task, name, _mean_square(task.work, update, dim), skip)
                 _divide_lines_(task.work, update, second.unsqueeze(dim), task.hyper)
-        return updates
-
-    def _aligned(self, tasks: Sequence[Task], updates: Tensor, *, skip: Tensor | None) -> Tensor:
-        """U of O, with the norm of an orthogonal matrix."""
-        updates = updates.to(compute_dtype(tasks[0].work))
-        for update, task in zip(updates, tasks):
-            self._divide_(task, update, skip=skip)
-            norm = sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
-            update.mul_((min(whole_size(task.work)) ** 0.5 / norm)[..., None, None])
         return updates
 
     def _divide_(self, task: Task, update: Tensor, *, skip: Tensor | None) -> None:
         """Divide each element by its second moment."""
-        second = accumulated(task, SECOND_MOMENT, update.square(), skip)
+        second = _accumulated(task, SECOND_MOMENT, update.square(), skip)
         update.div_(second.sqrt_().add_(task.hyper.eps))
 
 
-def unnormalised(work: Work) -> Inputs:
+def _unnormalised(work: Work) -> Inputs:
     """Inputs of the orthogonalisation that keep their norm and dtype."""
     return Inputs(compute_dtype(work), False)
 
 
-def accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
+def _accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
     """Update the second moment `name` and return it: v + (1 - b2)(squares - v)."""
     hyper, work = task
     second = read_state(work, name, Plain())
@@ -209,14 +228,10 @@ def accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> 
     return second
 
 
-def _lines(name: str, rows: int, cols: int) -> tuple[int, ...]:
-    return (rows,) if name == SECOND_MOMENT else (cols,)
-
-
 def _check_lines(work: Work, name: str) -> None:
     rows, cols = work.grad.shape[-2:]
     second = work.state.get(name)
-    if second is None or tuple(second.shape[-1:]) != _lines(name, rows, cols):
+    if second is None or tuple(second.shape[-1:]) != ((rows,) if name == SECOND_MOMENT else (cols,)):
         raise MatrixError(
             f"lines='longer': this rank has a part {(rows, cols)} of a matrix {whole_size(work)}, whose longer dim is "
             "the other one; pass lines='rows' or 'cols', or gather whole matrices"
@@ -238,3 +253,21 @@ def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> 
     update.mul_(second.clamp_min(hyper.eps).rsqrt_())
     after = sum_of_squares(work, update)
     update.mul_((before.sqrt() / after.sqrt().clamp_min(hyper.eps))[..., None, None])
+
+
+def _squares(work: Work, grad_scale: float | Tensor) -> Tensor:
+    """‖g‖² of the work. Raises MatrixError for a part whose size does not follow from that of the whole."""
+    if work.matrix.part is not None:
+        raise MatrixError(
+            f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖² of the whole; "
+            "pass moment2_method='normuon', or parts of equal size"
+        )
+    return squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
+
+
+def _factor(task: Task, u: Tensor, squares: Tensor, skip: Tensor | None) -> Tensor:
+    """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
+    hyper, work = task
+    of_whole = over_peers(work, squares).to(compute_dtype(work))
+    second = _accumulated(task, SECOND_MOMENT, of_whole, skip)
+    return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)

@@ -1,36 +1,93 @@
-"""Base class of SOAP and SOAP-Muon: rules that transform gradients in Shampoo's eigenbases."""
+"""Base class of SOAP and SOAP-Muon: Shampoo's preconditioner, a factor for each side of a matrix and its eigenbasis."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.dispatch import check_backend, version
 from opt_kernels.backends.elements import skipped
-from opt_kernels.matrices.parts import PartStates, parts_of, states_by_part
-from opt_kernels.matrices.shampoo import Shampoo
+from opt_kernels.choice import NamedChoice
+from opt_kernels.matrices.orthogonal_basis import reference
+from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of, states_by_part
 from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, split
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.whole_matrices import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateSpec, Task, Work
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateKind, StateSpec, Task, Work
+
+LEFT, RIGHT = "L", "R"
 
 
+class Order(NamedChoice):
+    """The order of a step of SOAP, and with it how bases are updated."""
+
+    PAPER = "paper"  # update in the previous bases, then factors, then bases; the first step only finds the bases
+    MEGATRON = "megatron"  # factors, then bases, then the update in them; from the first step
+
+
+class Orthonormalization(NamedChoice):
+    """How a basis is orthonormalised after a power iteration."""
+
+    CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
+    HOUSEHOLDER = "householder"  # LAPACK's QR
+    BY_RULE = (
+        "by_rule"  # "householder" for order "megatron" and SOAP-Muon, whose rounding errors count; "cholesky" else
+    )
+
+
+class Turned(NamedTuple):
+    """The change of the basis of one side."""
+
+    rotation: Tensor  # (batch, n, n): Q_newᵀ Q_old
+    order: Tensor  # (batch, n): the old vector that each new one came from
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EigenbasisRule(WholeMatrices):
-    """A rule that transforms gradients in the eigenbases of a Shampoo preconditioner.
+    """A rule that transforms gradients G (m, n) in the eigenbases of Shampoo's factors.
 
-    A final class has `name`, `moments` (the names of its states in the parameter's shape), `shampoo` and `direct_`.
-    Rows that `MatrixSpec.split_rows` splits into separate matrices have states of their own.
+    A final class has `name`, `moments` (the names of its states in the parameter's shape) and `direct_`. Factors and
+    bases are the states `L`, `Q_L` and for KL `eigvals_L`; R likewise. Rows that `MatrixSpec.split_rows` splits into
+    separate matrices have states of their own.
+
+    With b = shampoo_beta and b_t = 1 - (1 - b) / (1 - bᵗ), or b_t = b without `corrects_bias`, at step t:
+
+        plain   L <- L + (1 - b_t)(GGᵀ - L)                               R likewise with GᵀG
+        KL      L <- L + (1 - b_t)(G Q_R max(λ_R, eps)⁻¹ Q_Rᵀ Gᵀ / n - L)   R likewise with Q_L, λ_L, m
+
+    Both updates use the previous bases and eigenvalues. A side without a factor counts as the identity. Before the
+    first step eigenvalues are 1 with order "paper", so that both sides begin as the identity, and 0 with order
+    "megatron", as in Megatron-Core: there the first factors are GGᵀ / (n eps) and GᵀG / (m eps).
+
+    Bases and eigenvalues are computed from factors scaled by powers of two, so that their norms neither overflow nor
+    vanish.
+
+    Plain: Gupta et al., arXiv 1802.09568, as a moving average; KL: Lin et al., arXiv 2509.03378.
     """
 
-    __slots__ = ()
+    shampoo_beta: float = 0.95
+    power_iterations: int = 1
+    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
+    max_precond_dim: int | None = 10_000  # a longer side has no factor; None: every side has
+    one_sided: bool = False  # only the shorter side has a factor; the left where both are equally long
+    backend: str | None = None  # "reference", "torch"; None: by device
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend, "orthogonal_basis")
+        if not 0.0 <= self.shampoo_beta < 1.0:
+            raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
+        if self.power_iterations < 1:
+            raise ValueError(f"power_iterations is {self.power_iterations}, but must be at least 1")
+        if self.max_precond_dim is not None and self.max_precond_dim < 1:
+            raise ValueError(f"max_precond_dim is {self.max_precond_dim}, but must be at least 1")
 
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]: ...
-
-    @property
-    @abstractmethod
-    def shampoo(self) -> Shampoo: ...
 
     @abstractmethod
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
@@ -41,17 +98,78 @@ class EigenbasisRule(WholeMatrices):
         return directions
 
     @property
+    def use_kl_shampoo(self) -> bool:
+        return False
+
+    @property
+    def order(self) -> Order:
+        """`PAPER` sorts a basis before it is rotated, `MEGATRON` after."""
+        return Order.PAPER
+
+    @property
+    def keeps_null_spaces(self) -> bool:
+        """False: rounding errors replace eigenvectors of vanishing eigenvalues, as in Megatron-Core."""
+        return False
+
+    @property
+    def corrects_bias(self) -> bool:
+        return False
+
+    # --- states -----------------------------------------------------------------------------------------------------
+
+    @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        return tuple(StateSpec(name=name, whole=True) for name in self.moments) + self.shampoo.state_specs
+        """The moments, and the states of both sides. `sides` returns the sides that a parameter has."""
+        optional = self.one_sided or self.max_precond_dim is not None
+        kept: dict[str, Any] = {"whole": True, "optional": optional, "by_part": True}
+        specs = [StateSpec(name=name, whole=True) for name in self.moments]
+        for side, dim, other in ((LEFT, -2, -1), (RIGHT, -1, -2)):
+            specs += [StateSpec(name=name, kind=StateKind.MATRIX, dims=(dim,), **kept) for name in (side, f"Q_{side}")]
+            if self.use_kl_shampoo:
+                specs.append(StateSpec(name=f"eigvals_{side}", kind=StateKind.REDUCED, dims=(other,), **kept))
+        return tuple(specs)
+
+    def sides(self, shape: Sequence[int]) -> tuple[str, ...]:
+        """The sides of matrices of this shape (..., m, n) that have a factor."""
+        m, n = shape[-2:]
+        found = ((LEFT if m <= n else RIGHT),) if self.one_sided else (LEFT, RIGHT)
+        sizes = {LEFT: m, RIGHT: n}
+        return tuple(side for side in found if self.max_precond_dim is None or sizes[side] <= self.max_precond_dim)
+
+    def shapes(self, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors, bases and eigenvalues of one matrix (m, n)."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for side in self.sides(shape):
+            size = shape[0] if side == LEFT else shape[1]
+            shapes |= {side: (size, size), f"Q_{side}": (size, size)}
+            shapes |= {f"eigvals_{side}": (size,)} if self.use_kl_shampoo else {}
+        return shapes
 
     def init_state(self, main: Tensor, matrix: MatrixSpec = NOT_SPLIT) -> dict[str, Tensor]:
-        """Zero moments and factors, first bases and eigenvalues, for each part of a split parameter.
+        """Zero moments and factors, identity bases and the first eigenvalues, of each matrix of a stack and each part.
 
         Raises MatrixError for a parameter that is not a matrix.
         """
         check_shape(main.shape)
         moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in self.moments}
-        return moments | self.shampoo.init_state(main, matrix)
+        batch = main.shape[:-2]
+        of_parts = [self._fresh(part, batch, main.device) for part in parts_of(matrix, main.shape)]
+        if matrix.split_rows:
+            return moments | joined(of_parts, len(batch))
+        return moments | {name: value.squeeze(len(batch)) for name, value in of_parts[0].items()}
+
+    def _fresh(self, part: Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+        """(*batch, num_matrices, *shape) of one part."""
+        state = {}
+        for name, shape in self.shapes(part.shape).items():
+            state[name] = torch.zeros((*batch, part.num_matrices, *shape), dtype=torch.float32, device=device)
+            if name.startswith("Q_"):
+                state[name].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+            elif name.startswith("eigvals") and self.order is Order.PAPER:
+                state[name].fill_(1.0)
+        return state
+
+    # --- a step -----------------------------------------------------------------------------------------------------
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """The updates for gradients. Writes the states; none if `skip`, where the updates are zeros."""
@@ -59,9 +177,7 @@ class EigenbasisRule(WholeMatrices):
         self._check_whole(work)
         if skipped(skip):
             return torch.zeros_like(inputs)
-        shapes: list[Mapping[str, tuple[int, ...]]] = [
-            self.shampoo.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)
-        ]
+        shapes = [self.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)]
         states = states_by_part(tasks, elements=self.moments, shapes=shapes, dtype=inputs.dtype)
         # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
         with fp32_products(MatmulPrecision.HIGHEST):
@@ -76,3 +192,104 @@ class EigenbasisRule(WholeMatrices):
                 f"{self.name} needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over "
                 f"{group.size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
             )
+
+    def factors(self, states: PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
+        """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
+        beta, eps = self.shampoo_beta, float(hyper.eps)
+        weight = (1.0 - beta) / (1.0 - beta ** int(hyper.step) if self.corrects_bias else 1.0)
+        updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
+        factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
+        if not all(bool(factor.isfinite().all()) for factor in factors.values()):
+            raise MatrixError(
+                f"a factor of SOAP overflowed, or a gradient is not finite: the largest element of these gradients is "
+                f"{float(grads.abs().max()):.3g}; factors have squares of gradients in {grads.dtype}, divided by eps="
+                f"{eps:g} for KL, so gradients must be finite and below about 1e18 (1e13 for KL); nothing was written"
+            )
+        return factors
+
+    def _of_grads(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
+        """What the gradients contribute to the factor of one side: GGᵀ, for KL with the other factor's inverse."""
+        seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
+        scale = 1.0 / seen.shape[-1] if self.use_kl_shampoo else 1.0
+        if not self.use_kl_shampoo or other not in self.sides(grads.shape):
+            return scale * (seen @ seen.mT)
+        basis, values = states.load(f"Q_{other}"), states.load(f"eigvals_{other}").clamp_min(eps)
+        if self.order is Order.MEGATRON:
+            # The order of its products: the first factors of a matrix that is not square have a null space, whose
+            # basis follows from rounding errors.
+            return seen @ ((basis * (scale * values.reciprocal()).unsqueeze(-2)) @ basis.mT) @ seen.mT
+        half = (seen @ basis) * values.rsqrt().unsqueeze(-2)
+        return scale * (half @ half.mT)
+
+    def turn_(self, states: PartStates, factors: Mapping[str, Tensor], *, first: bool) -> dict[str, Turned]:
+        """Update the bases to the eigenvectors of the factors: first by eigh, later by power iteration."""
+        moved = {}
+        for side, factor in factors.items():
+            old = states.load(f"Q_{side}")
+            exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
+            factor = torch.ldexp(factor, -exponent)
+            if first:
+                eigenbasis = version("orthogonal_basis", "eigenbasis", backend=self.backend, tensors=[factor])
+                basis, order = eigenbasis(factor), torch.arange(factor.shape[-1], device=factor.device)
+                order = order.expand(factor.shape[:-1])
+            else:
+                basis, order = self._followed(factor, old)
+            states.store_(f"Q_{side}", basis.vectors)
+            if self.use_kl_shampoo:
+                states.store_(f"eigvals_{side}", torch.ldexp(basis.values, exponent.squeeze(-1)))
+            moved[side] = Turned(basis.vectors.mT @ old, order)
+        return moved
+
+    def _followed(self, factor: Tensor, old: Tensor) -> tuple[Eigenbasis, Tensor]:
+        """Move the basis `old` (batch, n, n) towards the eigenbasis of `factor`, with eigenvalues in descending
+        order."""
+        # Adding a multiple of the identity changes no eigenvector. Without it, rounding errors of the others replace
+        # the eigenvectors of vanishing eigenvalues.
+        floor: float | Tensor = 0.0
+        if self.keeps_null_spaces:
+            floor = torch.finfo(factor.dtype).eps * torch.linalg.matrix_norm(factor, keepdim=True)
+        sorts_first = self.order is Order.PAPER
+        product = factor @ old + floor * old
+        order = (old * product).sum(-2).argsort(-1, descending=True)
+        vectors = self._orthonormalised(_columns(product, order) if sorts_first else product)
+        for _ in range(self.power_iterations - 1):
+            vectors = self._orthonormalised(factor @ vectors + floor * vectors)
+        values = ((vectors.mT @ factor) * vectors.mT).sum(-1)
+        if not sorts_first:
+            order = values.argsort(-1, descending=True)
+            values, vectors = values.gather(-1, order), _columns(vectors, order)
+        return Eigenbasis(values, vectors), order
+
+    def _orthonormalised(self, columns: Tensor) -> Tensor:
+        by_rule = self.orthonormalization is Orthonormalization.BY_RULE and not self.keeps_null_spaces
+        if by_rule or self.orthonormalization is Orthonormalization.HOUSEHOLDER:
+            return reference.orthonormalised(columns)
+        orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
+        result: Tensor = orthonormalised(columns)
+        return result
+
+
+def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:
+    """`x` (batch, m, n) with rows and columns in the order of the vectors of the new bases."""
+    for side in (LEFT, RIGHT):
+        if side in turned:
+            x = x.gather(-2, turned[side].order.unsqueeze(-1).expand_as(x))
+        x = x.mT  # the right side is the left one of the transpose
+    return x
+
+
+def into_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+    """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis is left unchanged."""
+    x = states.load("Q_L").mT @ x if LEFT in sides else x
+    return x @ states.load("Q_R") if RIGHT in sides else x
+
+
+def out_of_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+    """Q_L X Q_Rᵀ, the inverse of `into_basis`."""
+    x = states.load("Q_L") @ x if LEFT in sides else x
+    return x @ states.load("Q_R").mT if RIGHT in sides else x
+
+
+def _columns(matrices: Tensor, order: Tensor) -> Tensor:
+    """The columns of `matrices` (batch, n, n) in `order` (batch, n)."""
+    return matrices.gather(-1, order.unsqueeze(-2).expand_as(matrices))

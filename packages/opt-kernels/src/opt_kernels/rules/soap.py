@@ -6,20 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.matrices.parts import PartStates
-from opt_kernels.matrices.shampoo import (
+from opt_kernels.rules.eigenbases import (
     LEFT,
     RIGHT,
+    EigenbasisRule,
     Order,
     Orthonormalization,
-    Shampoo,
-    Turned,
     into_basis,
     out_of_basis,
     reordered,
 )
-from opt_kernels.rules.eigenbases import EigenbasisRule
+from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Hyper, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]
@@ -33,7 +31,7 @@ class SOAPRule(EigenbasisRule):
 
         update    exp_avg, exp_avg_sq <- Adam's, of Q_Lᵀ G Q_R;  U = Adam's update of them
                   p <- p - lr wd p - lr Q_L U Q_Rᵀ
-        factors   L and R <- G's, plain or KL: see `opt_kernels.matrices.shampoo.Shampoo`
+        factors   L and R <- G's, plain or KL: see `opt_kernels.rules.eigenbases.EigenbasisRule`
         bases     every `precondition_frequency` steps: Q_L, λ_L and Q_R, λ_R become the eigenvectors and values of L
                   and R, found by eigh at the first step, then by `power_iterations` of Q <- orthonormalise(L Q);
                   exp_avg is turned into the new bases
@@ -68,18 +66,11 @@ class SOAPRule(EigenbasisRule):
     """
 
     use_kl_shampoo: bool = True
-    shampoo_beta: float = 0.95
     precondition_frequency: int = 1
-    power_iterations: int = 1
-    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
     order: Order = Order.PAPER
-    max_precond_dim: int | None = 10_000  # None: every side has a factor
-    one_sided: bool = False
-    backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
-        check_backend(self.backend, "orthogonal_basis")
-        _ = self.shampoo  # checks its options
+        EigenbasisRule.__post_init__(self)
         if self.precondition_frequency < 1:
             raise ValueError(f"precondition_frequency is {self.precondition_frequency}, but must be at least 1")
 
@@ -88,29 +79,22 @@ class SOAPRule(EigenbasisRule):
         return "soap"
 
     @property
-    def shampoo(self) -> Shampoo:
-        """The preconditioner of the rule."""
-        return Shampoo(
-            beta=self.shampoo_beta,
-            use_kl=self.use_kl_shampoo,
-            power_iterations=self.power_iterations,
-            orthonormalization=self.orthonormalization,
-            order=self.order,
-            keeps_null_spaces=self.order is Order.PAPER,
-            max_dim=self.max_precond_dim,
-            one_sided=self.one_sided,
-            backend=self.backend,
-        )
-
-    @property
     def moments(self) -> tuple[str, ...]:
         """Adam's, in the bases."""
         return ("exp_avg", "exp_avg_sq")
 
+    @property
+    def keeps_null_spaces(self) -> bool:
+        return self.order is Order.PAPER
+
+    @property
+    def corrects_bias(self) -> bool:
+        return True
+
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L U Q_Rᵀ; zeros in a first step that only computes the bases."""
         step = int(hyper.step)
-        factors = self.shampoo.factors(states, grads, step=step, eps=float(hyper.eps))  # raises before any write
+        factors = self.factors(states, grads, hyper)  # raises before any write
         if self.order is Order.MEGATRON:
             self._precondition_(states, factors, step)
             return self._update_(states, grads, hyper, count=step)
@@ -119,7 +103,7 @@ class SOAPRule(EigenbasisRule):
         return updates
 
     def _update_(self, states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:
-        sides = self.shampoo.sides(grads.shape)
+        sides = self.sides(grads.shape)
         update = _adam_(states, into_basis(states, grads, sides), hyper, count=count)
         return out_of_basis(states, update, sides)
 
@@ -128,24 +112,19 @@ class SOAPRule(EigenbasisRule):
         for side, factor in factors.items():
             states.store_(side, factor)
         if (step - 1) % self.precondition_frequency == 0:
-            turned = self.shampoo.turn_(states, factors, first=step == 1)
-            _turn_moments_(states, turned, sorts=self.order is Order.PAPER)
+            turned = self.turn_(states, factors, first=step == 1)
+            exp_avg = states.load("exp_avg")
+            for side in (LEFT, RIGHT):
+                exp_avg = turned[side].rotation @ exp_avg if side in turned else exp_avg
+                exp_avg = exp_avg.mT  # the right side is the left one of the transpose
+            states.store_("exp_avg", exp_avg)
+            if self.order is Order.PAPER:
+                states.store_("exp_avg_sq", reordered(states.load("exp_avg_sq"), turned))
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """p <- p - lr wd p - lr update, except in a first step that only computes the bases."""
         if self.order is not Order.PAPER or int(task.hyper.step) > 1:
-            super(SOAPRule, self).apply_(task, update, skip)
-
-
-def _turn_moments_(states: PartStates, turned: Mapping[str, Turned], *, sorts: bool) -> None:
-    """Rotate exp_avg into the new bases and, with `sorts`, reorder exp_avg_sq like their vectors."""
-    exp_avg = states.load("exp_avg")
-    for side in (LEFT, RIGHT):
-        exp_avg = turned[side].rotation @ exp_avg if side in turned else exp_avg
-        exp_avg = exp_avg.mT  # the right side is the left one of the transpose
-    states.store_("exp_avg", exp_avg)
-    if sorts:
-        states.store_("exp_avg_sq", reordered(states.load("exp_avg_sq"), turned))
+            WholeMatrices.apply_(self, task, update, skip)
 
 
 def _adam_(states: PartStates, grads: Tensor, hyper: Hyper, *, count: int) -> Tensor:

@@ -4,21 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
 from opt_kernels.matrices.parts import PartStates
-from opt_kernels.matrices.shampoo import (
-    Order,
-    Orthonormalization,
-    Shampoo,
-    into_basis,
-    out_of_basis,
-    reordered,
-)
-from opt_kernels.rules.eigenbases import EigenbasisRule
+from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered
 from opt_kernels.works import Hyper
 
 _SECOND_MOMENT = "exp_avg_sq"  # in the bases
@@ -33,7 +24,7 @@ class SOAPMuonRule(EigenbasisRule):
         m <- mu m + (1 - mu) G;   U = (1 - mu) G + mu m                              momentum_buffer
         P = Q_Lᵀ U Q_R;   V <- b V + (1 - b) P²;   P <- P / sqrt(max(V, eps²))        exp_avg_sq
         O = Newton-Schulz(Q_L P Q_Rᵀ);   p <- p - lr wd p - lr s e O
-        L <- b L + (1 - b) G Gᵀ, R likewise with Gᵀ G; then Q_L and Q_R, see `opt_kernels.matrices.shampoo.Shampoo`
+        L <- b L + (1 - b) G Gᵀ, R likewise with Gᵀ G; then Q_L and Q_R, see `EigenbasisRule`
 
     where s is the factor of `scale_mode` for (m, n), and e `extra_scale_factor`. Without bases, in the first step,
     O = Newton-Schulz(U), as in Muon. Then bases are found by eigh, in later steps by sorting them and one QR.
@@ -47,10 +38,6 @@ class SOAPMuonRule(EigenbasisRule):
     """
 
     shampoo_beta: float = 0.9  # of V and of the factors
-    power_iterations: int = 1
-    orthonormalization: Orthonormalization = Orthonormalization.BY_RULE
-    max_precond_dim: int | None = 10_000  # a longer side has no factor; None: every side has
-    one_sided: bool = False  # only the shorter side has a factor
     scale_mode: ScaleMode = ScaleMode.SHAPE_SCALING
     extra_scale_factor: float = 1.0
     coefficient_type: CoefficientType = CoefficientType.QUINTIC
@@ -58,11 +45,9 @@ class SOAPMuonRule(EigenbasisRule):
     num_ns_steps: int = 5
     fp32_matmul_prec: MatmulPrecision = MatmulPrecision.MEDIUM  # of Newton-Schulz; other products are float32
     use_syrk: bool = True
-    backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
-        check_backend(self.backend, "orthogonal_basis")
-        _ = self.shampoo  # checks its options
+        EigenbasisRule.__post_init__(self)
         schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
 
     @property
@@ -73,22 +58,6 @@ class SOAPMuonRule(EigenbasisRule):
     def moments(self) -> tuple[str, ...]:
         """The momentum, in the shape of the parameter, and its second moment, in the bases."""
         return (MOMENTUM, _SECOND_MOMENT)
-
-    @property
-    def shampoo(self) -> Shampoo:
-        """The preconditioner of the rule."""
-        return Shampoo(
-            beta=self.shampoo_beta,
-            use_kl=False,
-            power_iterations=self.power_iterations,
-            orthonormalization=self.orthonormalization,
-            order=Order.PAPER,
-            corrects_bias=False,
-            keeps_null_spaces=False,
-            max_dim=self.max_precond_dim,
-            one_sided=self.one_sided,
-            backend=self.backend,
-        )
 
     @property
     def orthogonalization(self) -> Orthogonalization:
@@ -104,7 +73,7 @@ class SOAPMuonRule(EigenbasisRule):
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L P Q_Rᵀ; U in the first step."""
         step, mu, eps = int(hyper.step), float(hyper.momentum), float(hyper.eps)
-        factors = self.shampoo.factors(states, grads, step=step, eps=eps)  # raises before any write
+        factors = self.factors(states, grads, hyper)  # raises before any write
         momentum = states.load(MOMENTUM).lerp_(grads, 1.0 - mu)
         states.store_(MOMENTUM, momentum)
         direction = grads.lerp(momentum, mu)
@@ -116,7 +85,7 @@ class SOAPMuonRule(EigenbasisRule):
             direction = out_of_basis(states, projected / second.clamp_min(eps**2).sqrt(), sides)
         for side, factor in factors.items():
             states.store_(side, factor)
-        turned = self.shampoo.turn_(states, factors, first=step == 1)
+        turned = self.turn_(states, factors, first=step == 1)
         states.store_(_SECOND_MOMENT, reordered(states.load(_SECOND_MOMENT), turned))
         return direction
 

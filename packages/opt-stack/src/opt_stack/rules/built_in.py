@@ -12,11 +12,10 @@ from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.namo import NAMORule, adaptive_rule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
 
@@ -192,7 +191,7 @@ def _muon_decay(config: OptimizerConfig) -> Decay:
     return Decay.L2
 
 
-def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule | NAMORule:
+def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
     muon, method, lines = _muon(config), config.adaptive_muon_moment2_method, config.adaptive_muon_lines
     if method != "normuon" and lines != "rows":
         raise ConfigError(
@@ -204,7 +203,7 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule | NAMORule:
             "decoupled_weight_decay=False with adaptive_muon_moment2_method='namo': its scale is of the gradient "
             "alone; leave it at True"
         )
-    return adaptive_rule(muon, method, lines=Lines(lines))
+    return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=Lines(lines))
 
 
 # Values of a formula's numbers from fields of the configuration.

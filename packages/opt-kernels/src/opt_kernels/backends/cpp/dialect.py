@@ -6,6 +6,10 @@ from opt_kernels.formulas.translate import Dialect
 class Cpp(Dialect):
     """Expressions of float. Names of a formula get a prefix, so that none is a keyword of C++."""
 
+    BOTH, EITHER, NEGATION = "({} && {})", "({} || {})", "(!{})"
+    CHOICE = "({} ? {} : {})"
+    ASSIGNMENT = "x_{} = {};"
+
     def name(self, name: str) -> str:
         return f"x_{name}"
 
@@ -14,21 +18,6 @@ class Cpp(Dialect):
 
     def call(self, function: str, arguments: list[str]) -> str:
         return f"f_{function}({', '.join(arguments)})"
-
-    def choice(self, condition: str, yes: str, no: str) -> str:
-        return f"({condition} ? {yes} : {no})"
-
-    def both(self, conditions: list[str]) -> str:
-        return f"({' && '.join(conditions)})"
-
-    def either(self, conditions: list[str]) -> str:
-        return f"({' || '.join(conditions)})"
-
-    def negation(self, condition: str) -> str:
-        return f"(!{condition})"
-
-    def assignment(self, name: str, value: str) -> str:
-        return f"x_{name} = {value};"
 
     def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
         otherwise = ["} else {", *no] if no else []

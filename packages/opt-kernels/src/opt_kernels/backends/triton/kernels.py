@@ -46,26 +46,15 @@ class Kernels(NamedTuple):
 class _Triton(Dialect):
     """Expressions of Triton; the names of a formula get a prefix."""
 
+    BOTH, EITHER, NEGATION = "({} & {})", "({} | {})", "({} == 0)"
+    CHOICE = "tl.where({}, {}, {})"
+    ASSIGNMENT = "x_{} = {}"
+
     def name(self, name: str) -> str:
         return f"x_{name}"
 
     def literal(self, value: float) -> str:
         return repr(value)
-
-    def choice(self, condition: str, yes: str, no: str) -> str:
-        return f"tl.where({condition}, {yes}, {no})"
-
-    def both(self, conditions: list[str]) -> str:
-        return f"({' & '.join(conditions)})"
-
-    def either(self, conditions: list[str]) -> str:
-        return f"({' | '.join(conditions)})"
-
-    def negation(self, condition: str) -> str:
-        return f"({condition} == 0)"
-
-    def assignment(self, name: str, value: str) -> str:
-        return f"x_{name} = {value}"
 
     def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
         otherwise = ["else:", *_indented(no)] if no else []
