@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from opt_kernels.backends.triton.update import state_options, update_
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import split_
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.matrices.muon import Decay, Inputs
+from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
 from opt_kernels.matrices.muon import torch_native as muon_in_torch
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
@@ -267,19 +266,18 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
         for _ in range(count)
     ]
     batches = [Batch(Hyper(lr=1e-4, weight_decay=0.1, momentum=0.95), works)]
-    options: dict[str, Any] = {
-        "transform": lambda tasks, matrices, normalised: matrices,  # no products: only the work around them is measured
-        "adapt_": None,
-        "inputs": lambda of: Inputs(torch.float16, True),
-        "factors": lambda of: (0.2,),
-        "nesterov": True,
-        "decay": Decay.DECOUPLED,
-        "momentum_codec": codec,
-    }
-    ours = seconds(stage, partial(muon_kernels.muon_, batches, **options))
+    step = MuonStep(
+        transform=lambda tasks, matrices, normalised: matrices,  # no products: only the work around them is measured
+        inputs=lambda of: Inputs(torch.float16, True),
+        factors=lambda of: (0.2,),
+        nesterov=True,
+        decay=Decay.DECOUPLED,
+        codec=codec,
+    )
+    ours = seconds(stage, partial(muon_kernels.muon_, batches, step))
     share = MUON_BYTES * count * side**2 / ours / bandwidth
     yield Measure(name="muon around the products, share of copy bandwidth", value=share, unit="1", goal=0.9)
-    peer = seconds(stage, partial(muon_in_torch.muon_, batches, **options))
+    peer = seconds(stage, partial(muon_in_torch.muon_, batches, step))
     yield Measure(name="muon around the products, torch's operations / ours", value=peer / ours, unit="1")
     yield from muon_step(stage, side)
 

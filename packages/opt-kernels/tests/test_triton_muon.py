@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import split_
-from opt_kernels.matrices.muon import Decay, Inputs, rounds
+from opt_kernels.matrices.muon import Decay, Inputs, MuonStep, rounds
 from opt_kernels.matrices.muon import reference as slow
 from opt_kernels.matrices.muon import triton as fast
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
@@ -122,16 +122,16 @@ def itself(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
     return joined(parts, spec, matrices.shape)
 
 
+def step_of(momentum: Any, inputs: Inputs = FP32, **more: Any) -> MuonStep:
+    codec = codec_for("momentum_buffer", momentum, signed=True)
+    factors = lambda work: FACTORS[: len(work.matrix.split_rows) or 1]
+    return MuonStep(itself, lambda work: inputs, factors, True, Decay.DECOUPLED, codec)._replace(**more)
+
+
 def moved(version: Any, works: list[Work], momentum: Any, inputs: Inputs = FP32, **more: Any) -> None:
-    version.muon_(
-        [Batch(HYPER, works[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), works[3:])],
-        **{
-            "transform": itself, "adapt_": None, "inputs": lambda work: inputs, "nesterov": True,
-            "decay": Decay.DECOUPLED,
-            "factors": lambda work: FACTORS[: len(work.matrix.split_rows) or 1],
-            "momentum_codec": codec_for("momentum_buffer", momentum, signed=True),
-        } | more,
-    )  # fmt: skip
+    launch = {name: more.pop(name) for name in ("grad_scale", "skip") if name in more}
+    batches = [Batch(HYPER, works[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), works[3:])]
+    version.muon_(batches, step_of(momentum, inputs, **more), **launch)
 
 
 def tensors(work: Work) -> list[Tensor]:
@@ -166,12 +166,7 @@ def test_a_step_equals_its_float64_reference(
     exact = [in_float64(work, storage.momentum) for work in works]
     before = [main_of(work) for work in works]
     how = {"nesterov": nesterov, "decay": decay}
-    slow.muon_(
-        [Batch(HYPER, exact[:3]), Batch(replace(HYPER, lr=2e-2, momentum=0.5), exact[3:])],
-        transform=itself, adapt_=None, inputs=lambda work: FP32, grad_scale=0.5,
-        factors=lambda work: FACTORS[: len(work.matrix.split_rows) or 1],
-        momentum_codec=Plain(dtype=torch.float64), **how,
-    )  # fmt: skip
+    moved(slow, exact, torch.float32, grad_scale=0.5, codec=Plain(dtype=torch.float64), **how)
     moved(fast, works, storage.momentum, grad_scale=torch.tensor(0.5, device=kernel_device), **how)
     codec = codec_for("momentum_buffer", storage.momentum, signed=True)
     for work, true, old in zip(works, exact, before):
@@ -201,7 +196,7 @@ def test_inputs_have_the_requested_dtype_and_scale(inputs: Inputs, size: float, 
         seen.append((matrices.dtype, normalised))
         return itself(tasks, matrices, normalised)
 
-    moved(slow, exact, torch.float32, momentum_codec=Plain(dtype=torch.float64))
+    moved(slow, exact, torch.float32, codec=Plain(dtype=torch.float64))
     moved(fast, works, torch.float32, inputs, transform=watched)
     assert set(seen) == {(inputs.dtype, inputs.normalised)}
     # Rounded once, whatever its size: not to what fp16 makes of numbers that are not normalised.
@@ -283,12 +278,8 @@ def test_matrices_that_come_normalised_and_not_are_never_held_together(kernel_de
         return itself(tasks, matrices, normalised)
 
     def move(works: list[Work]) -> None:
-        fast.muon_(
-            [Batch(HYPER, works)], transform=transform, adapt_=None,
-            inputs=lambda work: Inputs(torch.float32, work.grad.shape[0] == 25), factors=lambda work: FACTORS[:1],
-            nesterov=True, decay=Decay.DECOUPLED,
-            momentum_codec=codec_for("momentum_buffer", torch.float32, signed=True),
-        )  # fmt: skip
+        inputs = lambda work: Inputs(torch.float32, work.grad.shape[0] == 25)
+        fast.muon_([Batch(HYPER, works)], step_of(torch.float32, transform=transform, inputs=inputs))
 
     move(together)
     assert sorted(seen) == [(7, False), (25, True), (25, True)]

@@ -23,10 +23,10 @@ class MatmulPrecision(NamedChoice):
 
 
 class _Setting(NamedTuple):
-    """The user's setting in both APIs; None for an API that is missing or cannot be read."""
+    """The user's setting in both APIs."""
 
-    legacy: str | None
-    newer: tuple[str, ...] | None  # of `_switches()`
+    legacy: str | None  # None if it cannot be read
+    newer: tuple[str, ...] = ()  # of `_switches()`
 
 
 class _Guard:
@@ -39,7 +39,7 @@ class _Guard:
         self._changed = Condition()
         self._wanted = MatmulPrecision.HIGHEST
         self._users = 0
-        self._before = _Setting(None, None)
+        self._before = _Setting(None)
         self._thread = local()  # .depth: blocks that this thread is in
 
     def enter(self, wanted: MatmulPrecision) -> None:
@@ -86,23 +86,14 @@ def fp32_products(precision: MatmulPrecision) -> Iterator[None]:
 
 def tf32_products() -> bool:
     """Whether float32 matrix products on GPUs currently use TF32."""
-    if _has_newer():
-        return bool(_switches()[0].fp32_precision == "tf32")
-    return torch.get_float32_matmul_precision() != "highest"
-
-
-def _has_newer() -> bool:
-    return hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    switches = _switches()
+    return bool(switches[0].fp32_precision == "tf32") if switches else torch.get_float32_matmul_precision() != "highest"
 
 
 def _switches() -> list[Any]:
-    """The settings of the newer API: matrix products of CUDA, and of oneDNN on CPUs."""
-    return [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]  # type: ignore[attr-defined, unused-ignore]
-
-
-def _inherited() -> list[str]:
-    """The values that the `_switches` inherit while they are "none"."""
-    return [torch.backends.cudnn.fp32_precision, torch.backends.mkldnn.fp32_precision]
+    """The settings of the newer API: matrix products of CUDA, and of oneDNN on CPUs. Empty in torch before 2.9."""
+    known = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    return known if hasattr(known[0], "fp32_precision") else []
 
 
 def _read() -> _Setting:
@@ -110,25 +101,26 @@ def _read() -> _Setting:
         legacy = torch.get_float32_matmul_precision()
     except RuntimeError:  # the user has set something through the newer API
         legacy = None
-    if not _has_newer():
-        return _Setting(legacy, None)
-    # A switch that equals the inherited value is taken to inherit it: if set, it would no longer follow the user.
+    if not _switches():
+        return _Setting(legacy)
+    # A switch that equals the value it inherits while it is "none" is taken to inherit it: if set, it would no longer
+    # follow the user.
+    inherited = (torch.backends.cudnn.fp32_precision, torch.backends.mkldnn.fp32_precision)
     found = [switch.fp32_precision for switch in _switches()]
-    return _Setting(legacy, tuple("none" if own == above else own for own, above in zip(found, _inherited())))
+    return _Setting(legacy, tuple("none" if own == above else own for own, above in zip(found, inherited)))
 
 
 def _set(before: _Setting, wanted: MatmulPrecision) -> None:
     """Use the older API if it works, so that code that reads it in the meantime does not raise."""
-    if before.legacy is not None:
-        if before.legacy != wanted.value:
-            torch.set_float32_matmul_precision(wanted.value)
-        return
-    for switch in _switches():
-        switch.fp32_precision = "tf32" if wanted is MatmulPrecision.HIGH else "ieee"
+    if before.legacy is None:
+        for switch in _switches():
+            switch.fp32_precision = "tf32" if wanted is MatmulPrecision.HIGH else "ieee"
+    elif before.legacy != wanted.value:
+        torch.set_float32_matmul_precision(wanted.value)
 
 
 def _restore(before: _Setting) -> None:
     if before.legacy is not None:
         torch.set_float32_matmul_precision(before.legacy)
-    for switch, own in zip(_switches() if before.newer is not None else (), before.newer or ()):
+    for switch, own in zip(_switches(), before.newer):
         switch.fp32_precision = own

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,31 +104,24 @@ class Orthogonalization:
         normalised: bool = False,
     ) -> Tensor:
         """Orthogonalise with the Gram matrix of the rows, or of the columns with `transpose`."""
-        done = self._iterated(x.mT.contiguous() if transpose else x, all_reduce, normalised).to(x.dtype)
-        return done.mT if transpose else done
-
-    def _iterated(self, x: Tensor, all_reduce: Callable[[Tensor], Tensor] | None, normalised: bool) -> Tensor:
+        wide = x.mT.contiguous() if transpose else x
         dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
+        common: dict[str, Any] = {"eps": self.eps, "all_reduce": all_reduce, "rescale_rows": self.rescale_rows}
         if parse_backend(self.backend) is Backend.REFERENCE:
-            return reference.newton_schulz(
-                x, segments=(self.schedule,), eps=self.eps, all_reduce=all_reduce, rescale_rows=self.rescale_rows
-            )
-        segments = cut(self.schedule, rows=x.shape[-2], cols=x.shape[-1], dtype=dtype, symmetric=self.use_syrk)
-        product = (
-            version("syrk", "symmetric_product", backend=self.backend, tensors=[x]) if self.use_syrk else dense_product
-        )
-        # Products of 16 or 64 bits do not depend on the setting.
-        with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
-            return torch_native.newton_schulz(
-                x,
-                segments=segments,
-                dtype=dtype,
-                eps=self.eps,
-                product=product,
-                all_reduce=all_reduce,
-                normalised=normalised,
-                rescale_rows=self.rescale_rows,
-            )
+            done = reference.newton_schulz(wide, segments=(self.schedule,), **common)
+        else:
+            rows, cols = wide.shape[-2:]
+            segments = cut(self.schedule, rows=rows, cols=cols, dtype=dtype, symmetric=self.use_syrk)
+            product = dense_product
+            if self.use_syrk:
+                product = version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
+            # Products of 16 or 64 bits do not depend on the setting.
+            with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
+                done = torch_native.newton_schulz(
+                    wide, segments=segments, dtype=dtype, product=product, normalised=normalised, **common
+                )
+        done = done.to(x.dtype)
+        return done.mT if transpose else done
 
     def _dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
         if dtype is torch.float64 or self.precision is not MatmulPrecision.MEDIUM:

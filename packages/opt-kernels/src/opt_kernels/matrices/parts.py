@@ -72,15 +72,16 @@ def states_by_part(
 
     Raises MatrixError for states that were made for another split.
     """
-    matrix, parts = tasks[0].work.matrix, parts_of(tasks[0].work.matrix, tasks[0].work.grad.shape)
-    all_shapes = [{**dict.fromkeys(elements, part.shape), **of_part} for part, of_part in zip(parts, shapes)]
-    if not matrix.split_rows:
-        return [PartStates(all_shapes[0], [task.work.state for task in tasks], dtype)]
+    parts = parts_of(tasks[0].work.matrix, tasks[0].work.grad.shape)
     for task in tasks:
         _check(task.work, parts, shapes)
     return [
-        PartStates(all_shapes[n], [_views(work, elements, parts, shapes, n) for _, work in tasks], dtype)
-        for n in range(len(parts))
+        PartStates(
+            {**dict.fromkeys(elements, part.shape), **shapes[n]},
+            [_views(work, elements, parts, shapes, n) for _, work in tasks],
+            dtype,
+        )
+        for n, part in enumerate(parts)
     ]
 
 
@@ -94,13 +95,17 @@ def _views(
     work: Work, elements: Sequence[str], parts: Sequence[Part], shapes: Sequence[Shapes], number: int
 ) -> dict[str, Tensor]:
     """Views of the work's states that belong to part `number`."""
-    views, part = {}, parts[number]
+    views, part, num_batch_dims = {}, parts[number], work.grad.dim() - 2
     for name in elements:
-        of_groups = torch.unflatten(work.state[name], -2, (-1, sum(work.matrix.split_rows)))
+        of_groups = torch.unflatten(work.state[name], -2, (-1, sum(part.num_rows for part in parts)))
         views[name] = of_groups.narrow(-2, part.first_row, part.num_rows)
     for name in shapes[number]:
         start = _numel(name, parts[:number], shapes)
-        views[name] = work.state[name].narrow(-1, start, _numel(name, parts[: number + 1], shapes) - start)
+        views[name] = (
+            work.state[name]
+            .flatten(num_batch_dims)
+            .narrow(-1, start, _numel(name, parts[: number + 1], shapes) - start)
+        )
     return views
 
 
@@ -110,10 +115,11 @@ def _numel(name: str, parts: Sequence[Part], shapes: Sequence[Shapes]) -> int:
 
 
 def _check(work: Work, parts: Sequence[Part], shapes: Sequence[Shapes]) -> None:
+    """Raise MatrixError for states of another size. Those of a matrix that is not split have the shape of its own."""
     for name in dict.fromkeys(name for of_part in shapes for name in of_part):
         wanted = (*work.grad.shape[:-2], _numel(name, parts, shapes))
         state = work.state.get(name)
-        if state is None or state.shape != wanted:
+        if state is None or state.flatten(work.grad.dim() - 2).shape != wanted:
             found = "is missing" if state is None else f"has shape {tuple(state.shape)}"
             raise MatrixError(
                 f"state {name!r} {found}, but for rows split as {work.matrix.split_name!r} its shape is {wanted}; "

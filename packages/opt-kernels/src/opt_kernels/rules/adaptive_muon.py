@@ -159,8 +159,10 @@ class AdaptiveMuonRule(MatrixRule):
             return self._directions(tasks, inputs, normalised, squares, skip)
 
         adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
-        inputs = _unnormalised if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO) else None
-        self.muon.step_(batches, transform=transform, adapt_=adapt_, grad_scale=grad_scale, skip=skip, inputs=inputs)
+        step = self.muon.step._replace(transform=transform, adapt_=adapt_)
+        if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
+            step = step._replace(inputs=_unnormalised)
+        self.muon.perform_(batches, step, grad_scale=grad_scale, skip=skip)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Update the momentum, as Muon does."""

@@ -1,6 +1,6 @@
 """Muon: orthogonalised momentum."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.muon import Adapt, Decay, Inputs, Transform
+from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
 from opt_kernels.matrices.muon.reference import MOMENTUM
 from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
@@ -88,36 +88,24 @@ class MuonRule:
     def update_(
         self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
     ) -> None:
-        self.step_(batches, transform=self.directions, adapt_=None, grad_scale=grad_scale, skip=skip)
+        self.perform_(batches, self.step, grad_scale=grad_scale, skip=skip)
 
-    def step_(
-        self,
-        batches: Sequence[Batch],
-        *,
-        transform: Transform,
-        adapt_: Adapt | None,
-        grad_scale: float | Tensor,
-        skip: Tensor | None,
-        inputs: Callable[[Work], Inputs] | None = None,
+    @property
+    def step(self) -> MuonStep:
+        """The step of this rule, of which other rules replace parts."""
+        codec = self.codecs[MOMENTUM]
+        return MuonStep(self.directions, self._inputs, self._factors, self.nesterov, self.weight_decay_method, codec)
+
+    def perform_(
+        self, batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor, skip: Tensor | None
     ) -> None:
-        """`update_` with another orthogonalisation `transform`, its `inputs`, and `adapt_` applied to its results."""
-        version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))(
-            batches,
-            transform=transform,
-            adapt_=adapt_,
-            inputs=inputs or self._inputs,
-            factors=self._factors,
-            nesterov=self.nesterov,
-            decay=self.weight_decay_method,
-            momentum_codec=self.codecs[MOMENTUM],
-            grad_scale=grad_scale,
-            skip=skip,
-        )
+        """Perform `step` on the backend of this rule."""
+        muon_ = version("muon", "muon_", backend=self.backend, tensors=tensors_of(batches))
+        muon_(batches, step, grad_scale=grad_scale, skip=skip)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Update the momentum, and turn `grad` into u."""
-        codec = self.codecs[MOMENTUM]
-        accumulate_(task, grad, nesterov=self.nesterov, decay=self.weight_decay_method, codec=codec, skip=skip)
+        accumulate_(task, grad, self.step, skip)
 
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """O without its scale."""
@@ -125,7 +113,7 @@ class MuonRule:
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """Scale the direction, and update the weights along it."""
-        descend_(task, update, factors=self._factors(task.work), decay=self.weight_decay_method, skip=skip)
+        descend_(task, update, self.step, skip)
 
     def directions(self, tasks: Sequence[Task], inputs: Tensor, normalised: bool) -> Tensor:
         """O (len(tasks), *shape) without its scale, for works of one layout. `normalised`: as in `Inputs`."""

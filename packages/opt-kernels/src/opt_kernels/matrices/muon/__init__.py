@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from opt_kernels.choice import NamedChoice
+from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.works import Task, Work
 
-__all__ = ["Adapt", "Decay", "Factors", "Inputs", "Transform"]
+__all__ = ["Adapt", "Decay", "Factors", "Inputs", "MuonStep", "Transform"]
 
 
 class Decay(NamedChoice):
@@ -36,3 +37,15 @@ Transform = Callable[[Sequence[Task], Tensor, bool], Tensor]
 Adapt = Callable[[Task, Tensor], None]
 # Returns s e of each split part of a work, or of the whole matrix.
 Factors = Callable[[Work], tuple[float, ...]]
+
+
+class MuonStep(NamedTuple):
+    """What a step of Muon consists of. `muon_` of each backend performs it."""
+
+    transform: Transform
+    inputs: Callable[[Work], Inputs]  # of `transform`; a backend may pass matrices that are not normalised instead
+    factors: Factors
+    nesterov: bool
+    decay: Decay
+    codec: StateCodec  # of the momentum
+    adapt_: Adapt | None = None

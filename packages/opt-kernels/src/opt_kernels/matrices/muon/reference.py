@@ -1,13 +1,12 @@
 """Muon's elementwise steps before and after the orthogonalisation, by their formulas, work by work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import skipped
-from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.stacks import check, compute_dtype, read_main, read_state, write_main_, write_state_
 from opt_kernels.works import Batch, Hyper, Task, Work
 
@@ -15,17 +14,7 @@ MOMENTUM = "momentum_buffer"
 
 
 def muon_(
-    batches: Sequence[Batch],
-    *,
-    transform: Transform,
-    adapt_: Adapt | None,
-    inputs: Callable[[Work], Inputs],
-    factors: Factors,
-    nesterov: bool,
-    decay: Decay,
-    momentum_codec: StateCodec,
-    grad_scale: float | Tensor = 1.0,
-    skip: Tensor | None = None,
+    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
     """Write `main`, `out`, `remainder` and the state `momentum_buffer` of every work; nothing if `skip` is set.
 
@@ -35,7 +24,7 @@ def muon_(
         O <- adapt(transform(u))
         p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
 
-    `transform` receives matrices in the compute dtype, not normalised; `inputs` is ignored.
+    `transform` receives matrices in the compute dtype, not normalised; `step.inputs` is ignored.
     """
     if skipped(skip):
         return
@@ -46,22 +35,23 @@ def muon_(
                 continue
             task, main = Task(hyper, work), read_main(work)
             g = work.grad.to(compute_dtype(work)) * grad_scale
-            if decay is Decay.L2:
+            if step.decay is Decay.L2:
                 g = g + decay_of(main, hyper.weight_decay)
-            m = read_state(work, MOMENTUM, momentum_codec)
+            m = read_state(work, MOMENTUM, step.codec)
             m = m + (1.0 - hyper.momentum) * (g - m)
-            write_state_(work, MOMENTUM, momentum_codec, m, None)
-            u = g + hyper.momentum * (m - g) if nesterov else m
-            direction = transform([task], u.unsqueeze(0), False)[0]
-            if adapt_ is not None:
-                adapt_(task, direction)
+            write_state_(work, MOMENTUM, step.codec, m, None)
+            u = g + hyper.momentum * (m - g) if step.nesterov else m
+            direction = step.transform([task], u.unsqueeze(0), False)[0]
+            if step.adapt_ is not None:
+                step.adapt_(task, direction)
             # A product, as in torch.optim.Muon: an infinite weight stays infinite.
-            decayed = main if decay is Decay.L2 else main * (1.0 - decay_rate(decay, hyper) * hyper.weight_decay)
-            write_main_(work, decayed - hyper.lr * _of_rows(work, factors(work), direction) * direction, None)
+            decay = 1.0 - decay_rate(step.decay, hyper) * hyper.weight_decay
+            decayed = main if step.decay is Decay.L2 else main * decay
+            write_main_(work, decayed - hyper.lr * _of_rows(work, step.factors(work), direction) * direction, None)
 
 
 def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
-    """The factor of wd p in the update of the weights. Not defined for L2."""
+    """The factor of wd p in the update of the weights. Not used with L2."""
     return hyper.lr if decay is Decay.DECOUPLED else 1.0
 
 

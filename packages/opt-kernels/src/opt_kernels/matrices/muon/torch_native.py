@@ -1,13 +1,12 @@
 """Muon's elementwise parts as torch operations, one matrix at a time so that it stays in the cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.reference import MOMENTUM, decay_of, decay_rate
 from opt_kernels.matrices.stacks import (
     read_main,
@@ -22,61 +21,43 @@ from opt_kernels.works import Batch, Task, Work
 
 
 def muon_(
-    batches: Sequence[Batch],
-    *,
-    transform: Transform,
-    adapt_: Adapt | None,
-    inputs: Callable[[Work], Inputs],
-    factors: Factors,
-    nesterov: bool,
-    decay: Decay,
-    momentum_codec: StateCodec,
-    grad_scale: float | Tensor = 1.0,
-    skip: Tensor | None = None,
+    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
     """Same as `reference.muon_`, in stacks of works of one layout. Matrices are always float32 and not normalised."""
     for tasks in stacks(batches):
         matrices = scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):
-            accumulate_(task, grad, nesterov=nesterov, decay=decay, codec=momentum_codec, skip=skip)
-        for update, task in zip(transform(tasks, matrices, False), tasks):
-            if adapt_ is not None:
-                adapt_(task, update)
-            descend_(task, update, factors=factors(task.work), decay=decay, skip=skip)
+            accumulate_(task, grad, step, skip)
+        for update, task in zip(step.transform(tasks, matrices, False), tasks):
+            if step.adapt_ is not None:
+                step.adapt_(task, update)
+            descend_(task, update, step, skip)
 
 
-def accumulate_(
-    task: Task,
-    grad: Tensor,  # (*shape) scaled, in the compute dtype; becomes u
-    *,
-    nesterov: bool,
-    decay: Decay,
-    codec: StateCodec,
-    skip: Tensor | None,
-) -> None:
-    """Update the momentum, and turn `grad` into u in place."""
+def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -> None:
+    """Update the momentum, and turn `grad` (*shape), scaled and in the compute dtype, into u in place."""
     hyper, work = task
-    if decay is Decay.L2:
+    if step.decay is Decay.L2:
         grad.add_(decay_of(read_main(work), hyper.weight_decay))
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
-    momentum = stored if in_place else read_state(work, MOMENTUM, codec)
+    momentum = stored if in_place else read_state(work, MOMENTUM, step.codec)
     momentum.lerp_(grad, weight_for(momentum, 1.0 - hyper.momentum))
     if not in_place:
-        write_state_(work, MOMENTUM, codec, momentum, skip)
-    if nesterov:
+        write_state_(work, MOMENTUM, step.codec, momentum, skip)
+    if step.nesterov:
         grad.lerp_(momentum, weight_for(grad, hyper.momentum))
     else:
         grad.copy_(momentum)
 
 
-def descend_(task: Task, update: Tensor, *, factors: tuple[float, ...], decay: Decay, skip: Tensor | None) -> None:
+def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) -> None:
     """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
     hyper, work = task
-    _scale_(work, update, factors)
+    _scale_(work, update, step.factors(work))
     main = read_main(work) if skip is None else read_main(work).clone()
-    if decay is not Decay.L2:
-        main.mul_(1.0 - decay_rate(decay, hyper) * hyper.weight_decay)
+    if step.decay is not Decay.L2:
+        main.mul_(1.0 - decay_rate(step.decay, hyper) * hyper.weight_decay)
     write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 

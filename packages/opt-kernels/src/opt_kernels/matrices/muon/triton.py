@@ -4,7 +4,7 @@ Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum
 for the normalisation of u, 12 for the update. `kernels/muon.md` derives the design.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,10 @@ from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
 from opt_kernels.backends.triton.quantize import GROUP, read_state, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
-from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Adapt, Decay, Factors, Inputs, Transform
+from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.round_tables import RoundTables, tables_of
 from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, pieces_of, rounds, swept, with_ordered_grads
-from opt_kernels.works import Batch, Work
+from opt_kernels.works import Batch
 
 SUM_BLOCK = 1024  # chunks that are added at a time
 LANES: tl.constexpr = tl.constexpr(4)  # neighbours that one thread has in every layout
@@ -204,39 +203,29 @@ def descent_sweep(
 
 
 def muon_(
-    batches: Sequence[Batch],
-    *,
-    transform: Transform,
-    adapt_: Adapt | None,
-    inputs: Callable[[Work], Inputs],
-    factors: Factors,
-    nesterov: bool,
-    decay: Decay,
-    momentum_codec: StateCodec,
-    grad_scale: float | Tensor = 1.0,
-    skip: Tensor | None = None,
+    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
     """Same as `reference.muon_`, on the device of the tensors, without synchronizing; may be captured in a CUDA graph.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
-    matrices in the format that `inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a matrix
-    that is not contiguous, and FrozenHyperError for host numbers in a capture.
+    matrices in the format that `step.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
+    matrix that is not contiguous, and FrozenHyperError for host numbers in a capture.
     """
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
-    for one in rounds(batches, inputs, factors):
-        launches = swept(pieces_of(one, hypers), SlotRuns(one, momentum_codec))
+    for one in rounds(batches, step.inputs, step.factors):
+        launches = swept(pieces_of(one, hypers), SlotRuns(one, step.codec))
         device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
-            u = _Inputs(one, tables_of(one, launches, momentum_codec))
-            u.accumulate_(block, nesterov=nesterov, decay=decay)
+            u = _Inputs(one, tables_of(one, launches, step.codec))
+            u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)
             for stack in one.stacks:
-                directions = transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
-                if adapt_ is not None:
+                directions = step.transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
+                if step.adapt_ is not None:
                     for task, direction in zip(stack.tasks, directions):
-                        adapt_(task, direction)
-                u.descend_(stack, _aligned(directions), block, decay=decay)
+                        step.adapt_(task, direction)
+                u.descend_(stack, _aligned(directions), block, decay=step.decay)
 
 
 class _Inputs:

@@ -1,7 +1,6 @@
 """The coefficient sets of the Newton-Schulz iteration, and the schedule of steps for each set."""
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
 from opt_kernels.choice import NamedChoice
@@ -29,19 +28,6 @@ class CoefficientType(NamedChoice):
     CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
     AOL = "aol"  # [0.987, 1.082] four steps, of [0.02, 0.8]: of rows rescaled by `reference.row_scales`
     CUSTOM = "custom"  # the caller's own, repeated in a cycle
-
-
-class _Repeat(StrEnum):
-    """How a set is continued if more steps are requested than it has."""
-
-    CYCLE = "cycle"  # the set again from its first step
-    LAST = "last"  # its last step again
-    NEVER = "never"  # nothing: the set has one length
-
-
-class _Set(NamedTuple):
-    repeat: _Repeat
-    steps: Schedule
 
 
 def _steps(*rows: tuple[float, float, float]) -> Schedule:
@@ -88,15 +74,19 @@ _AOL = _steps(
 )
 
 
-_SETS: Mapping[CoefficientType, _Set] = {
-    CoefficientType.SIMPLE: _Set(_Repeat.CYCLE, _SIMPLE),
-    CoefficientType.QUINTIC: _Set(_Repeat.CYCLE, _QUINTIC),
-    CoefficientType.POLAR_EXPRESS: _Set(_Repeat.LAST, _POLAR_EXPRESS),
-    CoefficientType.CANS: _Set(_Repeat.LAST, _CANS),
-    CoefficientType.DEEPSEEKV4: _Set(_Repeat.LAST, _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2),
-    CoefficientType.CUBIC5: _Set(_Repeat.NEVER, _CUBIC5),
-    CoefficientType.AOL: _Set(_Repeat.LAST, _AOL),  # repeated from its first step, it would map 1 to -0.6
+_SETS: Mapping[CoefficientType, Schedule] = {
+    CoefficientType.SIMPLE: _SIMPLE,
+    CoefficientType.QUINTIC: _QUINTIC,
+    CoefficientType.POLAR_EXPRESS: _POLAR_EXPRESS,
+    CoefficientType.CANS: _CANS,
+    CoefficientType.DEEPSEEKV4: _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2,
+    CoefficientType.CUBIC5: _CUBIC5,
+    CoefficientType.AOL: _AOL,
 }
+# Sets that are continued from their first step if more steps are requested than they have, and that have one length.
+# Others are continued with their last step: aol, repeated from its first step, would map 1 to -0.6.
+_CYCLES = (CoefficientType.SIMPLE, CoefficientType.QUINTIC, CoefficientType.CUSTOM)
+_OF_ONE_LENGTH = (CoefficientType.CUBIC5,)
 
 
 def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
@@ -111,9 +101,9 @@ def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[fl
         raise ValueError(f"custom_coefficients are given, but coefficient_type is '{kind}'; set it to 'custom'")
     if not custom and kind is CoefficientType.CUSTOM:
         raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
-    repeat, steps = _Set(_Repeat.CYCLE, _steps(*custom)) if custom else _SETS[kind]
-    if repeat is _Repeat.NEVER and num_steps != len(steps):
+    steps = _steps(*custom) if custom else _SETS[kind]
+    if kind in _OF_ONE_LENGTH and num_steps != len(steps):
         raise ValueError(f"num_ns_steps is {num_steps}, but coefficient_type '{kind}' has exactly {len(steps)} steps")
-    if repeat is _Repeat.LAST:
+    if kind not in _CYCLES:
         steps += steps[-1:] * (num_steps - len(steps))
     return tuple(steps[i % len(steps)] for i in range(num_steps))
