@@ -1,6 +1,5 @@
 """AdaptiveMuon: AdaMuon, NorMuon and NAMO against their formulas in float64, scaled once."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -9,14 +8,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels.hooks import ClipUpdateRms, hooked
-from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
 from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, StateKind, Work
+from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
 EXACT = MuonRule(backend="reference")
@@ -132,23 +129,6 @@ def test_the_size_of_gradients_does_not_matter_to_namo(scale: float) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: AdaptiveMuonRule(lines=Lines.COLS), "lines='cols' with 'adamuon': only 'normuon' has lines"),
-    (lambda: AdaptiveMuonRule(second_moment=NAMO, lines=Lines.COLS), "lines='cols' with 'namo'"),
-    (
-        lambda: AdaptiveMuonRule(second_moment=NAMO, muon=MuonRule(weight_decay_method=Decay.L2)),
-        "NAMO with L2 weight decay",
-    ),
-    (lambda: SecondMoment("adam"), "'adam' is not a SecondMoment; pass one of 'adamuon', 'adamuon_paper', 'normuon'"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_options_are_checked_when_the_rule_is_made(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_an_unequal_part_of_a_matrix_is_refused_by_namo() -> None:
     rule, main = AdaptiveMuonRule(second_moment=NAMO), tensor(5, 8)
     matrix = MatrixSpec(part=MatrixPart("w", (8, 8), 0))
@@ -180,52 +160,6 @@ def test_normuon_keeps_the_norm_of_muon_and_evens_out_its_rows() -> None:
     rows = even.norm(dim=1)
     # The floor of eps under the mean squares keeps the faintest rows from the others' size.
     assert float(rows.max() / rows.min()) < 1.5 < float(plain.norm(dim=1).max() / plain.norm(dim=1).min())
-
-
-@pytest.mark.parametrize("method", SecondMoment)
-def test_a_stack_of_matrices_is_so_many_matrices(method: SecondMoment) -> None:
-    rule = AdaptiveMuonRule(muon=EXACT, second_moment=method)
-    main, grad = tensor(3, 12, 20), tensor(3, 12, 20, seed=1)
-    got = moved(rule, main, grad)
-    for i in range(3):
-        torch.testing.assert_close(got[i], moved(rule, main[i], grad[i]), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", SecondMoment)
-def test_a_skipped_step_leaves_every_byte(method: SecondMoment) -> None:
-    rule, main = AdaptiveMuonRule(second_moment=method), tensor(24, 40)
-    state = rule.init_state(main)
-    before = [main.clone(), *(t.clone() for t in state.values())]
-    work = Work(grad=torch.full((24, 40), torch.nan), main=main, state=state)
-    rule.update_([Batch(HYPER, [work])], skip=torch.tensor(True))
-    assert all(torch.equal(a, b) for a, b in zip([main, *state.values()], before))
-
-
-@pytest.mark.parametrize(
-    ("method", "kind", "shape"),
-    [
-        (SecondMoment.ADAMUON, StateKind.LIKE_PARAM, (24, 40)),
-        (SecondMoment.NORMUON, StateKind.REDUCED, (24,)),
-        (NAMO, StateKind.REDUCED, ()),
-    ],
-)
-def test_the_second_moment_is_declared_as_it_is(method: SecondMoment, kind: StateKind, shape: tuple[int, ...]) -> None:
-    rule = AdaptiveMuonRule(second_moment=method)
-    assert (rule.name, rule.needs) == ("namo" if method is NAMO else "adaptive_muon", Needs.MATRICES)
-    specs, state = rule.state_specs, rule.init_state(tensor(24, 40))
-    assert [spec.name for spec in specs] == list(state)
-    assert specs[1].kind is kind
-    assert state["moment2_buffer"].shape == shape
-
-
-@pytest.mark.parametrize("kind", SecondMoment)
-def test_a_gradient_of_zeros_leaves_the_weight_to_its_decay(kind: SecondMoment) -> None:
-    # The norm of the update is zero, and what it is divided by must not be.
-    rule, main = AdaptiveMuonRule(second_moment=kind), torch.ones(6, 4)
-    work = Work(grad=torch.zeros(6, 4), main=main, state=rule.init_state(main))
-    for step in (1, 2):
-        rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.5, step=step), [work])])
-    torch.testing.assert_close(main, torch.full((6, 4), 0.95**2))
 
 
 def test_hooks_run_on_the_backend_of_muon() -> None:

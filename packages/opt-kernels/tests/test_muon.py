@@ -1,6 +1,5 @@
 """Muon: against the SVD and a float64 reference, for every way its parameters, gradients and options come."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -9,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.matrices.muon import Decay
 from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode
-from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
-from opt_kernels.rules.base import Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, Work
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)
 # Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.
@@ -118,29 +114,6 @@ def test_fused_rows_are_orthogonalised_and_scaled_one_by_one(shape: tuple[int, i
     torch.testing.assert_close(got, expected.view(shape), rtol=0, atol=1e-6)
 
 
-def test_a_stack_of_matrices_is_so_many_matrices() -> None:
-    main, grad = tensor(5, 12, 20), tensor(5, 12, 20, seed=1)
-    got = moved(EXACT, main, grad)
-    for i in range(5):
-        torch.testing.assert_close(got[i], moved(EXACT, main[i], grad[i]), rtol=0, atol=1e-6)
-
-
-def test_company_makes_no_difference() -> None:
-    # Equal shapes are stacked over groups, in rounds of bounded size; each keeps its group's numbers.
-    shapes = [(16, 24), (24, 16), (16, 24), (8, 8), (16, 24), (1024, 600), (1024, 600), (1024, 600)]
-    assert 3 * 1024 * 600 > STACK_NUMEL_ON_CPU > 1024 * 600
-    hypers = [replace(HYPER, lr=0.1), replace(HYPER, lr=0.02, momentum=0.5)]
-    mains = [tensor(*shape, seed=i) for i, shape in enumerate(shapes)]
-    grads = [tensor(*shape, seed=100 + i) for i, shape in enumerate(shapes)]
-    rule = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
-    together = [main.clone() for main in mains]
-    works = [Work(grad=g, main=m, state=rule.init_state(m)) for g, m in zip(grads, together)]
-    rule.update_([Batch(hypers[0], works[::2]), Batch(hypers[1], works[1::2])])
-    for i, (main, grad, got) in enumerate(zip(mains, grads, together)):
-        # The same products in another batch may be summed in another order.
-        torch.testing.assert_close(got, moved(rule, main, grad, hyper=hypers[i % 2]), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("scale", [1.0, 2.0**-12, torch.tensor(0.25)], ids=["one", "small", "on_device"])
 def test_gradients_are_read_as_they_are_and_never_written(dtype: torch.dtype, scale: float | Tensor) -> None:
@@ -151,59 +124,6 @@ def test_gradients_are_read_as_they_are_and_never_written(dtype: torch.dtype, sc
     assert torch.equal(grad, before)
     torch.testing.assert_close(state["momentum_buffer"], 0.1 * float(scale) * grad.float())
     torch.testing.assert_close(main, moved(EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
-
-
-def test_a_low_precision_copy_is_the_main_rounded() -> None:
-    main, out = tensor(24, 40), torch.full((24, 40), torch.nan, dtype=torch.bfloat16)
-    work = Work(grad=tensor(24, 40, seed=1), main=main, state=EXACT.init_state(main), out=out)
-    EXACT.update_([Batch(HYPER, [work])])
-    assert torch.equal(out, main.bfloat16())
-
-
-def test_a_parameter_and_its_remainder_move_as_one_fp32_number() -> None:
-    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    out, remainder = torch.empty(24, 40, dtype=torch.bfloat16), torch.empty(24, 40, dtype=torch.int16)
-    split_(out, remainder, main)
-    work = Work(grad=grad, main=None, state=EXACT.init_state(main), out=out, remainder=remainder)
-    EXACT.update_([Batch(HYPER, [work])])
-    assert torch.equal(join(out, remainder), moved(EXACT, main, grad))
-
-
-def test_a_bf16_parameter_without_a_main_is_computed_in_fp32() -> None:
-    main, grad = tensor(24, 40, dtype=torch.bfloat16), tensor(24, 40, seed=1)
-    assert torch.equal(moved(EXACT, main, grad), moved(EXACT, main.float(), grad).bfloat16())
-
-
-SKIPPABLE: dict[str, Callable[[], Work]] = {
-    "main_and_out": lambda: Work(
-        grad=torch.full((24, 40), torch.nan),
-        main=tensor(24, 40),
-        state=POLAR.init_state(tensor(24, 40)),
-        out=tensor(24, 40, dtype=torch.bfloat16),
-    ),
-    "remainder": lambda: Work(
-        grad=torch.full((24, 40), torch.inf),
-        main=None,
-        state=POLAR.init_state(tensor(24, 40)),
-        out=tensor(24, 40, dtype=torch.bfloat16),
-        remainder=torch.ones(24, 40, dtype=torch.int16),
-    ),
-    "narrow_momentum": lambda: Work(
-        grad=torch.full((24, 40), torch.nan),
-        main=tensor(24, 40),
-        state=replace(POLAR, momentum_buffer_dtype=torch.int8).init_state(tensor(24, 40)),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", SKIPPABLE)
-def test_a_skipped_step_leaves_every_byte(kind: str) -> None:
-    work = SKIPPABLE[kind]()
-    rule = replace(POLAR, momentum_buffer_dtype=torch.int8) if kind == "narrow_momentum" else POLAR
-    tensors = [t for t in (work.main, work.out, work.remainder, *work.state.values()) if t is not None]
-    before = [t.clone() for t in tensors]
-    rule.update_([Batch(HYPER, [work])], skip=torch.tensor(True))
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before))
 
 
 def test_a_skip_flag_that_is_not_set_changes_nothing_about_a_step() -> None:
@@ -295,66 +215,12 @@ def test_a_matrix_stored_by_columns_is_the_same_matrix() -> None:
     assert torch.equal(got, moved(EXACT, main, grad))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (0, 8, 8)], ids=str)
-def test_an_empty_matrix_is_nothing_to_do(shape: tuple[int, ...]) -> None:
-    moved(POLAR, torch.zeros(shape), torch.zeros(shape))
-    POLAR.update_([])
-    POLAR.update_([Batch(HYPER, [])])
-
-
-def test_a_zero_gradient_only_decays() -> None:
-    main = tensor(24, 40)
-    torch.testing.assert_close(moved(MuonRule(), main, torch.zeros(24, 40)), main * (1 - 0.1 * 0.3))
-
-
-def test_what_a_user_set_for_fp32_products_is_left_as_it_was() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        moved(POLAR, tensor(24, 40), tensor(24, 40, seed=1))
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def test_a_rule_says_what_it_is_and_what_it_keeps() -> None:
-    rule = MuonRule()
-    assert (rule.name, rule.needs) == ("muon", Needs.MATRICES)
-    (spec,) = rule.state_specs
-    assert (spec.name, spec.kind, spec.dtype) == ("momentum_buffer", StateKind.LIKE_PARAM, torch.float32)
-    assert not rule.init_state(tensor(3, 4))["momentum_buffer"].any()
-
-
-WRONG = [
-    pytest.param((8,), MatrixSpec(), r"shape \(8,\) is not a matrix", id="vector"),
-    pytest.param((2, 2, 3, 3), MatrixSpec(), r"view a convolution's weight as \(out, in \* kernel\)", id="convolution"),
-    pytest.param((8, 4), MatrixSpec(split_rows=(4, 1, 1)), "does not divide the 8 rows", id="split"),
-    pytest.param((8, 4), MatrixSpec(split_rows=(8, 0)), "pass positive rows", id="split_zero"),
-    pytest.param((8, 4), MatrixSpec(partition_dim=2), "partition_dim=2 is out of range", id="partition"),
-]
-
-
-@pytest.mark.parametrize(("shape", "spec", "message"), WRONG)
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
-    with pytest.raises(MatrixError, match=message):
-        moved(MuonRule(), torch.zeros(shape), torch.zeros(shape), matrix=spec)
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_an_update_of_rank_one_keeps_its_sign_with_aol(backend: str) -> None:
     rule = MuonRule(coefficient_type=CoefficientType.AOL, num_ns_steps=4, backend=backend)
     grad = tensor(24, 1) @ tensor(1, 40)
     got = moved(rule, torch.zeros(24, 40), grad, hyper=replace(HYPER, weight_decay=0.0))
     assert float((got * grad).sum()) < 0
-
-
-def test_options_are_checked_when_the_rule_is_made() -> None:
-    with pytest.raises(ValueError, match="num_ns_steps is 0"):
-        MuonRule(num_ns_steps=0)
-    with pytest.raises(ValueError, match="backend='cuda' is unknown"):
-        MuonRule(backend="cuda")
-    with pytest.raises(ValueError, match="'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'"):
-        MatmulPrecision("bf16")
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])

@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.base import Needs
 from opt_kernels.rules.soap import Order, Orthonormalization, SOAPRule
-from opt_kernels.works import Batch, Hyper, StateKind, Work
+from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 PLAIN, KL = SOAPRule(use_kl_shampoo=False), SOAPRule()
@@ -249,18 +246,6 @@ def test_the_first_step_of_megatron_is_worked_by_hand() -> None:
     torch.testing.assert_close(main, torch.tensor([[-0.06, -0.08]], dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", [PLAIN, KL, MEGATRON, replace(KL, one_sided=True)], ids=str)
-def test_a_stack_of_matrices_is_so_many_matrices(rule: SOAPRule) -> None:
-    stack, grads = tensor(3, 6, 8).double(), [tensor(3, 6, 8, seed=step).double() for step in (1, 2, 3)]
-    alone, state = stack.clone(), {n: v.double() for n, v in rule.init_state(stack).items()}
-    states = [{n: v[i].clone() for n, v in state.items()} for i in range(3)]
-    stepped(rule, stack, state, grads)
-    for i in range(3):
-        stepped(rule, alone[i], states[i], [grad[i] for grad in grads])
-        # Null spaces of the first factors are bases of rounding, in which gradients have no part in float64.
-        torch.testing.assert_close(stack[i], alone[i], rtol=0, atol=1e-6)
-
-
 def test_a_side_that_is_too_long_has_no_factor() -> None:
     # An output layer of 128,000 rows had two factors of 64 GB.
     state = SOAPRule().init_state(torch.empty(128_000, 64, device="meta"))
@@ -315,88 +300,3 @@ def test_bases_stay_orthonormal_and_sorted_through_many_steps() -> None:
         torch.testing.assert_close(state[f"eigvals_{side}"].double(), diagonal.diagonal(), rtol=1e-3, atol=1e-6)
         # After 60 steps of following, what is off the diagonal is small beside it.
         assert float((diagonal - diagonal.diagonal().diag()).norm()) < 0.05 * float(diagonal.norm())
-
-
-def test_equal_shapes_in_company_move_as_alone() -> None:
-    mains, grads = [tensor(8, 12, seed=i) for i in range(3)], [grads_of(4, 8, 12)[i:] for i in range(3)]
-    together, states = [main.clone() for main in mains], [KL.init_state(main) for main in mains]
-    for step in (1, 2):
-        works = [Work(grad=g[step - 1], main=p, state=s) for g, p, s in zip(grads, together, states)]
-        KL.update_([Batch(replace(HYPER, step=step), works[:2]), Batch(replace(HYPER, step=step), works[2:])])
-    for main, own_grads, got in zip(mains, grads, together):
-        stepped(KL, main, KL.init_state(main), own_grads[:2])
-        torch.testing.assert_close(got, main, rtol=0, atol=1e-4)
-
-
-def test_mains_of_every_kind_are_updated_equally() -> None:
-    main, grads = tensor(8, 12), grads_of(2, 8, 12)
-    expected = main.clone()
-    stepped(KL, expected, KL.init_state(main), grads)
-    out, remainder = torch.empty(8, 12, dtype=torch.bfloat16), torch.empty(8, 12, dtype=torch.int16)
-    split_(out, remainder, main)
-    copy, halves, with_copy = torch.zeros(8, 12, dtype=torch.bfloat16), KL.init_state(main), KL.init_state(main)
-    for step, grad in enumerate(grads, start=1):
-        works = [
-            Work(grad=grad, main=None, state=halves, out=out, remainder=remainder),
-            Work(grad=grad, main=main, state=with_copy, out=copy),
-        ]
-        KL.update_([Batch(replace(HYPER, step=step), works)])
-    torch.testing.assert_close(join(out, remainder), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(main, expected, rtol=0, atol=1e-5)
-    assert torch.equal(copy, main.bfloat16())
-
-
-def test_a_skipped_step_leaves_every_byte_and_gradients_are_never_written() -> None:
-    main, grad = tensor(8, 12), tensor(8, 12, seed=1)
-    state = KL.init_state(main)
-    before = [t.clone() for t in (main, grad, *state.values())]
-    work = Work(grad=grad, main=main, state=state)
-    for step in (1, 2):
-        KL.update_([Batch(replace(HYPER, step=step), [work])], skip=torch.tensor(True), grad_scale=0.5)
-    assert all(torch.equal(a, b) for a, b in zip((main, grad, *state.values()), before))
-    KL.update_([Batch(HYPER, [work])], grad_scale=0.5)
-    assert torch.equal(grad, before[1])
-
-
-def test_zero_gradients_leave_finite_states() -> None:
-    main, state = tensor(8, 12), KL.init_state(tensor(8, 12))
-    stepped(KL, main, state, [torch.zeros(8, 12)] * 3 + grads_of(3, 8, 12))
-    assert all(bool(t.isfinite().all()) for t in (main, *state.values()))
-
-
-def test_states_are_declared_as_they_are() -> None:
-    assert (KL.name, KL.needs) == ("soap", Needs.MATRICES)
-    shapes = {
-        (StateKind.LIKE_PARAM, ()): (8, 12),
-        (StateKind.MATRIX, (-2,)): (8, 8),
-        (StateKind.MATRIX, (-1,)): (12, 12),
-        (StateKind.REDUCED, (-1,)): (8,),
-        (StateKind.REDUCED, (-2,)): (12,),
-    }
-    for rule in (PLAIN, KL):
-        state = rule.init_state(tensor(8, 12))
-        assert {spec.name for spec in rule.state_specs} == set(state)
-        for spec in rule.state_specs:
-            assert tuple(state[spec.name].shape) == shapes[spec.kind, spec.dims]
-    assert "eigvals_L" not in PLAIN.init_state(tensor(8, 12))
-
-
-WRONG: list[Any] = [
-    pytest.param({"shampoo_beta": 1.0}, "shampoo_beta is 1.0", id="beta"),
-    pytest.param({"precondition_frequency": 0}, "precondition_frequency is 0", id="frequency"),
-    pytest.param({"power_iterations": 0}, "power_iterations is 0", id="iterations"),
-    pytest.param({"max_precond_dim": 0}, "max_precond_dim is 0", id="dim"),
-    pytest.param({"backend": "cuda"}, "backend='cuda' is unknown", id="backend"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_options_are_checked_when_the_rule_is_made(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SOAPRule(**options)
-
-
-@pytest.mark.parametrize("shape", [(8,), (2, 2, 4, 4)], ids=str)
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MatrixError, match="is not a matrix"):
-        KL.init_state(torch.zeros(shape))

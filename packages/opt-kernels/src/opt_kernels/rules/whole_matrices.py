@@ -11,7 +11,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.formulas.numbers import Number
 from opt_kernels.matrices.muon.reference import decay_of
-from opt_kernels.matrices.stacks import check_shape, read_main, write_main_
+from opt_kernels.matrices.stacks import check, check_shape, read_main, write_main_
 from opt_kernels.rules.base import MatrixRule, Needs, check_states, update_in_phases_
 from opt_kernels.works import Batch, Task
 
@@ -60,6 +60,7 @@ class WholeMatrices(MatrixRule):
             return
         for batch in batches:
             for work in batch.works:
+                check(work)
                 wide = work.main is not None and work.main.dtype is torch.float64
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
             update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)

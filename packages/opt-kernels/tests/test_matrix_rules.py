@@ -1,0 +1,212 @@
+"""What all matrix rules have in common: stacks, company, mains of every kind, skipped steps, refusals."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.matrices.muon import Decay
+from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
+from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
+from opt_kernels.rules.base import Needs, init_state
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import Order, SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Work
+
+HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), eps=1e-8)
+EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
+RULES: dict[str, Any] = {
+    "muon": EXACT,
+    "muon, reference": replace(EXACT, backend="reference"),
+    "muon, nesterov, l2": replace(EXACT, nesterov=True, weight_decay_method=Decay.L2),
+    "muon, int8": replace(EXACT, momentum_buffer_dtype=torch.int8),
+    **{method.value: AdaptiveMuonRule(muon=EXACT, second_moment=method) for method in SecondMoment},
+    "normuon, columns": AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
+    "soap, plain": SOAPRule(use_kl_shampoo=False),
+    "soap": SOAPRule(),
+    "soap, one side": SOAPRule(one_sided=True),
+    "soap, megatron": SOAPRule(order=Order.MEGATRON),
+    "soap_muon": SOAPMuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST),
+}
+on_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grads_of(*shape: int, steps: int = 3) -> list[Tensor]:
+    """Gradients with a part that stays, as in training: factors have eigenvalues that are apart."""
+    signal = tensor(*shape) * torch.logspace(0.5, -0.5, shape[-1])
+    return [signal + 0.3 * tensor(*shape, seed=seed) for seed in range(1, steps + 1)]
+
+
+def stepped(rule: Any, grads: list[Tensor], *works: Work, grad_scale: float = 1.0, first: int = 1) -> None:
+    for step, grad in enumerate(grads, start=first):
+        batch = Batch(replace(HYPER, step=step), [replace(work, grad=grad) for work in works])
+        rule.update_([batch], grad_scale=grad_scale)
+
+
+def work_of(rule: Any, main: Tensor, **work: Any) -> Work:
+    return Work(grad=main, main=main, state=rule.init_state(main), **work)
+
+
+def moved(rule: Any, main: Tensor, grads: list[Tensor]) -> Tensor:
+    main = main.clone()
+    stepped(rule, grads, work_of(rule, main))
+    return main
+
+
+@on_rules
+def test_a_stack_of_matrices_is_so_many_matrices(rule: Any) -> None:
+    if rule.name == "muon" and rule.momentum_buffer_dtype is torch.int8:
+        rule = EXACT  # codes of neighbouring matrices share scales
+    main, grads = tensor(3, 6, 8), grads_of(3, 6, 8)
+    # Square factors: null spaces of the first ones are bases of rounding, which batches round in another order.
+    together = moved(rule, main, grads)
+    alone = torch.stack([moved(rule, main[i], [grad[i] for grad in grads]) for i in range(3)])
+    tolerance = 2e-2 if rule.name.startswith("soap") else 1e-4
+    torch.testing.assert_close(together, alone, rtol=0, atol=tolerance)
+
+
+@on_rules
+def test_company_makes_no_difference(rule: Any) -> None:
+    # Equal shapes are stacked over groups, in rounds of bounded size; each keeps its group's numbers.
+    large = [(1024, 600)] * 3 if rule.needs is Needs.MATRICES and rule.name == "muon" else []
+    assert 3 * 1024 * 600 > STACK_NUMEL_ON_CPU > 1024 * 600
+    shapes = [(16, 16), (24, 24), (16, 16), (8, 8), (16, 16), *large]
+    hypers = [replace(HYPER, step=2), replace(HYPER, step=2, lr=0.02, momentum=0.5)]
+    mains, grads = [tensor(*s, seed=i) for i, s in enumerate(shapes)], [tensor(*s, seed=9) for s in shapes]
+
+    def works() -> list[Work]:
+        made = [work_of(rule, main.clone()) for main in mains]
+        for work, grad in zip(made, grads):
+            stepped(rule, [grad], work)
+        return [replace(work, grad=0.5 * grad) for work, grad in zip(made, grads)]
+
+    together, alone = works(), works()
+    rule.update_([Batch(hypers[0], together[::2]), Batch(hypers[1], together[1::2])])
+    for index, work in enumerate(alone):
+        rule.update_([Batch(hypers[index % 2], [work])])
+    for a, b in zip(together, alone):
+        assert a.main is not None
+        assert b.main is not None
+        # The same products in another batch may be summed in another order.
+        torch.testing.assert_close(a.main, b.main, rtol=0, atol=1e-4)
+
+
+@on_rules
+def test_mains_of_every_kind_are_updated_equally_and_gradients_only_read(rule: Any) -> None:
+    main, grads = tensor(8, 12), grads_of(8, 12)
+    before = [grad.clone() for grad in grads]
+    expected = moved(rule, main, [0.5 * grad for grad in grads])
+    out, remainder = torch.empty(8, 12, dtype=torch.bfloat16), torch.empty(8, 12, dtype=torch.int16)
+    split_(out, remainder, main)
+    halves = replace(work_of(rule, main), main=None, out=out, remainder=remainder)
+    with_copy = work_of(rule, main.clone(), out=torch.zeros(8, 12, dtype=torch.bfloat16))
+    stepped(rule, grads, halves, grad_scale=0.5)
+    stepped(rule, grads, with_copy, grad_scale=0.5)
+    torch.testing.assert_close(join(out, remainder), expected, rtol=0, atol=1e-5)
+    assert with_copy.main is not None
+    torch.testing.assert_close(with_copy.main, expected, rtol=0, atol=1e-5)
+    assert with_copy.out is not None
+    assert torch.equal(with_copy.out, with_copy.main.bfloat16())
+    assert all(map(torch.equal, grads, before))
+    narrow = main.bfloat16()
+    assert torch.equal(moved(rule, narrow, grads[:1]), moved(rule, narrow.float(), grads[:1]).bfloat16())
+
+
+@on_rules
+def test_a_skipped_step_leaves_every_byte(rule: Any) -> None:
+    main, out = tensor(24, 40), tensor(24, 40).bfloat16()
+    work = work_of(rule, main, out=out)
+    stepped(rule, grads_of(24, 40, steps=2), work)
+    halves = replace(work, main=None, remainder=torch.ones(24, 40, dtype=torch.int16))
+    for of in (work, halves):
+        tensors = [t for t in (of.main, of.out, of.remainder, *of.state.values()) if t is not None]
+        before = [t.clone() for t in tensors]
+        for bad in (torch.nan, torch.inf):
+            batch = Batch(replace(HYPER, step=3), [replace(of, grad=torch.full((24, 40), bad))])
+            rule.update_([batch], skip=torch.tensor(True))
+        assert all(map(torch.equal, tensors, before))
+
+
+@on_rules
+def test_zero_gradients_only_decay_and_leave_finite_states(rule: Any) -> None:
+    main = tensor(6, 4)
+    work = work_of(rule, main.clone())
+    stepped(rule, [torch.zeros(6, 4)] * 3, work)
+    assert work.main is not None
+    if rule.name != "muon" or rule.weight_decay_method is not Decay.L2:
+        steps = 2 if rule.name == "soap" and rule.order is Order.PAPER else 3  # of which the first finds the bases
+        torch.testing.assert_close(work.main, main * (1 - 0.1 * 0.3) ** steps)
+    stepped(rule, grads_of(6, 4), work, first=4)
+    assert all(bool(t.float().isfinite().all()) for t in (work.main, *work.state.values()))
+
+
+@on_rules
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)], ids=str)
+def test_empty_matrices_and_no_works_are_nothing_to_do(rule: Any, shape: tuple[int, ...]) -> None:
+    if not rule.name.startswith("soap"):
+        moved(rule, torch.zeros(shape), [torch.zeros(shape)])
+    rule.update_([])
+    rule.update_([Batch(HYPER, [])])
+
+
+@on_rules
+def test_states_are_declared_as_they_are(rule: Any) -> None:
+    assert rule.needs is Needs.MATRICES
+    state = init_state(rule, tensor(8, 12), NOT_SPLIT)  # refuses other shapes and dtypes
+    assert {spec.name for spec in rule.state_specs if not spec.optional} <= state.keys()
+    assert state.keys() <= {spec.name for spec in rule.state_specs}
+
+
+WRONG_SHAPES = [
+    pytest.param((8,), MatrixSpec(), r"shape \(8,\) is not a matrix", id="vector"),
+    pytest.param((2, 2, 3, 3), MatrixSpec(), r"view a convolution's weight as \(out, in \* kernel\)", id="convolution"),
+    pytest.param((8, 4), MatrixSpec(split_rows=(4, 1, 1)), "does not divide the 8 rows", id="split"),
+    pytest.param((8, 4), MatrixSpec(split_rows=(8, 0)), "pass positive rows", id="split_zero"),
+    pytest.param((8, 4), MatrixSpec(partition_dim=2), "partition_dim=2 is out of range", id="partition"),
+]
+
+
+@pytest.mark.parametrize("rule", [EXACT, RULES["normuon"], RULES["soap"]], ids=["muon", "normuon", "soap"])
+@pytest.mark.parametrize(("shape", "spec", "message"), WRONG_SHAPES)
+def test_what_is_no_matrix_is_refused(rule: Any, shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
+    with pytest.raises(MatrixError, match=message):
+        rule.update_([Batch(HYPER, [Work(grad=torch.zeros(shape), main=torch.zeros(shape), state={}, matrix=spec)])])
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (lambda: MuonRule(num_ns_steps=0), "num_ns_steps is 0"),
+    (lambda: MuonRule(backend="cuda"), "backend='cuda' is unknown"),
+    (lambda: MatmulPrecision("bf16"), "'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'"),
+    (lambda: ScaleMode("large"), "'large' is not a ScaleMode"),
+    (lambda: AdaptiveMuonRule(lines=Lines.COLS), "lines='cols' with 'adamuon': only 'normuon' has lines"),
+    (lambda: AdaptiveMuonRule(second_moment=SecondMoment.NAMO, lines=Lines.COLS), "lines='cols' with 'namo'"),
+    (
+        lambda: AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=MuonRule(weight_decay_method=Decay.L2)),
+        "NAMO with L2 weight decay",
+    ),
+    (lambda: SecondMoment("adam"), "'adam' is not a SecondMoment; pass one of 'adamuon', 'adamuon_paper', 'normuon'"),
+    (lambda: SOAPRule(precondition_frequency=0), "precondition_frequency is 0"),
+    *(
+        (lambda rule=rule, option=option, value=value: rule(**{option: value}), f"{option} is {value}")
+        for rule in (SOAPRule, SOAPMuonRule)
+        for option, value in (("shampoo_beta", 1.0), ("power_iterations", 0), ("max_precond_dim", 0))
+    ),
+    (lambda: SOAPRule(backend="cuda"), "backend='cuda' is unknown"),
+    (lambda: SOAPMuonRule(num_ns_steps=0), "num_ns_steps is 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_options_are_checked_when_the_rule_is_made(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
