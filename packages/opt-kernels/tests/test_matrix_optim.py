@@ -302,7 +302,12 @@ WRONG = [
     pytest.param(Muon, {"scale_mode": "spectrum"}, "'spectrum' is not a ScaleMode", id="scale_mode"),
     pytest.param(Muon, {"coefficient_type": "oal"}, "'oal' is not a CoefficientType", id="coefficient_type"),
     pytest.param(Muon, {"scalar_optimizer": "sgd"}, "scalar_optimizer='sgd' is unknown", id="scalar_optimizer"),
-    pytest.param(AdaptiveMuon, {"moment2_method": "nemo"}, "moment2_method='nemo' is unknown", id="moment2_method"),
+    pytest.param(
+        AdaptiveMuon,
+        {"moment2_method": "nemo"},
+        "'nemo' is not a SecondMoment; pass one of 'adamuon'",
+        id="moment2_method",
+    ),
     pytest.param(AdaptiveMuon, {"lines": "cols"}, "only 'normuon' has lines", id="lines"),
     pytest.param(NorMuon, {"lines": "row"}, "'row' is not a Lines", id="lines_name"),
     pytest.param(NAMO, {"weight_decay_method": "l2"}, "NAMO with L2 weight decay", id="namo_l2"),

@@ -90,6 +90,7 @@ def test_singular_values_land_in_the_documented_range(kind: CoefficientType) -> 
     # The range belongs to singular values in [0.01, 1] of the norm. On [0.01, 0.98] quintic and simple reach 1.03 and
     # 1.13; above, where only a matrix of rank one gets, they reach a little further.
     low, high = RANGES[kind]
+    assert AOL_RANGE == 0.8  # in the documented range of aol
     ends = (0.02, AOL_RANGE) if kind is CoefficientType.AOL else (0.01, 1.0)
     values = mapped(torch.linspace(*ends, 20001, dtype=torch.float64), steps_of(kind))
     assert float(values.min()) == pytest.approx(low, abs=1.1e-3)

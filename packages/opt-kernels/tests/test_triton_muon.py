@@ -279,7 +279,7 @@ def test_matrices_that_come_normalised_and_not_are_never_held_together(kernel_de
 
     def move(works: list[Work]) -> None:
         inputs = lambda work: Inputs(torch.float32, work.grad.shape[0] == 25)
-        fast.muon_([Batch(HYPER, works)], step_of(torch.float32, transform=transform, inputs=inputs))
+        fast.muon_([Batch(HYPER, works)], step_of(torch.float32, transform=transform)._replace(inputs=inputs))
 
     move(together)
     assert sorted(seen) == [(7, False), (25, True), (25, True)]

@@ -1,7 +1,7 @@
 """What the launches of a round derive from their chunk tables: computed once, as long as these tables are used."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from opt_kernels.backends.triton.formats import triton_dtype
 from opt_kernels.backends.triton.multi_tensor import ChunkTable, DeviceTables, to_device
 from opt_kernels.backends.triton.quantize import GROUP, scheme
-from opt_kernels.backends.triton.sweep import CALLS, Cut, Launch, Launches, launch_options
+from opt_kernels.backends.triton.sweep import CALLS, Cut, Launches, launch_options
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon.rounds import Round, Stack
 
@@ -59,73 +59,50 @@ def tables_of(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
 
 
 def _made(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
-    device = launches[0].table.grads.device
+    device, x = launches[0].table.grads.device, one.inputs.dtype
+    # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their precision.
+    is_narrow = one.inputs.normalised and x.itemsize == 2
+    u, scheme_of_u = (torch.float16, "half") if is_narrow else (x, "plain")
     of_sweeps = tuple([ranges(sweep.cuts, sweep.table.chunk) for sweep in launches])
     counts = [sweep.table.num_chunks for sweep in launches]
+    scales = [sweep.table.chunk // GROUP.value if is_narrow else 0 for sweep in launches]  # of a chunk
     sums = torch.empty(sum(counts), dtype=torch.float64, device=device)
-    of_u = _OptionsOfU.of(one, codec)
+    of_momenta = {
+        "MOMENTUM": triton_dtype(codec.dtype), "SCHEME": scheme(codec), "U": triton_dtype(u), "SCHEME_U": scheme_of_u,
+    }  # fmt: skip
+    tag = 4 if codec.block else 3  # the lane of a record that holds the number of its slot
+    of_u = {"TAG": tag, "X": triton_dtype(x), "SCHEME_U": scheme_of_u}
     return RoundTables(
-        u=of_u.dtype,
+        u=u,
         sums=sums,
         totals=torch.empty(one.num_slots, dtype=torch.float64, device=device),
         bounds=bounds(of_sweeps, one.num_slots, device),
         factors=factors_on(device, one),
         momentum_sweeps=[
-            of_u.momentum_sweep(launch, part, codec) for launch, part in zip(launches, torch.split(sums, counts))
+            MomentumSweep((n,), launch.table, part, n * of_chunk, of_momenta | launch_options(*launch[:2]))
+            for launch, part, n, of_chunk in zip(launches, torch.split(sums, counts), counts, scales)
         ],
-        shares={stack.first_slot: _shares(stack, launches, of_sweeps, of_u) for stack in one.stacks},
+        shares={stack.first_slot: list(_shares(stack, launches, of_sweeps, scales, of_u)) for stack in one.stacks},
     )
 
 
-class _OptionsOfU(NamedTuple):
-    """The arguments of sweeps that depend on how u is stored."""
-
-    is_narrow: bool
-    x: torch.dtype
-    tag: int  # the lane of a record that holds the number of its slot
-
-    @classmethod
-    def of(cls, one: Round, codec: StateCodec) -> "_OptionsOfU":
-        # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
-        # precision.
-        is_narrow = one.inputs.normalised and one.inputs.dtype.itemsize == 2
-        return cls(is_narrow, one.inputs.dtype, 4 if codec.block else 3)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float16 if self.is_narrow else self.x
-
-    @property
-    def scheme(self) -> str:
-        return "half" if self.is_narrow else "plain"
-
-    def scales_of(self, launch: Launch) -> int:
-        """Number of scales of a chunk."""
-        return launch.table.chunk // GROUP.value if self.is_narrow else 0
-
-    def momentum_sweep(self, launch: Launch, sums: Tensor, codec: StateCodec) -> MomentumSweep:
-        options = {
-            "MOMENTUM": triton_dtype(launch.formats.states[0]), "SCHEME": scheme(codec),
-            "U": triton_dtype(self.dtype), "SCHEME_U": self.scheme, **launch_options(launch.formats, launch.table),
-        }  # fmt: skip
-        count = launch.table.num_chunks
-        return MomentumSweep((count,), launch.table, sums, count * self.scales_of(launch), options)
-
-
-def _shares(stack: Stack, launches: Launches, of_sweeps: Sequence[Sequence["Range"]], of_u: _OptionsOfU) -> list[Share]:
-    wanted, shares = stack.slots_of_all, []
+def _shares(
+    stack: Stack,
+    launches: Launches,
+    of_sweeps: Sequence[Sequence["Range"]],
+    scales: Sequence[int],  # of a chunk of each sweep
+    of_u: Mapping[str, Any],
+) -> Iterator[Share]:
+    wanted = stack.slots_of_all
     for number, (sweep, of_slots) in enumerate(zip(launches, of_sweeps)):
         first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
         if first < stop:
             begin, end = of_slots[first].begin, of_slots[stop - 1].end
             options = launch_options(sweep.formats, sweep.table)
-            common = {"TAG": of_u.tag} | {name: options[name] for name in _OF_ALL}
-            of_u_alone = {"X": triton_dtype(of_u.x), "SCHEME_U": of_u.scheme}
-            of_mains = {name: options[name] for name in ("MAIN", "OUT", "REMAINDER")}
+            common = {name: options[name] for name in _OF_ALL}
+            of_mains = {name: options[name] for name in ("MAIN", "OUT", "REMAINDER")} | {"TAG": of_u["TAG"]}
             records = sweep.table.records[begin:end]
-            first_scale, grid = begin * of_u.scales_of(sweep), (end - begin,)
-            shares.append(Share(number, first_scale, grid, records, common | of_u_alone, common | of_mains))
-    return shares
+            yield Share(number, begin * scales[number], (end - begin,), records, {**common, **of_u}, common | of_mains)
 
 
 _OF_ALL = ("WIDTH", "CHUNK", "BLOCK", "E", "num_warps", "enable_fp_fusion")

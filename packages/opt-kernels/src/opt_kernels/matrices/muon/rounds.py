@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton.columns import lies_in_order, uniform
@@ -74,17 +73,19 @@ class Round(NamedTuple):
 
 def with_ordered_grads(batches: Sequence[Batch]) -> Sequence[Batch]:
     """`batches`, with contiguous copies of gradients that are not contiguous."""
-    if all(all(map(lies_in_order, _grads(works))) for _, works in batches):
+    columns = [works.grads if isinstance(works, Works) else [work.grad for work in works] for _, works in batches]
+    if all(lies_in_order(grad) for grads in columns for grad in grads):
         return batches
-    return [Batch(hyper, [_with_ordered_grad(work) for work in works]) for hyper, works in batches]
-
-
-def _grads(works: Sequence[Work]) -> Sequence[Tensor]:
-    return works.grads if isinstance(works, Works) else [work.grad for work in works]
-
-
-def _with_ordered_grad(work: Work) -> Work:
-    return work if lies_in_order(work.grad) else replace(work, grad=work.grad.resolve_neg().contiguous())
+    return [
+        Batch(
+            hyper,
+            [
+                work if lies_in_order(work.grad) else replace(work, grad=work.grad.resolve_neg().contiguous())
+                for work in works
+            ],
+        )
+        for hyper, works in batches
+    ]
 
 
 def rounds(batches: Sequence[Batch], inputs: Callable[[Work], Inputs], factors: Factors) -> Iterator[Round]:
@@ -121,28 +122,8 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def pieces_of(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, Works]]:
-    """All works of the round as columns, with their rows of the scalar block."""
-    return [(row, works) for row, alike in alike_tasks(one, hypers) for works in uniform([t.work for t in alike])]
-
-
-def swept(pieces: list[tuple[int, Works]], slots: "SlotRuns") -> Launches:
+def swept(one: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches:
     """The launches of a round. Every run of a slot is a separate run of the chunk table."""
-    return in_order(cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots))
-
-
-def in_order(found: Launches | None) -> Launches:
-    """These launches. Raises LayoutError if there are none because a tensor is not contiguous."""
-    if found is None:
-        raise LayoutError(
-            "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
-            "contiguous, or pass backend='torch'"
-        )
-    return found
-
-
-def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Task]]]:
-    """The tasks of the round, grouped by kind, with their rows of the scalar block."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
     tasks = [task for stack in one.stacks for task in stack.tasks]
     if any(compute_dtype(task.work) is torch.float64 for task in tasks):
@@ -151,7 +132,16 @@ def alike_tasks(one: Round, hypers: Sequence[Hyper]) -> list[tuple[int, list[Tas
     def kind(task: Task) -> tuple[int, bool, bool]:
         return rows[id(task.hyper)], task.work.main is None, task.work.out is None
 
-    return [(key[0], list(alike)) for key, alike in groupby(tasks, kind)]
+    pieces = [
+        (key[0], works) for key, alike in groupby(tasks, kind) for works in uniform([task.work for task in alike])
+    ]
+    found = cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots)
+    if found is None:
+        raise LayoutError(
+            "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
+            "contiguous, or pass backend='torch'"
+        )
+    return found
 
 
 class SlotRuns:

@@ -18,7 +18,7 @@ from opt_kernels.backends.triton.quantize import GROUP, read_state, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.round_tables import RoundTables, tables_of
-from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, pieces_of, rounds, swept, with_ordered_grads
+from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch
 
 SUM_BLOCK = 1024  # chunks that are added at a time
@@ -214,7 +214,7 @@ def muon_(
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     for one in rounds(batches, step.inputs, step.factors):
-        launches = swept(pieces_of(one, hypers), SlotRuns(one, step.codec))
+        launches = swept(one, hypers, SlotRuns(one, step.codec))
         device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
