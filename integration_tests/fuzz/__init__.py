@@ -15,5 +15,5 @@
 
 Run one case again, with fields changed to find the smallest one that fails (from integration_tests):
 
-    PYTHONPATH=support python -m fuzz 17 --set setup.wrapped=False --set "skips=()"
+    PYTHONPATH=support:testing python -m fuzz 17 --set setup.wrapped=False --set "skips=()"
 """
