@@ -12,17 +12,20 @@ import lightning
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_stack import DistributedDataParallel, get_optimizer
+from opt_stack.adapters import DeferredOptimizer, StackFactory
 
 MAX_NORM = 0.05  # of the trainers' own clipping; smaller than every gradient norm of these runs
 STEPS, SAVED_AT = 6, 3
 ROWS = 4  # of a joined batch
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)  # the trainers clip
 
 
 class Trained(NamedTuple):
@@ -37,7 +40,7 @@ def make_layers() -> nn.Sequential:
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer as a trainer's user builds it; the trainer clips."""
-    return get_optimizer(OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0), [model])
+    return get_optimizer(CONFIG, [model])
 
 
 def joined_batch(step: int) -> Tensor:
@@ -80,37 +83,77 @@ def as_launched() -> None:
 # --- Accelerate -------------------------------------------------------------------------------------------------------
 
 
-def accelerate_ddp(folder: Path) -> tuple[Trained, Trained]:
-    """The uninterrupted run, and one that was saved and resumed."""
-    as_launched()
-    unbroken = _Accelerated()
-    unbroken.train(range(STEPS))
-    first = _Accelerated()
-    first.train(range(SAVED_AT))
-    first.accelerator.save_state(str(folder))
-    resumed = _Accelerated()
-    resumed.accelerator.load_state(str(folder))
-    resumed.train(range(SAVED_AT, STEPS))
-    return unbroken.trained(), resumed.trained()
+class AcceleratedRun:
+    """A run of Accelerate: over DDP, or with FSDP2, which replaces the parameters in `prepare`."""
 
-
-class _Accelerated:
-    def __init__(self) -> None:
-        self.accelerator = accelerate.Accelerator(cpu=True)
-        self.layers = make_layers()
-        self.model, self.optimizer = self.accelerator.prepare(self.layers, make_optimizer(self.layers))
-        assert isinstance(self.model, nn.parallel.DistributedDataParallel)
+    def __init__(self, config: OptimizerConfig = CONFIG, *, fsdp2: bool = False, rank_0_loads: bool = False) -> None:
+        layers = make_layers()
+        if fsdp2:
+            options: dict[str, Any] = {"auto_wrap_policy": "no_wrap", "cpu_ram_efficient_loading": rank_0_loads}
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+            self.accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+            _use_fsdp2(self.accelerator, plugin)
+            if rank_0_loads and not self.accelerator.is_main_process:
+                for param in layers.parameters():
+                    nn.init.zeros_(param)  # as a rank that loads no checkpoint has it
+            layers[2].weight.is_embedding_or_output_parameter = True
+        else:
+            self.accelerator = accelerate.Accelerator(cpu=True)
+        self.made: Any = DeferredOptimizer(config, layers) if fsdp2 else make_optimizer(layers)
+        self.model, self.optimizer = self.accelerator.prepare(layers, self.made)
+        assert isinstance(self.model, FSDPModule if fsdp2 else nn.parallel.DistributedDataParallel)
         self.norms: list[float] = []
 
     def train(self, steps: range) -> None:
         for step in steps:
             self.accelerator.backward(self.model(local_batch(step)).square().mean())
-            self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)))
+            norm = self.accelerator.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            self.norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def trained(self) -> Trained:
-        return Trained(whole_weights(self.layers), self.norms)
+        return Trained(whole_weights(self.accelerator.unwrap_model(self.model)), self.norms)
+
+
+def _use_fsdp2(accelerator: accelerate.Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Select FSDP on a CPU; Accelerate selects it for accelerators only."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # what later states start from
+    assert accelerator.is_fsdp2
+
+
+def _accelerate(folder: Path, *, saved_at: int = SAVED_AT, **options: bool) -> tuple[Trained, Trained]:
+    """The uninterrupted run, and one that was saved and resumed."""
+    as_launched()
+    unbroken = AcceleratedRun(**options)
+    unbroken.train(range(STEPS))
+    first = AcceleratedRun(**options)
+    first.train(range(saved_at))
+    first.accelerator.save_state(str(folder))
+    resumed = AcceleratedRun(**options)
+    resumed.accelerator.load_state(str(folder))
+    resumed.train(range(saved_at, STEPS))
+    return unbroken.trained(), resumed.trained()
+
+
+def accelerate_ddp(folder: Path) -> tuple[Trained, Trained]:
+    return _accelerate(folder)
+
+
+def accelerate_fsdp2(folder: Path) -> tuple[Trained, Trained]:
+    return _accelerate(folder, fsdp2=True)
+
+
+def accelerate_fsdp2_rank_0_loads(folder: Path) -> tuple[Trained, Trained]:
+    """The other ranks' values are broadcast from rank 0 in `prepare`."""
+    return _accelerate(folder, fsdp2=True, rank_0_loads=True)
+
+
+def accelerate_fsdp2_saved_before_the_first_step(folder: Path) -> tuple[Trained, Trained]:
+    """The checkpoint is of a new run, and is loaded into a new one."""
+    return _accelerate(folder, fsdp2=True, saved_at=0)
 
 
 def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
@@ -135,6 +178,29 @@ def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
         prepared.zero_grad()
     trained = Trained(whole_weights(layers), norms)
     return trained, trained
+
+
+def one_rank_reads_built() -> str:
+    """What rank 0 gets that reads the optimizer alone before the first step, after which both ranks take one."""
+    as_launched()
+    run = AcceleratedRun(fsdp2=True)
+    refusal = ""
+    if run.accelerator.is_main_process:
+        try:
+            run.made.built  # noqa: B018
+        except RuntimeError as error:
+            refusal = str(error)
+    run.train(range(1))
+    return refusal
+
+
+def rules_after_fsdp2() -> list[str]:
+    """The rule of each parameter, in the model's order; an attribute keeps the last matrix away from Muon."""
+    as_launched()
+    run = AcceleratedRun(OptimizerConfig(optimizer="muon", lr=1e-2, clip_grad=0.0), fsdp2=True)
+    run.train(range(1))
+    rules = {id(p): group["optimizer"] for group in run.made.param_groups for p in group["params"]}
+    return [rules[id(param)] for param in run.model.parameters()]
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
@@ -278,3 +344,8 @@ def hf_trainer_ddp(folder: Path) -> tuple[Trained, Trained]:
         return {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
 
     return hf_trainer_runs(folder, optimizer_and_schedule)
+
+
+def hf_trainer_factory(folder: Path) -> tuple[Trained, Trained]:
+    """The Trainer over DDP builds the stack itself; uninterrupted, and saved and resumed."""
+    return hf_trainer_runs(folder, lambda _: {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})})

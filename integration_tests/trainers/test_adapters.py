@@ -10,7 +10,6 @@ from processes import run_processes
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
 
-import deferred_ranks  # noqa: E402
 import trainer_ranks  # noqa: E402
 import transformers  # noqa: E402
 
@@ -18,40 +17,19 @@ from opt_config import OptimizerConfig  # noqa: E402
 from opt_scheduler import as_lr_scheduler, cosine  # noqa: E402
 from opt_stack.adapters import DeferredOptimizer, StackFactory  # noqa: E402
 
-# Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 needs_fsdp2 = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only"
 )
 
 
-@pytest.mark.parametrize(
-    "rank_main",
-    [
-        pytest.param(deferred_ranks.accelerate_fsdp2, marks=needs_fsdp2),
-        pytest.param(deferred_ranks.accelerate_fsdp2_rank_0_loads, marks=needs_fsdp2),
-        pytest.param(deferred_ranks.accelerate_fsdp2_saved_before_the_first_step, marks=needs_fsdp2),
-        deferred_ranks.hf_trainer_factory,
-    ],
-    ids=lambda rank_main: rank_main.__name__,
-)
-def test_two_ranks_are_one_process_with_the_joined_batch(rank_main: Any, tmp_path: Path) -> None:
-    alone = trainer_ranks.train_alone()
-    for unbroken, resumed in run_processes(2, rank_main, tmp_path, fresh=True):
-        torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
-        for name, weight in alone.weights.items():
-            torch.testing.assert_close(unbroken.weights[name], weight, **CLOSE, msg=name)
-            assert torch.equal(resumed.weights[name], unbroken.weights[name]), name
-
-
 @needs_fsdp2
 def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_rule() -> None:
-    assert run_processes(2, deferred_ranks.rules_after_fsdp2, fresh=True) == [["muon", "adam", "adam", "adam"]] * 2
+    assert run_processes(2, trainer_ranks.rules_after_fsdp2, fresh=True) == [["muon", "adam", "adam", "adam"]] * 2
 
 
 @needs_fsdp2
 def test_reading_the_optimizer_on_one_rank_before_the_first_step_raises_without_waiting() -> None:
-    first, second = run_processes(2, deferred_ranks.one_rank_reads_built, fresh=True)
+    first, second = run_processes(2, trainer_ranks.one_rank_reads_built, fresh=True)
     assert "is not built" in first
     assert second == ""
 

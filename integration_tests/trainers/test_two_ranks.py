@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_processes
+from processes import FSDP2_RUNS, run_processes
 
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
@@ -12,6 +12,7 @@ for trainer in ("accelerate", "lightning", "transformers"):
 import trainer_ranks  # noqa: E402
 
 # Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
+NEEDS_FSDP2 = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
@@ -19,10 +20,14 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
     "rank_main",
     [
         trainer_ranks.accelerate_ddp,
+        pytest.param(trainer_ranks.accelerate_fsdp2, marks=NEEDS_FSDP2),
+        pytest.param(trainer_ranks.accelerate_fsdp2_rank_0_loads, marks=NEEDS_FSDP2),
+        pytest.param(trainer_ranks.accelerate_fsdp2_saved_before_the_first_step, marks=NEEDS_FSDP2),
         trainer_ranks.accelerate_with_our_wrapper,
         trainer_ranks.lightning_ddp,
         trainer_ranks.lightning_fsdp2,
         trainer_ranks.hf_trainer_ddp,
+        trainer_ranks.hf_trainer_factory,
     ],
     ids=lambda rank_main: rank_main.__name__,
 )
