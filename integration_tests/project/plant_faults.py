@@ -213,6 +213,7 @@ class Tree:
 
     def _first_failure(self, tests: list[str], excepted: list[str]) -> str:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+        command += ["-n", "2", "--dist", "loadfile"] if len(tests) > 20 else []
         command += [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in excepted]
         sources = os.pathsep.join(str(path) for path in sorted(self.root.glob("packages/*/src")))
         env = os.environ | {"PYTHONPATH": sources, "PYTHONPYCACHEPREFIX": str(self.root / ".bytecode")}
