@@ -18,6 +18,7 @@ pytest_plugins = ["outcomes"]  # of integration_tests/support: the markers, and 
 if find_spec("torch") is not None:  # opt-scheduler is also tested without it
     import torch
 
+    torch.set_num_threads(1)  # many ranks and workers share the cores; and one order of summation
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
 

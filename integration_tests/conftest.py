@@ -1,24 +1,14 @@
-"""Fixtures of all integration tests: one thread for each rank, and examples as modules."""
+"""Examples as modules."""
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_for_each_rank() -> Iterator[None]:
-    """Avoid oversubscribed cores, and keep one summation order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-
-# Worker processes import what they run by name, so the folder of the workers must be on the path of both.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from checkpoint_ranks import RankPool
 from tiers import NIGHT
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,9 @@
 """Fixtures of the kernels' tests. The repository's own conftest chooses between a GPU and Triton's interpreter."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # for `hook_oracle`
 
 
 @pytest.fixture(scope="session")
