@@ -34,7 +34,7 @@ class Bucket:
 
     def __init__(self, place: ObjectPath) -> None:
         if place.requests is None:
-            raise RuntimeError(f"{place} came from another process, without credentials; use `reached_from` first")
+            raise RuntimeError(f"{place} came from another process, without credentials")
         self._place, self._requests = place, place.requests
         self._leases: dict[str, Lease] = {}
         self._unknown: set[str] = set()  # saves that may have been committed
