@@ -8,6 +8,7 @@ TESTS = HERE.parent / "integration_tests"
 sys.path[:0] = [str(HERE / "make"), str(TESTS / "support"), str(TESTS / "testing"), str(HERE.parent / "examples")]
 
 import generate  # noqa: E402  (of make/, which is only now on the path)
+import readmes  # noqa: E402
 
 import opt_stack  # noqa: E402
 
@@ -35,11 +36,15 @@ html_title = "opt-stack"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sourcelink = False
+html_logo = "_static/logo.svg"
+html_favicon = "_static/logo.svg"
 html_theme_options = {
     "sidebar_hide_name": False,
     "light_css_variables": {"color-brand-primary": "#3b5bdb", "color-brand-content": "#3b5bdb"},
     "dark_css_variables": {"color-brand-primary": "#91a7ff", "color-brand-content": "#91a7ff"},
 }
+if url := readmes.repository():  # as in a release: no address is known to a build elsewhere
+    html_theme_options |= {"source_repository": url, "source_branch": "main", "source_directory": "docs/"}
 
 
 def setup(app: object) -> None:

@@ -1,4 +1,4 @@
-"""The API reference: one page for each package, one entry for each of its public names, made from its docstrings."""
+"""The API reference: an index by task, a page for each package, and one for each of its public names."""
 
 import importlib
 import inspect
@@ -20,20 +20,70 @@ PACKAGES = {
     "opt_scheduler": "schedules",
     "opt_config": "configuration",
 }
+# What a user wants to do, and the names that do it, the most important first.
+TASKS = {
+    "Build an optimizer": {
+        "opt_stack": "get_optimizer OptimizerConfig Optimizer list_optimizers describe_optimizer",
+        "opt_kernels": "AdamW Muon Lion SOAP",
+    },
+    "Choose what differs for some parameters": {
+        "opt_stack": "ParamKey",
+        "opt_paramgroups": "get_param_groups get_standard_config_overrides get_matrix_rule_overrides describe",
+    },
+    "Train on several ranks": {
+        "opt_stack": "DistributedDataParallel DistributedDataParallelConfig ProcessGroups",
+        "opt_distributed": "flat_layout whole_layout",
+    },
+    "Schedule learning rates and weight decay": {
+        "opt_scheduler": "cosine wsd warmup extend get_schedule FieldScheduler OptimizerParamScheduler",
+    },
+    "Save and resume": {
+        "opt_checkpoint": "CheckpointManager save load sharded_model sharded_optimizer load_optimizer",
+    },
+    "Need less memory": {"opt_stack": "release_gradients"},
+    "Change a rule, or write one": {
+        "opt_kernels": "Formula drop_in CautiousDecay ClipUpdateRms",
+        "opt_stack": "Registry RuleEntry torch_rule QKClip",
+    },
+    "Read configurations from files": {"opt_config": "load_config resolved ConfigError"},
+}
 FENCE = "`" * 6
 MOST_PARAMETERS = 24  # of a signature that is written out; the fields of a longer one have a page of their own
 
 
 def write(folder: Path) -> None:
-    """Write `index.md` and a page for each package."""
-    rows = "\n".join(f"| [{name}]({name}.md) | {about} |" for name, about in PACKAGES.items())
-    toc = "\n".join(PACKAGES)
-    (folder / "index.md").write_text(
-        "# API reference\n\nEvery public name, from its docstring. All of them can be imported from the top of their "
-        f"package.\n\n| package | what is in it |\n|---|---|\n{rows}\n\n```{{toctree}}\n:hidden:\n\n{toc}\n```\n"
-    )
-    for name in PACKAGES:
-        (folder / f"{name}.md").write_text(page(name))
+    """Write `index.md`, a page for each package, and `PACKAGE/NAME.md` for each of its public names."""
+    parts = ["# API reference\n", "Names by task. All of them can be imported from the top of their package.\n"]
+    for task, names_of in TASKS.items():
+        parts += [f"## {task}\n", "| name | |", "|---|---|"]
+        parts += [_row(package, name) for package, names in names_of.items() for name in names.split()]
+        parts.append("")
+    parts += ["## All names\n", "| package | what is in it |", "|---|---|"]
+    parts += [f"| [{name}]({name}.md) | {about} |" for name, about in PACKAGES.items()]
+    parts += ["", "```{toctree}\n:hidden:\n", *PACKAGES, "```\n"]
+    (folder / "index.md").write_text("\n".join(parts))
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        (folder / f"{package}.md").write_text(page(module))
+        (folder / package).mkdir(exist_ok=True)
+        for name in public_names(package):
+            text = f"---\norphan: true\n---\n\n# {name}\n\n```{{py:currentmodule}} {package}\n```\n\n"
+            (folder / package / f"{_file(package, name)}.md").write_text(text + entry(module, name))
+
+
+def _file(package: str, name: str) -> str:
+    """The name of its page; names that differ in case only (`Restarts`, `restarts`) need two files everywhere."""
+    clash = name != name.lower() and name.lower() in public_names(package)
+    return f"{name}-class" if clash else name
+
+
+def _row(package: str, name: str, folder: str = "") -> str:
+    value = getattr(importlib.import_module(package), name)
+    first = text_of(value) if callable(value) else ""
+    sentence = " ".join(first.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", sentence)[0]
+    label = f"{package}.{name}" if not folder else name
+    return f"| [`{label}`]({package}/{_file(package, name)}.md) | {sentence} |"
 
 
 def public_names(package: str) -> list[str]:
@@ -43,23 +93,27 @@ def public_names(package: str) -> list[str]:
     return sorted(listed, key=str.casefold)
 
 
-def page(package: str) -> str:
-    module = importlib.import_module(package)
+def page(module: ModuleType) -> str:
+    """The page of a package: its names by kind, each with its first sentence."""
+    package = module.__name__
     names = public_names(package)
     parts = [f"# {package}\n\n{markdown(module.__doc__)}\n", f"```{{py:module}} {package}\n```\n"]
-    kinds = {"Classes": inspect.isclass, "Functions": callable, "Values": lambda value: True}
+    kinds = {"Functions": inspect.isfunction, "Classes": inspect.isclass, "Values": lambda value: True}
     for title, is_kind in kinds.items():
         chosen = [name for name in names if is_kind(getattr(module, name))]
         names = [name for name in names if name not in chosen]
         if chosen:
-            parts.append(f"## {title}\n")
-            parts += [entry(module, name) for name in chosen]
+            parts += [f"## {title}\n", "| name | |", "|---|---|"]
+            parts += [*(_row(package, name, package) for name in chosen), ""]
     return "\n".join(parts)
 
 
 def entry(module: ModuleType, name: str) -> str:
-    """The directive of one public name."""
+    """The directive of one public name, or a link to its entry in the package that it comes from."""
     value = getattr(module, name)
+    home = (getattr(value, "__module__", None) or module.__name__).partition(".")[0]
+    if home != module.__name__ and home in PACKAGES and name in public_names(home):
+        return f"The same as [`{home}.{name}`](../{home}/{_file(home, name)}.md).\n"
     if inspect.isclass(value):
         bases = ", ".join(f"`{base.__name__}`" for base in value.__bases__ if base is not object)
         text = "\n\n".join([text_of(value), fields_section(value), f"Bases: {bases}" if bases else ""])
@@ -116,7 +170,7 @@ def directive(kind: str, head: str, body: str, *, options: str = "", fence: str 
 
 
 def signature(value: Any, *, skip_first: bool = False) -> str:
-    """Its parameters and defaults in parentheses, without annotations, which would not fit."""
+    """Its parameters with types and defaults in parentheses, and what it returns."""
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
@@ -124,8 +178,19 @@ def signature(value: Any, *, skip_first: bool = False) -> str:
     parameters = list(found.parameters.values())[1 if skip_first else 0 :]
     if len(parameters) > MOST_PARAMETERS:
         return "(...)"
-    shown = [p.replace(annotation=p.empty, default=_shown(p.default)) for p in parameters]
-    return str(inspect.Signature(shown))
+    shown = [p.replace(annotation=_annotation(p.annotation), default=_shown(p.default)) for p in parameters]
+    returns = found.empty if inspect.isclass(value) else _annotation(found.return_annotation)
+    return str(inspect.Signature(shown, return_annotation=returns))
+
+
+def _annotation(annotation: Any) -> Any:
+    """A type without the modules that it comes from."""
+    if annotation is inspect.Parameter.empty:
+        return annotation
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = re.sub(r"\b(?:[A-Za-z_]\w*\.)+(?=[A-Za-z_])", "", text.replace("NoneType", "None"))
+    # Sphinx reads annotations as Python: an address or a marker such as <factory> is not.
+    return _Text(text if re.fullmatch(r"[\w\[\], |.'\"*-]+", text) else "...")
 
 
 class _Text:

@@ -8,6 +8,7 @@ import benchmarks
 import fields
 import gallery
 import pictures
+import readmes
 import tables
 
 
@@ -17,12 +18,14 @@ def write_all(folder: Path) -> None:
     shutil.rmtree(new, ignore_errors=True)
     (new / "api").mkdir(parents=True)
     (new / "pictures").mkdir()
+    (new / "readmes").mkdir()
     api.write(new / "api")
     tables.write(new)
     benchmarks.write(new)
     fields.write(new)
     gallery.write(new)
     pictures.write(new / "pictures")
+    readmes.write(new / "readmes")
     _replace(folder, new)
 
 
