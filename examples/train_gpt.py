@@ -26,7 +26,7 @@ from opt_checkpoint import CheckpointManager, sharded_model
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_paramgroups import as_text, group_rows
 from opt_scheduler import OptimizerParamScheduler
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, matrices_whole
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
 NEWEST = -1  # --resume without a step
 HELD_OUT = 200_000  # characters at the end of the text that are never trained on
@@ -112,10 +112,8 @@ def build(rule: str) -> tuple[DistributedDataParallel, Optimizer]:
         bucket_size=200_000,
     )
     options = RULES[rule]
-    whole = {"is_whole": matrices_whole} if "use_layer_wise_distributed_optimizer" in options else {}
     gpt = CharGPT(**MODEL, compute=COMPUTE).bfloat16()
     gpt.head.weight.is_embedding_or_output_parameter = True  # Muon and SOAP leave it to Adam
-    model = DistributedDataParallel(wrapping, gpt, **whole)
     config = OptimizerConfig(
         optimizer=rule,
         min_lr=options["lr"] / 10,
@@ -126,6 +124,7 @@ def build(rule: str) -> tuple[DistributedDataParallel, Optimizer]:
         overlap_param_gather=True,
         **options,
     )
+    model = DistributedDataParallel(wrapping, gpt, optimizer_config=config)
     return model, get_optimizer(config, [model])
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from char_gpt import CONTEXT, CharGPT, batch_at, compute_dtype, stdlib_text
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_stack import DistributedDataParallel, get_optimizer, matrices_whole
+from opt_stack import DistributedDataParallel, get_optimizer
 
 
 def main() -> None:
@@ -33,7 +33,6 @@ def main() -> None:
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, grad_reduce_in_fp32=True
     )
-    model = DistributedDataParallel(ddp_config, gpt, is_whole=matrices_whole)
     config = OptimizerConfig(
         optimizer="muon",
         use_layer_wise_distributed_optimizer=True,
@@ -45,6 +44,7 @@ def main() -> None:
         weight_decay=0.1,
         bf16=True,
     )
+    model = DistributedDataParallel(ddp_config, gpt, optimizer_config=config)
     optimizer = get_optimizer(config, [model])
     if rank == 0:
         print(optimizer.plan)

@@ -9,10 +9,11 @@ from modes import REFUSALS
 from torch import nn
 
 from opt_config import OptimizerConfig
+from opt_distributed.buffers.planner import WorldSizes
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.planner import WorldSizes
+from opt_stack.planning.draft import Draft
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8
@@ -67,7 +68,8 @@ def bytes_per_parameter(fields: dict[str, Any], ranks: int) -> float:
     )
     rules = Registry()
     groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
-    plan = plan_of(config, [model], groups, rules, sizes=WorldSizes(dense=ranks, expert=ranks))
+    sizes = WorldSizes(dense=ranks, expert=ranks)
+    plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=sizes))
     return plan.state_bytes(0) / (RANKS * 1024 * 1024)
 
 

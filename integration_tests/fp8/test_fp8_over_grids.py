@@ -11,7 +11,6 @@ from tp_model import Grid, cut, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
@@ -80,7 +79,6 @@ class Run(NamedTuple):
 
 
 def wrap(model: nn.Module, roles: Roles, fields: dict[str, Any], chunk: int = 0) -> DistributedDataParallel:
-    whole = bool(fields.get("use_layer_wise_distributed_optimizer"))
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
@@ -88,13 +86,17 @@ def wrap(model: nn.Module, roles: Roles, fields: dict[str, Any], chunk: int = 0)
         overlap_param_gather=fields.get("overlap_param_gather", False),
         num_distributed_optimizer_instances=roles.dense.inter.size,
     )
-    is_whole = matrices_whole if whole else nothing_whole
-    return DistributedDataParallel(config, model, groups=roles, is_whole=is_whole, chunk=chunk)
+    of_optimizer = config_of(None, {**fields, "fp8_recipe": None})
+    return DistributedDataParallel(config, model, groups=roles, optimizer_config=of_optimizer, chunk=chunk)
+
+
+def config_of(recipe: str | None, fields: dict[str, Any]) -> OptimizerConfig:
+    base = {"lr": 1e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, "muon_fp32_matmul_prec": "highest"}
+    return OptimizerConfig(**{**base, **fields})
 
 
 def optimizer_of(chunks: Sequence[nn.Module], roles: Roles, recipe: str, fields: dict[str, Any]) -> Optimizer:
-    base = {"lr": 1e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, "muon_fp32_matmul_prec": "highest"}
-    return get_optimizer(OptimizerConfig(**{**base, **fields}), chunks, pg_collection=roles)
+    return get_optimizer(config_of(recipe, fields), chunks, pg_collection=roles)
 
 
 def train(grid: Grid, recipe: str, *, wraps: bool = False, **fields: Any) -> Run:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fuzz.cases import (
-    MATRIX_RULES,
     OTHER_ORDERS,
     Case,
     Param,
@@ -28,11 +27,9 @@ from fuzz.gradients import first_weight, local_gradient, part, tokens
 from fuzz.laid_out import lay_out, like, local, whole
 from opt_config import ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
-from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_distributed.step.stepper import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
@@ -279,10 +276,9 @@ class Run:
             ddp_config(self.case, setup, self.rank),
             net,
             groups=self.groups,
-            is_whole=matrices_whole if setup.sharding == "whole" and self.case.rule in MATRIX_RULES else nothing_whole,
+            optimizer_config=optimizer_config(self.case, setup, self.rank),
             calculate_per_token_loss=setup.per_token,
             chunk=chunk,
-            shard_multiple=128 if self.case.numbers_of(setup) == "bf16_scaled" else SHARD_MULTIPLE,
         )
 
     def _optimizer(self) -> Optimizer:

@@ -75,7 +75,7 @@ def wrap(net: nn.Module, roles: Roles, chunk: int, *, overlaps: bool) -> Distrib
         num_distributed_optimizer_instances=roles.dense.inter.size,
         bucket_size=200,
     )
-    return DistributedDataParallel(config, net, groups=roles, chunk=chunk, shard_multiple=128)
+    return DistributedDataParallel(config, net, groups=roles, chunk=chunk)
 
 
 def train(roles: Roles, mode: Mode, offload: dict[str, Any], *, launches: bool) -> list[Tensor]:

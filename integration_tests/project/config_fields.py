@@ -21,10 +21,10 @@ _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.building.build"
 _RULES = "opt_stack.rules.built_in"
 _PLANNER = "opt_stack.planning.planner"
-_CHUNKS = "opt_stack.chunks.wrapped"
+_CHUNKS = "opt_stack.planning.wrapped"
 _WRAPPER = "opt_distributed.buffers.data_parallel"
 _BUFFERS = "opt_distributed.buffers.chunk_buffers"
-_GROUPING = "opt_distributed.buffers.grouping"
+_GROUPING = "opt_distributed.buffers.planner"
 
 _RULE_TESTS = "integration_tests/steps/test_fields_of_rules.py"
 _FORMAT_TESTS = "integration_tests/steps/test_fields_of_formats.py"
@@ -131,7 +131,7 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = _by_field(
             "packages/opt-distributed/tests/test_gather_order.py::test_a_schedule_starts_the_gathers_that_are_aligned",
         ): "align_param_gather",
         (_WRAPPER, f"{_RANK_TESTS}::test_a_wrapper_reduces_everywhere_or_to_shards"): "use_distributed_optimizer",
-        ("opt_distributed.buffers.agreement", f"{_FAULT_TESTS}::test_what_cannot_be_meant_is_refused"): (
+        ("opt_distributed.buffers.chunk_buffers", f"{_FAULT_TESTS}::test_what_cannot_be_meant_is_refused"): (
             "num_distributed_optimizer_instances"
         ),
         (_BUFFERS, f"{_FAULT_TESTS}::test_a_check_for_nan_names_the_parameter_and_stops_every_rank"): (
@@ -155,7 +155,7 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = _by_field(
             "::test_microbatches_of_the_parameters_named_add_up_in_fp32",
         ): "param_name_patterns_for_fp32_local_accumulation",
         (_BUFFERS, f"{_RANK_TESTS}::test_a_mean_may_be_taken_after_the_sum"): "average_in_collective",
-        ("opt_distributed.buffers.fp8_memory", f"{_FP8_TESTS}::test_one_byte_an_element_and_scales_are_gathered"): (
+        ("opt_distributed.buffers.param_wires", f"{_FP8_TESTS}::test_one_byte_an_element_and_scales_are_gathered"): (
             "fp8_param_gather"
         ),
         (_BUFFERS, f"{_REUSE_TESTS}::test_no_buffer_of_codes_is_made"): "reuse_grad_buf_for_mxfp8_param_ag",

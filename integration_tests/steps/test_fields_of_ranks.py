@@ -237,7 +237,7 @@ def test_blocks_of_8_bit_moments_are_not_cut_between_ranks(size: int, wraps: boo
         model: nn.Module = Named(first=normal(1001, seed=1), second=normal(77, seed=2))
         if wraps:
             ddp = Config(use_distributed_optimizer=True)
-            model = DistributedDataParallel(ddp, model, groups=roles_over(comm), shard_multiple=128)
+            model = DistributedDataParallel(ddp, model, groups=roles_over(comm))
         optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
         return [piece.of_param.start for piece in pieces(optimizer)]
 

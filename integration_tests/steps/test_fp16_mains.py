@@ -9,8 +9,7 @@ from resuming import begin, state_of, train
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save
-from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import piece_runs
@@ -160,14 +159,6 @@ def test_a_checkpoint_goes_to_other_precisions_and_back(name: str, tmp_path: Pat
         assert torch.equal(got, want)
     for got, want in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(got, want)
-
-
-def test_a_wrapper_that_cuts_through_blocks_is_refused() -> None:
-    wrapping = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    model = DistributedDataParallel(wrapping, nn.Linear(3, 2, dtype=torch.bfloat16))
-    config = OptimizerConfig(bf16=True, use_distributed_optimizer=True, **FP16_MAINS)
-    with pytest.raises(ConfigError, match=r"main_params_scale is kept in blocks of 128 elements.*shard_multiple=128"):
-        get_optimizer(config, [model])
 
 
 def test_fp16_mains_of_fp32_parameters_are_refused() -> None:

@@ -14,7 +14,6 @@ from tp_model import cut
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.quantized import QuantizedTensor
@@ -145,8 +144,7 @@ def built(
             num_distributed_optimizer_instances=place.roles.dense.inter.size,
             reuse_grad_buf_for_mxfp8_param_ag=config.reuse_grad_buf_for_mxfp8_param_ag,
         )
-        is_whole = matrices_whole if config.use_layer_wise_distributed_optimizer else nothing_whole
-        chunk = DistributedDataParallel(ddp, net, groups=place.roles, is_whole=is_whole)
+        chunk = DistributedDataParallel(ddp, net, groups=place.roles, optimizer_config=config)
     return net, chunk, get_optimizer(config, [chunk], pg_collection=place.roles)
 
 

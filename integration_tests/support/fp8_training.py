@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedParam, quantize_linears_, quantized
@@ -82,14 +81,13 @@ def build(
     chunk: nn.Module = model
     if wraps:
         sharded = config.use_distributed_optimizer or config.use_layer_wise_distributed_optimizer
-        whole = matrices_whole if config.use_layer_wise_distributed_optimizer else nothing_whole
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=sharded,
             fp8_param_gather=sharded and recipe is not None,
             overlap_param_gather=config.overlap_param_gather,
             **{"grad_reduce_in_fp32": True, **(wrapping or {})},
         )
-        chunk = DistributedDataParallel(ddp_config, model, groups=roles, is_whole=whole)
+        chunk = DistributedDataParallel(ddp_config, model, groups=roles, optimizer_config=config)
     return model, chunk, get_optimizer(config, [chunk], pg_collection=roles)
 
 

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
+from opt_distributed.buffers.planner import WorldSizes
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedTensor, quantized
 from opt_paramgroups import get_param_groups
 from opt_stack import Optimizer, Registry, get_optimizer
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.planner import WorldSizes
+from opt_stack.planning.draft import Draft
 
 STEPS, SCALED_BLOCK = 3, 128  # elements that share a scale, in fp16 mains and scaled moments
 CLIPPED, FREE = "clipped", "not clipped"
@@ -128,7 +128,8 @@ def verdict(case: Values) -> str:
         chunk = _chunk_of(*(case[axis] for axis in ("numbers", "sharding", "world", "wrapping")))
         rules = Registry()
         groups = get_param_groups([chunk], config, with_matrix_rule(config, {}, rules))
-        plan_of(config, [chunk], groups, rules, sizes=WorldSizes(dense=int(case["world"])))
+        sizes = WorldSizes(dense=int(case["world"]))
+        plan_of(Draft(config=config, chunks=[chunk], registry=rules, groups=groups, sizes=sizes))
     except ConfigError as error:
         return str(error)
     return ""
@@ -175,8 +176,7 @@ def wrap(net: Net, config: OptimizerConfig, wrapping: Wrapping, roles: Any) -> n
         fp8_param_gather=sharded and config.fp8_recipe is not None,
         bucket_size=1500 if overlaps else None,
     )
-    is_whole = matrices_whole if whole else nothing_whole
-    return DistributedDataParallel(ddp_config, net, groups=roles, is_whole=is_whole, shard_multiple=SCALED_BLOCK)
+    return DistributedDataParallel(ddp_config, net, groups=roles, optimizer_config=config)
 
 
 def _build(case: Values, comm: Comm) -> tuple[Net, nn.Module, Optimizer]:

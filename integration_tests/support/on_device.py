@@ -13,7 +13,6 @@ from tiers import NIGHT, sampled
 from torch import Tensor, nn
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.step import stats
@@ -117,8 +116,7 @@ def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) 
     net: nn.Module = Net(case.numbers.dtype, SHAPES)
     roles = roles_over(comm)
     if case.wrapping is not Wrapping.PLAIN:
-        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
-        net = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole)
+        net = DistributedDataParallel(case.ddp_config, net, groups=roles, optimizer_config=case.config)
     config = replace(case.config, log_num_zeros_in_grad=True, **changes)
     if case.numbers is Numbers.FP16:
         config = replace(config, loss_scale_window=2, hysteresis=1)

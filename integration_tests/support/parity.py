@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_kernels.hooks import GivenHooks
 from opt_stack import Optimizer, get_optimizer
 
@@ -193,9 +191,7 @@ def _train(case: Case, config: OptimizerConfig, hooks: GivenHooks, comm: Comm) -
     roles = roles_over(comm)
     model: nn.Module = net
     if case.wrapping is not Wrapping.PLAIN:
-        whole = matrices_whole if case.spread is Spread.WHOLE else nothing_whole
-        multiple = 128 if config.main_params_dtype is torch.float16 else SHARD_MULTIPLE  # 128 elements have one scale
-        model = DistributedDataParallel(case.ddp_config, net, groups=roles, is_whole=whole, shard_multiple=multiple)
+        model = DistributedDataParallel(case.ddp_config, net, groups=roles, optimizer_config=config)
     optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
     norms = norms_while_training(model, optimizer, range(STEPS), comm, shapes)
     return Trained({name: p.detach().clone() for name, p in net.named_parameters()}, norms)

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.grouping import IsWhole, matrices_whole, nothing_whole
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 
@@ -51,9 +50,10 @@ class Case(NamedTuple):
     """A way to wrap the model."""
 
     config: Config
-    is_whole: IsWhole = nothing_whole
+    optimizer_config: OptimizerConfig | None = None
 
 
+LAYER_WISE = OptimizerConfig(optimizer="muon", use_layer_wise_distributed_optimizer=True)
 SHARDED = Config(use_distributed_optimizer=True)
 OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=150)
 CASES = {
@@ -65,6 +65,6 @@ CASES = {
     "flat, overlap, average after": Case(replace(OVERLAP, average_in_collective=True)),
     "flat, high busbw": Case(replace(SHARDED, pad_buckets_for_high_nccl_busbw=True)),
     "flat, fp32 accumulation": Case(replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)),
-    "whole": Case(SHARDED, matrices_whole),
-    "whole, overlap": Case(OVERLAP, matrices_whole),
+    "whole": Case(SHARDED, LAYER_WISE),
+    "whole, overlap": Case(OVERLAP, LAYER_WISE),
 }

@@ -8,9 +8,9 @@ import torch
 from fake_accelerator import DeferredRank, run_deferred
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.reduced import GradShards
+from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
@@ -45,7 +45,7 @@ class Uneven(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         numbers = torch.Generator().manual_seed(3)
-        shapes = [(16, 4), (16,), (16,), (16,), (16,)] * 3
+        shapes = [(16, 4), (1, 16), (1, 16), (1, 16), (1, 16)] * 3
         self.values = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=numbers)) for shape in shapes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -73,6 +73,8 @@ class Replicas(NamedTuple):
 
 Program = Callable[[Replicas], list[Tensor]]
 
+LAYER_WISE = OptimizerConfig(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+
 
 def batch(step: int, replica: int) -> Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + replica))
@@ -88,7 +90,12 @@ def wrapped(config: Config, *, num_microbatches: int = 1, whole: bool = False) -
     def train(replicas: Replicas) -> list[Tensor]:
         net = Uneven() if whole else Net()
         groups = Roles(dense=replicas.axes, expert=replicas.axes, everyone=Alone())
-        ddp = DistributedDataParallel(config, net, groups=groups, is_whole=lambda meta: whole)
+        ddp = DistributedDataParallel(
+            config,
+            net,
+            groups=groups,
+            optimizer_config=LAYER_WISE if whole else None,
+        )
         assert all(bool(bucket.cuts) == whole for bucket in ddp.synced_buffers[0].plan.layout.buckets)
         for step in range(NUM_STEPS):
             with ddp.no_sync():
@@ -131,7 +138,7 @@ def _train_plain(replicas: Replicas, net: nn.Module, planner: Callable[..., Layo
     layout = planner(shapes, num_shards=replicas.dp.size)
     place = torch.device("cpu")
     dtype = torch.float32
-    grads = GradShards(layout, params, dtype=dtype, device=place, axes=replicas.axes)
+    grads = ReducedGrads(layout, params, replicas.axes, dtype=dtype, device=place)
     memory = ParamAndGradBuffer(
         layout, params, param_dtype=dtype, grad_dtype=dtype, device=place, sharded=True, holds_grads=False
     )

@@ -9,7 +9,7 @@ from data_parallel_net import CASES, OVERLAP, SHARDED, Config, Net, batch, over
 from torch import nn
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.grouping import default_bucket_size
+from opt_distributed.buffers.planner import default_bucket_size
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.threads import ThreadComm, World, run_threads
 from opt_paramgroups import ParamId
@@ -18,9 +18,9 @@ from opt_paramgroups import ParamId
 def test_a_model_of_several_dtypes_has_a_buffer_for_each() -> None:
     model = nn.Sequential(nn.Linear(4, 4).to(torch.bfloat16), nn.LayerNorm(4))
     ddp = DistributedDataParallel(Config(use_distributed_optimizer=True), model, groups=over(Alone()))
-    assert [str(buffer.plan.key) for buffer in ddp.synced_buffers] == [
-        "dense bfloat16, bfloat16 gradients",
-        "dense float32, float32 gradients",
+    assert [buffer.plan.name for buffer in ddp.synced_buffers] == [
+        "chunk 0, bf16 dense, flat shards, bf16 gradients",
+        "chunk 0, fp32 dense, flat shards, fp32 gradients",
     ]
 
 
@@ -37,7 +37,7 @@ def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
     expected = changed(tokens)
 
     def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), is_whole=case.is_whole)
+        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), optimizer_config=case.optimizer_config)
         for buffer in ddp.synced_buffers:
             for index in range(len(buffer.plan.layout.buckets)):
                 buffer.memory.param_shard(index, comm.rank).mul_(1.5)
@@ -145,9 +145,9 @@ def test_experts_do_not_change_how_dense_buckets_are_cut(experts: int) -> None:
 def test_cuts_fall_on_the_blocks_of_block_quantised_states() -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         model = nn.ModuleList(nn.Linear(100, 7) for _ in range(4))
-        ddp = DistributedDataParallel(SHARDED, model, groups=over(comm), shard_multiple=256)
+        ddp = DistributedDataParallel(SHARDED, model, groups=over(comm))
         return [piece.of_param.start for piece in ddp.synced_buffers[0].owned()]
 
     starts = run_threads(3, rank_main)
-    assert {start % 256 for of_rank in starts for start in of_rank} == {0}
+    assert {start % 128 for of_rank in starts for start in of_rank} == {0}
     assert any(start > 0 for of_rank in starts for start in of_rank)

@@ -73,7 +73,7 @@ def test_ranks_that_meet_dtypes_in_another_order_are_refused_on_every_rank() -> 
         DistributedDataParallel(SHARDED, model, groups=over(comm))
 
     for error in errors_of(2, rank_main):
-        assert "; order of buffers is dense float32, float32 gradients, dense bfloat16" in error
+        assert "; order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16" in error
 
 
 def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:
@@ -244,7 +244,7 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
         ddp.finish_grad_sync()
 
     first, second = errors_of(2, rank_main)
-    where = "bucket 0 of dense float32, float32 gradients"
+    where = "bucket 0 of chunk 0, fp32 dense, flat shards, fp32 gradients"
     assert first == f"UnusableGradientError: gradients in {where} are not finite on another rank"
     assert second == "UnusableGradientError: gradients of bias, weight are not finite on this rank"
 

@@ -25,4 +25,4 @@ def test_a_lost_peer_is_an_error_that_names_the_collective_and_the_step(dies: bo
         assert process.exitcode == 0
     found = Path(f"{meeting}.found").read_text()
     assert found.startswith("unchanged True: gradient reduction 2 of bucket ")
-    assert "of dense float64, float64 gradients: " in found
+    assert "float64 dense, flat shards, float64 gradients: " in found

@@ -346,18 +346,18 @@ def test_a_bucket_that_lacked_a_gradient_on_any_rank_holds_up_no_other() -> None
     def rank_main(comm: ThreadComm) -> list[int]:
         recording = RecordingComm(comm)
         axes = Axes(dp=recording, tp=Alone())
-        model = nn.ModuleList(nn.Linear(1, width, bias=False) for width in (128, 256, 384, 512))
+        model = nn.ModuleList(nn.Linear(1, width, bias=False) for width in (256, 512, 768, 1024))
         config = replace(CONFIG, bucket_size=1)
         ddp = DistributedDataParallel(config, model, groups=Roles(dense=axes, expert=axes, everyone=comm))
         for _ in range(2):
             recording.calls.clear()
             ddp.zero_grad_buffer()
             for index in reversed(range(4)):
-                if (comm.rank, index) != (1, 2):  # rank 1 has no gradient in the bucket of 384 elements
+                if (comm.rank, index) != (1, 2):  # rank 1 has no gradient in the bucket of 768 elements
                     backward(model[index](torch.ones(1, 1)).sum())
             before_finish = [call.numel for call in recording.of("reduce_scatter")]
             ddp.finish_grad_sync()
-        assert before_finish == [512, 256, 128]
+        assert before_finish == [1024, 512, 256]
         return [call.numel for call in recording.of("reduce_scatter")]
 
-    assert run_threads(2, rank_main) == [[512, 256, 128, 384]] * 2
+    assert run_threads(2, rank_main) == [[1024, 512, 256, 768]] * 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_distributed.buffers import reduced
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket
-from opt_distributed.buffers.reduced import Grads, GradShards, _all_finished, _fill_
+from opt_distributed.buffers.reduced import Grads, ReducedGrads, _all_finished, _fill_
 from opt_distributed.buffers.wire import InFlight, SumInFp32, SumToOwners, SumToShards
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import DONE, Pending
@@ -103,7 +103,7 @@ def _allocate_on_compute(patch: pytest.MonkeyPatch, kind: type[SumInFp32] | type
 
 
 def a_bucket_is_given_back_before_its_reduction_is_done(patch: pytest.MonkeyPatch) -> None:
-    def reduce_(shards: GradShards, grads: Grads) -> None:
+    def reduce_(shards: ReducedGrads, grads: Grads) -> None:
         flights = []
         for index, places in enumerate(shards._places):
             with shards._scratch_memory():
@@ -112,17 +112,17 @@ def a_bucket_is_given_back_before_its_reduction_is_done(patch: pytest.MonkeyPatc
         for flight in flights:
             flight.finish()
 
-    patch.setattr(GradShards, "reduce_", reduce_)
+    patch.setattr(ReducedGrads, "reduce_", reduce_)
 
 
 def a_bucket_is_filled_while_the_one_before_it_is_on_the_wire(patch: pytest.MonkeyPatch) -> None:
-    def reduce_(shards: GradShards, grads: Grads) -> None:
+    def reduce_(shards: ReducedGrads, grads: Grads) -> None:
         with shards._scratch_memory(), _all_finished() as flights:
             for index, places in enumerate(shards._places):
                 _fill_(places, grads)
                 flights.append(shards._start(index))
 
-    patch.setattr(GradShards, "reduce_", reduce_)
+    patch.setattr(ReducedGrads, "reduce_", reduce_)
 
 
 def nobody_waits_for_the_last_buckets(patch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.reduced import GradShards
+from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Alone, Pending
 from opt_distributed.comm.groups import Axes
@@ -47,13 +47,13 @@ class TravellingComm(Alone):
         return Travelling(self, number, shard, full)
 
 
-def make(comm: TravellingComm) -> tuple[GradShards, dict[ParamId, Tensor | None]]:
+def make(comm: TravellingComm) -> tuple[ReducedGrads, dict[ParamId, Tensor | None]]:
     params = {ParamId(0, f"p{index}"): nn.Parameter(torch.zeros(64)) for index in range(NUM_BUCKETS)}
     shapes = [ParamShape(id=id, shape=(64,)) for id in params]
     layout = flat_layout(shapes, num_shards=2, bucket_size=64)
     assert len(layout.buckets) == NUM_BUCKETS
     axes = Axes(dp=comm, tp=Alone())
-    shards = GradShards(layout, params, dtype=torch.float32, device=torch.device("cpu"), axes=axes)
+    shards = ReducedGrads(layout, params, axes, dtype=torch.float32, device=torch.device("cpu"))
     return shards, {id: torch.full((64,), 1.0 + index) for index, id in enumerate(params)}
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opt_distributed.buffers.grouping import default_bucket_size
+from opt_distributed.buffers.planner import default_bucket_size
 from opt_distributed.layout import (
     Bucket,
     Layout,

@@ -9,7 +9,7 @@ from deferred_training import Config, Net, backward, batch
 from fake_accelerator import DeferredRank, HostReadError, run_deferred
 from torch import Tensor
 
-from opt_distributed.buffers import nonfinite
+from opt_distributed.buffers import grad_checks
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Alone
@@ -62,7 +62,7 @@ def test_every_rank_has_the_verdict_and_the_parameter_is_named(value: float, ins
         assert last == ["", "gradients of layers.1.bias are not finite on this rank", ""]
         for other in others:
             assert other[0] == other[2] == ""
-            assert other[1].startswith("gradients in bucket 1 of dense float32")
+            assert other[1].startswith("gradients in bucket 1 of chunk 0, fp32 dense")
             assert other[1].endswith("are not finite on another rank")
 
 
@@ -73,13 +73,13 @@ def test_large_finite_gradients_are_finite() -> None:
 
 
 def it_is_read_in_backward(patch: pytest.MonkeyPatch) -> None:
-    init = nonfinite.NonfiniteGrads.__init__
+    init = grad_checks.NonfiniteGrads.__init__
 
     def reading(check: Any, *args: Any, **kwargs: Any) -> None:
         init(check, *args, **kwargs)
         check._found.item()
 
-    patch.setattr(nonfinite.NonfiniteGrads, "__init__", reading)
+    patch.setattr(grad_checks.NonfiniteGrads, "__init__", reading)
 
 
 def the_verdict_is_read_too_early(patch: pytest.MonkeyPatch) -> None:

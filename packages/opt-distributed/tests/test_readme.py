@@ -14,7 +14,7 @@ def test_the_readmes_examples_run_and_print_what_it_says(capsys: pytest.CaptureF
     assert len(programs) == 2
     scope: dict[str, object] = {}
     exec(programs[0], scope)
-    assert capsys.readouterr().out == "1832 elements, padded to 1920\n"
+    assert capsys.readouterr().out == "1832 elements, padded to 2048\n"
     exec(programs[1], scope)
     assert capsys.readouterr().out in [text for language, text in BLOCKS if language == ""]
 

@@ -159,16 +159,6 @@ CASES = {
         "use_distributed_optimizer=False; wrap it with use_distributed_optimizer=True, or leave "
         "use_distributed_optimizer at False",
     ),
-    "blocks that a wrapper cuts": (
-        {
-            "model": wrapped(use_distributed_optimizer=True),
-            "use_distributed_optimizer": True,
-            "use_precision_aware_optimizer": True,
-            "exp_avg_dtype": torch.uint8,
-        },
-        "exp_avg_scale is kept in blocks of 128 elements, but model chunk 0 was wrapped with shard_multiple=64, which "
-        "cuts blocks; pass shard_multiple=128 to DistributedDataParallel",
-    ),
     "a parameter with holes": (
         {"model": with_holes},
         "parameter '0.weight' of shape (7, 5) and strides (10, 2) has holes, overlapping elements or its negative bit "

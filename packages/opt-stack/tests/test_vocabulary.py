@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.grouping import matrices_whole
 from opt_stack import DistributedDataParallel, get_optimizer
 from opt_stack.__main__ import main
 
@@ -73,10 +72,10 @@ def test_nothing_is_said_where_all_parameters_have_one_rule(caplog: pytest.LogCa
 
 
 def test_a_wrapped_model_and_one_that_torch_sharded_are_no_different(one_rank: None) -> None:
-    wrapped = DistributedDataParallel(
-        DistributedDataParallelConfig(use_distributed_optimizer=True), Tagger(), is_whole=matrices_whole
-    )
     layer_wise = OptimizerConfig(optimizer="muon", lr=1e-2, use_layer_wise_distributed_optimizer=True)
+    wrapped = DistributedDataParallel(
+        DistributedDataParallelConfig(use_distributed_optimizer=True), Tagger(), optimizer_config=layer_wise
+    )
     assert rules(get_optimizer(layer_wise, [wrapped])) == EXPECTED
     sharded = Tagger()
     fully_shard(sharded.hidden)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers import large_grads
+from opt_distributed.buffers import grad_checks
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
@@ -61,7 +61,7 @@ def test_a_pattern_that_matches_nothing_anywhere_is_refused_on_every_rank() -> N
 
 
 def test_a_step_from_large_gradients_changes_nothing_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_grads, "NUM_ITERATIONS", 1)
+    monkeypatch.setattr(grad_checks, "NUM_ITERATIONS", 1)
 
     def rank_main(comm: ThreadComm) -> None:
         (chunk,), optimizer = build(comm, {"check_for_large_grads": True})

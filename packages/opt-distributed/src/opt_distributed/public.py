@@ -5,7 +5,6 @@
 
 from opt_distributed.buffers.binding import GradientError, UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.grouping import matrices_whole, nothing_whole
 from opt_distributed.buffers.replicas import ReplicaError
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import StorageError
@@ -57,8 +56,6 @@ __all__ = [
     "compute_layout",
     "finalize_model_grads",
     "flat_layout",
-    "matrices_whole",
-    "nothing_whole",
     "replicated_layout",
     "run_threads",
     "share_launch_order",

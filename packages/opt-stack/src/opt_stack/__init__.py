@@ -16,7 +16,6 @@ from opt_distributed import (
     ReplicaError,
     StepResult,
     finalize_model_grads,
-    matrices_whole,
     run_threads,
     share_launch_order,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "get_optimizer_based_on_param_groups",
     "list_optimizers",
     "load_config",
-    "matrices_whole",
     "release_gradients",
     "run_threads",
     "share_launch_order",

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from opt_config import ConfigError, OptimizerConfig, load_config
-from opt_distributed import Alone
-from opt_paramgroups import as_text, describe, get_param_groups, group_rows
+from opt_distributed.buffers.planner import WorldSizes, short
+from opt_paramgroups import as_text, get_param_groups, group_rows
 from opt_paramgroups.__main__ import model_chunks_of
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.meaning import meaning
-from opt_stack.planning.effects import check_effects
-from opt_stack.planning.plan import Plan, short
-from opt_stack.planning.planner import WorldSizes
+from opt_stack.planning.draft import Draft
+from opt_stack.planning.plan import Plan
+from opt_stack.planning.ranks import EFFECTS
 from opt_stack.rules.registry import Registry
 
 REFUSED = 2  # exit status for a configuration or a model that is not valid
@@ -71,10 +71,10 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     if rank is not None and not 0 <= rank < options.world:
         raise ConfigError(f"--rank {rank}: a world of {options.world} has ranks 0 to {options.world - 1}")
     sizes = WorldSizes(dense=options.world, expert=options.world)
-    plan = plan_of(config, chunks, groups, rules, sizes=sizes)
-    metas = describe(chunks)
-    check_effects(config, chunks, metas, metas, Alone())
-    warn_of_guesses(plan, metas)
+    draft = Draft(config=config, chunks=chunks, registry=rules, groups=groups, sizes=sizes)
+    plan = plan_of(draft)
+    EFFECTS.judge(draft, [EFFECTS.facts(draft)])
+    warn_of_guesses(plan, draft.metas)
     return str(plan) if rank is None else "\n".join([str(plan), "", *_rank_lines(plan, rank)])
 
 

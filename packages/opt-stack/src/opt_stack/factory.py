@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,14 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.grouping import default_bucket_size
-from opt_distributed.buffers.peers import uses_qk_layernorm
-from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas
-from opt_distributed.buffers.stored import describe_stored
-from opt_distributed.buffers.untrained import check_untrained
-from opt_distributed.comm.collectives import Comm, agreed
+from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas, check_untrained
+from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.comm.groups import Roles
 from opt_distributed.step.write_check import WriteCheck
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Needs
@@ -27,44 +22,29 @@ from opt_paramgroups import (
     get_matrix_rule_overrides,
     get_param_groups,
     get_standard_config_overrides,
-    parameters_by_id,
 )
-from opt_scheduler.override import ParamGroupOverride
-from opt_stack.building.build import Model, build_stepper, holds_parts
-from opt_stack.chunks.memory import check_materialised, check_memory
-from opt_stack.chunks.other_wrappers import averaged_by_torch, reduced_by_megatron
-from opt_stack.chunks.wrapped import (
-    check_blocks,
-    check_patterns,
-    check_same_groups,
-    check_wrapped,
-    with_wrappers_fields,
-    wrapped_buffers,
-)
+from opt_stack.building.build import build_stepper, holds_parts
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.choices import record_choices_
-from opt_stack.planning.effects import check_effects, check_standard_overrides
-from opt_stack.planning.fp8 import check_recipes, check_reused
-from opt_stack.planning.hooks import check_weight_decay, record_hooks_, with_hooks
-from opt_stack.planning.peers import NOTHING, check_peers, check_same_config, model_part
+from opt_stack.planning.checks import CHECKS
+from opt_stack.planning.draft import Draft, Groups, Overrides, make_rules_
 from opt_stack.planning.plan import Plan
-from opt_stack.planning.planner import WorldSizes, make_plan
-from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import (
-    check_entries,
-    check_numbers,
-    check_unread_fields,
-    check_unread_numbers,
-    checked_hyper,
+from opt_stack.planning.planner import make_plan, with_compute
+from opt_stack.planning.ranks import (
+    NOTHING,
+    check_peers,
+    check_ranks,
+    check_same_config,
+    check_standard_overrides,
+    device_of,
+    model_part,
 )
+from opt_stack.planning.wrapped import with_wrappers_fields
+from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.registry import Registry
 from opt_stack.state.loaded_replicas import LoadedReplicas
 
 logger = logging.getLogger("opt_stack")
-
-Groups = list[dict[str, Any]]
-Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 
 
 def get_optimizer(
@@ -111,22 +91,15 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    setup = _setup(config, model_chunks, pg_collection, mesh, rules, hooks, broadcast_params, extra_group_keys)
-    everyone = setup.roles.everyone
+    draft = _drafted(config, model_chunks, pg_collection, mesh=mesh, rules=rules)
+    draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
+    draft.overrides = config_overrides
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
-    groups = grouped(
-        setup.config,
-        setup.chunks,
-        config_overrides,
-        setup.rules,
-        everyone,
-        asked=asked,
-        allow_unmatched=allow_unmatched,
-    )
-    check_standard_overrides(setup.config, config_overrides, groups, everyone)
-    optimizer = _build(setup, groups)
+    draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
+    check_standard_overrides(draft)
+    optimizer = _build(draft)
     if dump_param_to_param_group_map is not None:
-        write_group_map(dump_param_to_param_group_map, groups, everyone=everyone)
+        write_group_map(dump_param_to_param_group_map, draft.groups, everyone=draft.roles.everyone)
     return optimizer
 
 
@@ -160,39 +133,29 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    setup = _setup(config, model_chunks, pg_collection, mesh, rules, hooks, broadcast_params, extra_group_keys)
-    chunks, everyone = setup.chunks, setup.roles.everyone
-    groups = agreed(
-        everyone,
-        lambda: complete_groups(param_groups, setup.config, parameters_by_id(chunks), describe_stored(chunks)),
-    )
-    check_same_config(setup.config, everyone)
-    return _build(setup, groups, part=part)
+    draft = _drafted(config, model_chunks, pg_collection, mesh=mesh, rules=rules)
+    draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
+    everyone = draft.roles.everyone
+    draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
+    check_same_config(draft.config, everyone)
+    return _build(draft, part=part)
 
 
-def grouped(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    overrides: Overrides | None,
-    rules: Registry,
-    everyone: Comm,
-    *,
-    allow_unmatched: bool,
-    asked: Mapping[str, bool] = NOTHING,  # as for `check_same_config`
-) -> Groups:
+def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = NOTHING) -> Groups:
     """Return the groups of the parameters of all ranks, which must have the same configuration. Collective.
 
-    Raises ConfigError on every rank.
+    `asked` is as for `check_same_config`. Raises ConfigError on every rank.
     """
-    read = agreed(everyone, lambda: with_matrix_rule(config, overrides, rules))
+    config, everyone = draft.config, draft.roles.everyone
+    read = agreed(everyone, lambda: with_matrix_rule(config, draft.overrides, draft.registry))
     check_same_config(config, everyone, asked=asked)
     return get_param_groups(
-        chunks,
+        draft.chunks,
         config,
         read,
         gather=everyone.gather_objects,
         allow_unmatched=allow_unmatched,
-        extra_group_keys=None,  # `check_entries` knows the rules, and so which entries they read
+        extra_group_keys=None,  # `make_rules_` knows the rules, and so which entries they read
     )
 
 
@@ -224,70 +187,73 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-class _Setup(NamedTuple):
-    """The arguments of both public functions, checked and completed."""
-
-    config: OptimizerConfig
-    chunks: list[nn.Module]
-    roles: Roles
-    rules: Registry
-    hooks: GivenHooks
-    broadcast_params: bool
-    extra_group_keys: Collection[str]
-
-
-def _setup(
+def _drafted(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
     groups: Given,
+    *,
     mesh: DeviceMesh | None,
     rules: Registry | None,
-    *others: Any,  # the other fields
-) -> _Setup:
-    """Find the groups of ranks: those that were passed, those of a wrapped chunk, or those of the parameters."""
-    chunks = _chunks(config, model_chunks)
+) -> Draft:
+    """Begin a draft with the groups of ranks: those that were passed, those of a wrapped chunk, or those of the
+    parameters. Raises ConfigError for arguments of other types."""
+    if not isinstance(config, OptimizerConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; pass opt_stack.OptimizerConfig(...) as the first argument (from a "
+            "dict: OptimizerConfig.from_dict), and the model as the second"
+        )
+    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    other = next((chunk for chunk in chunks if not isinstance(chunk, nn.Module)), None)
+    if other is not None:
+        raise ConfigError(
+            f"model_chunks holds a {type(other).__name__}; pass the model, or a list of its modules, not parameters"
+        )
     config = with_wrappers_fields(config, chunks)
     if groups is None and mesh is None:
         groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
     roles = find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
-    known = agreed(roles.everyone, lambda: rules or Registry().with_installed())
-    return _Setup(config, chunks, roles, known, *others)
+    registry = agreed(roles.everyone, lambda: rules or Registry().with_installed())
+    return Draft(config=config, chunks=chunks, registry=registry, roles=roles)
 
 
-def _build(setup: _Setup, groups: Groups, *, part: str = "") -> Optimizer:
+def plan_of(draft: Draft) -> Plan:
+    """Plan the step of the groups of `draft`, and run `CHECKS`. Builds nothing and needs no process group.
+
+    Writes to the groups: adds the default of every hyper-parameter that the rule reads and the group lacks. Raises
+    ConfigError if the combination is not supported.
+    """
+    draft.config.validate()  # fields may have been assigned since it was built
+    make_rules_(draft)
+    draft.plan = make_plan(draft)
+    for check in CHECKS:
+        check(draft)
+    draft.plan = with_compute(draft)
+    return draft.plan
+
+
+def _build(draft: Draft, *, part: str = "") -> Optimizer:
     """Build the optimizer from complete groups; both public functions end here."""
-    config, chunks, roles = setup.config, setup.chunks, setup.roles
-    everyone = roles.everyone
-    plan = agreed(everyone, lambda: _planned(setup, groups))
-    params, metas = parameters_by_id(chunks), describe_stored(chunks)
-    check_patterns(chunks, everyone)
-    check_effects(config, chunks, metas, [id for group in groups for id in group["param_ids"]], everyone)
-    check_recipes(config, chunks, everyone)
-    check_peers(plan, groups, metas, roles)
-    if setup.broadcast_params:
+    config, roles, params, metas = draft.config, draft.roles, draft.params, draft.metas
+    everyone, groups = roles.everyone, draft.groups
+    plan = agreed(everyone, lambda: plan_of(draft))
+    check_ranks(draft)
+    check_peers(draft)
+    if draft.broadcast_params:
         broadcast_replicas_(params, metas, roles)
     check_replicas(params, metas, roles)
-    check_untrained(chunks, roles, broadcast=setup.broadcast_params)
+    check_untrained(draft.chunks, roles, broadcast=draft.broadcast_params)
     if everyone.rank == 0:
         logger.info("%s", plan)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
     write_plan(config.config_logger_dir, config, plan, everyone=everyone)
-    model = Model(
-        params=params,
-        metas=metas,
-        group_of={id: index for index, group in enumerate(groups) for id in group["param_ids"]},
-        device=_device(chunks, everyone),
-        qk_layernorm=any(map(uses_qk_layernorm, chunks)),
-        reduced=reduced_by_megatron(chunks, params),
-        averaged=averaged_by_torch(chunks, params, roles.dense.dp) if roles.dense.inter.size == 1 else frozenset(),
-    )
-    sources = {ready.plan.name: ready.source for ready in wrapped_buffers(chunks, trained=model.group_of)}
-    stepper = agreed(everyone, lambda: build_stepper(plan, model, roles, sources=sources))
+    kinds = everyone.gather_objects(device_of(draft))
+    device = kinds[everyone.rank] or torch.device(next((kind.type for kind in kinds if kind is not None), "cpu"))
+    stepper = agreed(everyone, lambda: build_stepper(draft, device))
     used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
     stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)
-    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    wrapped = list(draft.wrapped.values())
     share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
@@ -297,80 +263,16 @@ def _build(setup: _Setup, groups: Groups, *, part: str = "") -> Optimizer:
         stepper=stepper,
         groups=groups,
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
-        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(plan, metas, roles))),
+        rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(draft))),
         roles=roles,
         replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
         wrapped=wrapped,
-        frozen=[named for chunk in chunks for named in chunk.named_parameters() if not named[1].requires_grad],
+        frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
-    optimizer.loaded_weights.watch(chunks)
+    optimizer.loaded_weights.watch(draft.chunks)
     if everyone.size > 1:
         stepper.write_check = WriteCheck(roles.dense, everyone, compare=optimizer.replica_check())
     return optimizer
-
-
-def _planned(setup: _Setup, groups: Groups) -> Plan:
-    """Plan the step, with every check that needs no other rank."""
-    check_materialised(setup.chunks)
-    check_same_groups(setup.chunks, setup.roles)
-    plan = plan_of(
-        setup.config,
-        setup.chunks,
-        groups,
-        setup.rules,
-        sizes=WorldSizes.of(setup.roles),
-        hooks=setup.hooks,
-        extra_group_keys=setup.extra_group_keys,
-    )
-    check_memory(setup.config, setup.chunks, groups)
-    return plan
-
-
-def plan_of(
-    config: OptimizerConfig,
-    chunks: Sequence[nn.Module],
-    groups: Groups,
-    rules: Registry,
-    *,
-    sizes: WorldSizes,
-    hooks: GivenHooks = (),
-    extra_group_keys: Collection[str] = (),
-) -> Plan:
-    """Plan the step of these groups on a world of these sizes. Builds nothing and needs no process group.
-
-    Writes to `groups`: adds the default of every hyper-parameter that the rule reads and the group lacks. Raises
-    ConfigError if the combination is not supported.
-    """
-    config.validate()  # fields may have been assigned since it was built
-    names = {group["optimizer"] for group in groups}
-    made = {name: rules.rule(name, config) for name in names}
-    hyper = {name: checked_hyper(rules[name], rule, config) for name, rule in made.items()}
-    check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=extra_group_keys)
-    for group in groups:
-        for key, value in hyper[group["optimizer"]].items():
-            group.setdefault(key, value)
-        check_numbers(group, made[group["optimizer"]])
-    made = with_hooks(made, hooks)
-    check_weight_decay(groups, made)
-    check_unread_fields(config, [rules[name] for name in sorted(names)])
-    for group in groups:
-        check_unread_numbers(group, made[group["optimizer"]])
-    record_hooks_(groups, made)
-    record_choices_(groups, made)
-    check_wrapped(config, chunks)
-    check_blocks(chunks, groups, made, mains=config.precision.mains)
-    trained = {id for group in groups for id in group["param_ids"]}
-    check_reused(chunks, trained)
-    ready = [buffer.plan for buffer in wrapped_buffers(chunks, trained=trained)]
-    return make_plan(
-        config,
-        describe_stored(chunks),
-        groups,
-        made,
-        sizes=sizes,
-        bucket_size=default_bucket_size(sizes.dense),
-        ready_buffers=ready,
-    )
 
 
 def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
@@ -386,35 +288,3 @@ def warn_of_guesses(plan: Plan, metas: Mapping[ParamId, ParamMeta]) -> None:
                 "hidden matrix",
                 str(id), metas[id].shape, metas[id].guess, unit.rule.name, f", not {rules[0]}" if rules else "",
             )  # fmt: skip
-
-
-def _chunks(config: OptimizerConfig, model_chunks: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the chunks as a list. Raises ConfigError for arguments of other types."""
-    if not isinstance(config, OptimizerConfig):
-        raise ConfigError(
-            f"config is a {type(config).__name__}; pass opt_stack.OptimizerConfig(...) as the first argument (from a "
-            "dict: OptimizerConfig.from_dict), and the model as the second"
-        )
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    other = next((chunk for chunk in chunks if not isinstance(chunk, nn.Module)), None)
-    if other is not None:
-        raise ConfigError(
-            f"model_chunks holds a {type(other).__name__}; pass the model, or a list of its modules, not parameters"
-        )
-    return chunks
-
-
-def _device(chunks: Sequence[nn.Module], everyone: Comm) -> torch.device:
-    """Return the device of the model and of the step's statistics; without tensors, that of the other ranks.
-
-    Raises ConfigError, on every rank, if ranks hold their models on different kinds of device.
-    """
-    # Megatron-Core's wrapper has a list in place of the method `buffers`.
-    tensors = (tensor for chunk in chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
-    device = next((tensor.device for tensor in tensors), None)
-    per_rank: list[str | None] = everyone.gather_objects(None if device is None else device.type)
-    kinds = [kind for kind in dict.fromkeys(per_rank) if kind is not None]
-    if len(kinds) > 1:
-        ranks = "; ".join(f"{kind} on ranks {[r for r, of in enumerate(per_rank) if of == kind]}" for kind in kinds)
-        raise ConfigError(f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind")
-    return device or torch.device(*kinds or ("cpu",))

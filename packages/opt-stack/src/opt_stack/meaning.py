@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_distributed.buffers.planner import WorldSizes, short
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes, short
-from opt_stack.planning.planner import WorldSizes
+from opt_stack.planning.draft import Draft
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, UnitPlan, kept_bytes, main_bytes
 from opt_stack.rules.registry import Registry
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
@@ -39,7 +40,7 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
     for dtype in dict.fromkeys((torch.float32, config.precision.params)):
         model = _stand_ins(dtype)
         groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
-        plan = plan_of(config, [model], groups, rules, sizes=WorldSizes())
+        plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=WorldSizes()))
         group_of = {id: group for group in groups for id in group["param_ids"]}
         unit_of = {id: unit for unit in plan.units for id in unit.ids}
         for id, meta in describe([model]).items():

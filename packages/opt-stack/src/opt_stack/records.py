@@ -12,9 +12,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
+from opt_distributed.buffers.planner import BufferPlan, short
 from opt_distributed.comm.collectives import Comm, agreed
 from opt_stack.planning.compute import compute_lines
-from opt_stack.planning.plan import MAX_RANKS_SHOWN, BufferPlan, Plan, UnitPlan, short, unit_bytes
+from opt_stack.planning.plan import MAX_RANKS_SHOWN, Plan, UnitPlan, unit_bytes
 from opt_stack.state.local_state import param_name
 
 CONFIG_FILE = "optimizer_config.json"
@@ -72,7 +73,7 @@ def _buffer_record(buffer: BufferPlan) -> dict[str, Any]:
         "name": buffer.name,
         "dtype": short(buffer.dtype),
         "is_expert": buffer.is_expert,
-        "spread": buffer.spread.value,
+        "spread": buffer.kind.name,
         "num_buckets": len(buffer.layout.buckets),
         "num_shards": buffer.layout.num_shards,
         "numel": buffer.layout.numel,

@@ -15,8 +15,7 @@ from opt_distributed.buffers.binding import (
     bind_main_grad,
     is_rebound,
 )
-from opt_distributed.buffers.large_grads import LargestNorm
-from opt_distributed.buffers.nonfinite import NonfiniteGrads
+from opt_distributed.buffers.grad_checks import LargestNorm, NonfiniteGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op

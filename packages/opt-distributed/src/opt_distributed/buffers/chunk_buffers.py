@@ -1,25 +1,106 @@
-"""The buffers of one model chunk: planned, allocated, and compared between replicas."""
+"""The buffers of one model chunk: planned, allocated, and compared between replicas before their first collective."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.agreement import Facts, agree_on, check_config
-from opt_distributed.buffers.apart import check_apart
+from opt_config import DistributedDataParallelConfig, Sharding, WholeParams
 from opt_distributed.buffers.binding import check_unbound
 from opt_distributed.buffers.bucket import Reduction
-from opt_distributed.buffers.fp8_memory import check_gathered_in_fp8
-from opt_distributed.buffers.grouping import BufferPlan, IsWhole, NumShards, plan_buffers
-from opt_distributed.buffers.local_sums import LocalSums, local_sums
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import SumInFp32, Wire, sum_over
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.buffers.param_wires import check_gathered_in_fp8
+from opt_distributed.buffers.planner import BufferPlan, WorldSizes, plan_buffers, wrapped_bucket_size
+from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer, local_sums
+from opt_distributed.buffers.stored import check_apart
+from opt_distributed.buffers.wires import wire_kind
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.groups import Axes, Roles, from_all_replicas
 from opt_distributed.comm.user_buffers import UserBuffers, user_buffers
+from opt_distributed.layout import LayoutError
 from opt_paramgroups import ParamId, ParamMeta
+
+
+def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
+    """Check a configuration alone, and against the process groups and the kind of loss.
+
+    Raises:
+        ValueError: a field contradicts another one, the groups, or the loss.
+    """
+    config.validate()  # fields may have been assigned since it was built
+    instances = roles.dense.inter.size
+    if config.num_distributed_optimizer_instances != instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
+            f"{instances}; pass an inter_dist_opt group of that size"
+        )
+    if config.average_in_collective and per_token:
+        raise ValueError(
+            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
+        )
+
+
+class Facts(NamedTuple):
+    """Values that must be equal on all replicas of one family of parameters."""
+
+    axes: Axes
+    by_name: Mapping[str, str]
+
+
+class _Report(NamedTuple):
+    """What one rank reports to the others."""
+
+    error: str | None  # of this rank
+    forwarded: str | None  # the refusal of another family's replicas
+    by_name: Mapping[str, str]
+
+
+def agree_on(facts: Sequence[Facts], error: Exception | None, *, peers: Sequence[Comm] = ()) -> None:
+    """Raise on all ranks that are connected through `facts` or `peers` if one of them has an error, or facts differ.
+
+    Every rank forwards refusals before it raises, so that no rank waits for one that has raised.
+
+    Raises:
+        LayoutError: quotes the error of another rank, or says what differs on which ranks. If this rank has an error,
+            that is raised instead.
+    """
+    own = None if error is None else str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    refusal: str | None = None
+    for axes, by_name in facts:
+        reports = from_all_replicas(axes, _Report(own, refusal, dict(by_name)))
+        refusal = refusal or _refusal(reports)
+    for comm in peers:
+        refusals = comm.gather_objects(refusal)
+        refusal = refusal or next((one for one in refusals if one is not None), None)
+    if error is not None:
+        raise error
+    if refusal is not None:
+        raise LayoutError(refusal)
+
+
+def _refusal(reports: Sequence[_Report]) -> str | None:
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            return f"data-parallel rank {rank} refused: {report.error}"
+    forwarded = next((report.forwarded for report in reports if report.forwarded is not None), None)
+    if forwarded is not None:
+        return forwarded
+    first = reports[0].by_name
+    different = [rank for rank, report in enumerate(reports) if report.by_name != first]
+    if not different:
+        return None
+    difference = first_difference(first, reports[different[0]].by_name, rank=different[0])
+    return (
+        f"data-parallel ranks {different} laid their buffers out differently from rank 0; model and configuration must "
+        f"be equal on all ranks that share parameters; {difference}"
+    )
+
+
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+    """Describe the first entry in which the facts of rank 0 and of `rank` differ; they must differ."""
+    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+    return f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"
 
 
 class ChunkBuffer(NamedTuple):
@@ -40,8 +121,8 @@ class ChunkSpec:
     metas: Mapping[ParamId, ParamMeta]
     others: Sequence[tuple[str, Tensor]]  # frozen parameters, and buffers of the module, with their names
     roles: Roles
-    is_whole: IsWhole
-    shard_multiple: int
+    chunk: int  # its number
+    sharding: Sharding
     calculate_per_token_loss: bool
 
 
@@ -79,19 +160,28 @@ def _facts(spec: ChunkSpec, plans: Sequence[BufferPlan], *, is_expert: bool) -> 
     """Values that must be equal on all replicas of a family: configuration, kind of loss, order and layouts."""
     facts = {field.name: repr(getattr(spec.config, field.name)) for field in fields(spec.config)}
     facts["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
-    layouts = {str(plan.key): plan.layout.fingerprint()[:16] for plan in plans if plan.key.is_expert == is_expert}
+    layouts = {plan.name: plan.layout.fingerprint()[:16] for plan in plans if plan.is_expert == is_expert}
     facts["order of buffers"] = ", ".join(layouts)
     return facts | {f"layout of {key}": fingerprint for key, fingerprint in layouts.items()}
 
 
 def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
+    """Plan the buffers. Without overlap, every buffer has one bucket."""
+    for meta in spec.metas.values():
+        if meta.is_dtensor:
+            raise LayoutError(
+                f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
+            )
+    config, num_ranks = spec.config, spec.roles.dense.num_replicas
     return plan_buffers(
         spec.metas,
-        spec.config,
-        num_shards=NumShards(dense=spec.roles.dense.dp.size, expert=spec.roles.expert.dp.size),
-        num_ranks=spec.roles.dense.num_replicas,
-        is_whole=spec.is_whole,
-        shard_multiple=spec.shard_multiple,
+        sharding=spec.sharding,
+        sizes=WorldSizes.of(spec.roles),
+        needs_whole=lambda meta: isinstance(spec.sharding, WholeParams) and meta.moved_as_matrix,
+        grad_dtype=lambda meta: torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
+        bucket_size=lambda numel: wrapped_bucket_size(config, numel=numel, num_ranks=num_ranks),
+        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+        chunk=spec.chunk,
     )
 
 
@@ -103,7 +193,7 @@ class _PoolKey(NamedTuple):
 
 
 def _pool_key(spec: ChunkSpec, plan: BufferPlan) -> _PoolKey:
-    return _PoolKey(plan.key.is_expert, str(_device(spec, plan)))
+    return _PoolKey(plan.is_expert, str(_device(spec, plan)))
 
 
 def _make_pools(spec: ChunkSpec, plans: Sequence[BufferPlan]) -> dict[_PoolKey, UserBuffers | None]:
@@ -126,20 +216,20 @@ def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) ->
     memory = ParamAndGradBuffer(
         plan.layout,
         params,
-        param_dtype=plan.key.param_dtype,
-        grad_dtype=plan.key.grad_dtype,
+        param_dtype=plan.dtype,
+        grad_dtype=plan.grad_dtype,
         device=device,
-        sharded=spec.config.use_distributed_optimizer,
+        sharded=plan.kind.is_sharded,
         allocate=_axes(spec, plan).dp.allocate if pool is None else pool,
         reuses_grads=spec.config.reuse_grad_buf_for_mxfp8_param_ag,
     )
     patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
-    sums = local_sums(plan.params, patterns, grad_dtype=plan.key.grad_dtype, device=device)
+    sums = local_sums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
     return ChunkBuffer(plan, memory, _reduction(spec, plan), sums)
 
 
 def _axes(spec: ChunkSpec, plan: BufferPlan) -> Axes:
-    return spec.roles.expert if plan.key.is_expert else spec.roles.dense
+    return spec.roles.expert if plan.is_expert else spec.roles.dense
 
 
 def _reduction(spec: ChunkSpec, plan: BufferPlan) -> Reduction:
@@ -147,18 +237,12 @@ def _reduction(spec: ChunkSpec, plan: BufferPlan) -> Reduction:
     axes = _axes(spec, plan)
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
     return Reduction(
-        name=f"{plan.key}",
-        wire=_wire(config, plan, axes),
+        name=plan.name,
+        wire=wire_kind(config, num_shards=plan.layout.num_shards).make(axes),
         axes=axes,
-        is_expert=plan.key.is_expert,
+        is_expert=plan.is_expert,
         scale_before=1.0 if config.average_in_collective else mean,
         scale_after=mean if config.average_in_collective else 1.0,
         check_for_nan=config.check_for_nan_in_grad,
         check_for_large=config.check_for_large_grads,
     )
-
-
-def _wire(config: DistributedDataParallelConfig, plan: BufferPlan, axes: Axes) -> Wire:
-    if config.reduce_scatter_with_fp32_accumulation:
-        return SumInFp32(axes.dp)
-    return sum_over(axes, num_shards=plan.layout.num_shards)

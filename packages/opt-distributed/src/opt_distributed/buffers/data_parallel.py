@@ -10,26 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.apart import not_trained
+from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
-from opt_distributed.buffers.gather_order import share_gather_order
-from opt_distributed.buffers.grad_hook import GradHook
-from opt_distributed.buffers.grad_sync import GradSync, Reduces
-from opt_distributed.buffers.grouping import IsWhole, nothing_whole
+from opt_distributed.buffers.grad_sync import GradHook, GradSync, Reduces
 from opt_distributed.buffers.launch_order import share_order
 from opt_distributed.buffers.param_reads import UseHooks
-from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync
+from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, share_gather_order
 from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
-from opt_distributed.buffers.replicas import broadcast_replicas_
+from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import describe_stored
+from opt_distributed.buffers.stored import describe_stored, not_trained
 from opt_distributed.buffers.synced import SyncedBuffer
-from opt_distributed.buffers.untrained import check_untrained
 from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.names import parameters_by_id
 
@@ -77,11 +71,10 @@ class DistributedDataParallel(nn.Module):
         mesh: a `DeviceMesh` over the whole world, instead of `groups`.
         broadcast_params: copy the weights and persistent buffers of the first replica to the others, as the method of
             this name does. If False, `opt_stack.get_optimizer` compares replicas, and refuses them if they differ.
-        is_whole: which parameters must not be cut by sharding, for example `matrices_whole` for Muon.
+        optimizer_config: the configuration of the optimizer that will train the chunk. Needed for layer-wise sharding,
+            which keeps matrices whole. Without it, any parameter may be cut.
         calculate_per_token_loss: whether losses are sums over tokens.
         chunk: the number of the chunk in a virtual pipeline.
-        shard_multiple: every cut of a parameter is a multiple of this number of elements; pass the block size if
-            optimizer state is stored in scaled blocks.
 
     Raises:
         LayoutError, StorageError: on every rank, if parameters of a rank cannot be laid out (for example DTensors),
@@ -97,16 +90,14 @@ class DistributedDataParallel(nn.Module):
         groups: Given = None,
         mesh: DeviceMesh | None = None,
         broadcast_params: bool = False,
-        is_whole: IsWhole = nothing_whole,
+        optimizer_config: OptimizerConfig | None = None,
         calculate_per_token_loss: bool = False,
         chunk: int = 0,
-        shard_multiple: int = SHARD_MULTIPLE,
     ):
         super().__init__()
         self.config = config
         self.module = module
         self.calculate_per_token_loss = calculate_per_token_loss
-        self.shard_multiple = shard_multiple
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe_stored([module], model_chunk_offset=chunk)
@@ -117,8 +108,8 @@ class DistributedDataParallel(nn.Module):
                 metas=self.metas,
                 others=list(not_trained(module)),
                 roles=self.roles,
-                is_whole=is_whole,
-                shard_multiple=shard_multiple,
+                chunk=chunk,
+                sharding=_sharding(config, optimizer_config),
                 calculate_per_token_loss=calculate_per_token_loss,
             )
         )
@@ -408,6 +399,15 @@ class DistributedDataParallel(nn.Module):
                 bind_main_grad(param, accumulator)
                 hook = GradHook(self.grad_sync, id, accumulator)
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _sharding(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
+    """Return how the chunk is sharded: as the optimizer's configuration says, or flat if there is none."""
+    if not config.use_distributed_optimizer:
+        return Replicated()
+    if optimizer_config is not None and not isinstance(optimizer_config.sharding, Replicated):
+        return optimizer_config.sharding
+    return FlatShards(overlap_gather=config.overlap_param_gather, overlap_gather_with_step=False)
 
 
 def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:

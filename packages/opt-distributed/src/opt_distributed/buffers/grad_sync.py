@@ -4,13 +4,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import NamedTuple
+from weakref import ref
 
-from opt_distributed.buffers.agreement import from_all_replicas
-from opt_distributed.buffers.binding import GradientError, UnusableGradientError
+from torch import Tensor, nn
+
+from opt_distributed.buffers.binding import (
+    GradientError,
+    SparseGradientError,
+    UnusableGradientError,
+    adopt_main_grad_,
+    take_grad_,
+)
 from opt_distributed.buffers.bucket import GradBucket
-from opt_distributed.buffers.large_grads import LargeGrads
+from opt_distributed.buffers.grad_checks import LargeGrads, are_bad
 from opt_distributed.buffers.launch_order import LaunchKey, LaunchOrder, groups_of, register
-from opt_distributed.buffers.nonfinite import are_bad
+from opt_distributed.comm.groups import from_all_replicas
 from opt_paramgroups import ParamId
 
 
@@ -233,3 +241,28 @@ def _measured(buckets: Sequence[GradBucket]) -> Iterator[list[GradBucket]]:
         of_family = [one for one in buckets if one.reduction.check_for_large and one.reduction.is_expert == is_expert]
         if of_family:
             yield of_family
+
+
+class GradHook:
+    """Adds the gradient of a parameter to its accumulator, and notes that it is there.
+
+    Python's garbage collector does not see through hooks of tensors, so this one must not keep the wrapper alive.
+    """
+
+    def __init__(self, grad_sync: GradSync, id: ParamId, accumulator: Tensor):
+        self._grad_sync = ref(grad_sync)
+        self._id, self._accumulator = id, accumulator
+
+    def __call__(self, param: Tensor) -> None:
+        assert isinstance(param, nn.Parameter)
+        grad_sync = self._grad_sync()
+        if grad_sync is None:  # the wrapper is gone
+            return
+        grad_sync.check_accumulating(self._id)
+        adopt_main_grad_(param, self._accumulator, str(self._id))
+        try:
+            take_grad_(param, str(self._id))
+        except SparseGradientError as error:
+            param.grad = None
+            grad_sync.refuse(self._id, error)
+        grad_sync.note(self._id)

@@ -1,23 +1,68 @@
-"""`ParamAndGradBuffer`: one contiguous tensor of gradients, and one of parameters if they are sharded."""
+"""`ParamAndGradBuffer`: one contiguous tensor of gradients, and one of parameters if they are sharded.
 
-from collections.abc import Mapping
+`LocalSums` are fp32 sums of 16-bit gradients over microbatches, before they are reduced over ranks.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.apart import check_apart
-from opt_distributed.buffers.fp8_memory import move_fp8_in
-from opt_distributed.buffers.fp8_through_grads import through_grads
-from opt_distributed.buffers.moved import Converted, Left
-from opt_distributed.buffers.param_wire import GatherInPlace, ParamWire
-from opt_distributed.buffers.stored import FP8, StorageError, address, stored_dtype
-from opt_distributed.buffers.wire import InFlight, sum_over, to_owners
+from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
+from opt_distributed.buffers.stored import FP8, Converted, Left, StorageError, address, check_apart, stored_dtype
+from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.allocate import Allocate, zeros
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import Axes
-from opt_distributed.layout import Layout, LayoutError, Slot
+from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
 from opt_paramgroups import ParamId
+
+ALL = "all"  # the pattern that every name matches
+
+
+def matches(name: str, patterns: Collection[str]) -> bool:
+    """Whether a parameter's name matches one of the shell patterns (`fnmatch`, case-sensitive); "all" is every name."""
+    return any(pattern == ALL or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class LocalSums:
+    """One fp32 tensor in which the gradients of many parameters accumulate: `views`, in their shapes.
+
+    Before the reduction, each gradient is rounded once to the dtype of the buffer. This only improves sums over
+    microbatches: a single backward pass gives the same bits as accumulation in the buffer.
+    """
+
+    def __init__(self, params: Sequence[ParamShape], device: torch.device):
+        self._data = torch.zeros(sum(param.numel for param in params), dtype=torch.float32, device=device)
+        self._queues = devices.device_of(device)
+        self._is_released = False
+        parts = torch.split(self._data, [param.numel for param in params])
+        self.views: Mapping[ParamId, Tensor] = {
+            param.id: part.view(param.shape) for param, part in zip(params, parts, strict=True)
+        }
+
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Begin an iteration with zeros. Allocates the memory again if it was freed."""
+        if self._is_released:
+            self._is_released = False
+            self._queues.take_back_(self._data)
+        self._data.zero_()
+
+    def release_(self) -> None:
+        """Free the memory until `zero_`. The views must not be used until then."""
+        if not self._is_released:
+            self._is_released = True
+            self._queues.release_(self._data)
+
+
+def local_sums(
+    params: Sequence[ParamShape], patterns: Collection[str], *, grad_dtype: torch.dtype, device: torch.device
+) -> LocalSums:
+    """Create the sums of parameters whose names match; of none if their gradient buffer is fp32 or wider."""
+    is_narrow = torch.finfo(grad_dtype).bits < 32
+    return LocalSums([param for param in params if is_narrow and matches(param.id.name, patterns)], device)
 
 
 class ParamAndGradBuffer:
@@ -96,25 +141,6 @@ class ParamAndGradBuffer:
     def param_shard(self, index: int, rank: int) -> Tensor:
         """Rank `rank`'s shard of a bucket's parameters. A view."""
         return self._param_data()[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
-
-    @torch.no_grad()
-    def reduce_(self, axes: Axes) -> None:
-        """Write to `result` of each bucket the sum over all replicas. The rest of `grad_data` is undefined afterwards.
-
-        Raises:
-            LayoutError: the layout was planned for another number of ranks.
-            CollectiveError: a collective failed, or exceeded the timeout of its group.
-        """
-        self._check_shards(axes.dp)
-        plain = sum_over(axes, num_shards=self.layout.num_shards)
-        flights: list[InFlight] = []
-        for index, bucket in enumerate(self.layout.buckets):
-            wire = to_owners(plain, bucket, axes.dp)
-            stages = wire.stages(self.grad_bucket(index), self.result(index, axes.dp.rank))
-            what = f"gradient bucket {index}"
-            flights.append(InFlight(stages, what, device=self.queues, is_staged=wire.is_staged))
-        for flight in flights:
-            flight.finish()
 
     @torch.no_grad()
     def gather_(self, comm: Comm) -> None:

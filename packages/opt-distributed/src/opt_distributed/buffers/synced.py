@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.fp8_through_grads import Fp8ThroughGrads
-from opt_distributed.buffers.grouping import BufferPlan
+from opt_distributed.buffers.param_wires import Fp8ThroughGrads
+from opt_distributed.buffers.planner import BufferPlan
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Piece
@@ -107,7 +107,7 @@ class SyncedBuffer:
 
         Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
-        together = [one.memory for one in buffers if one.plan.key.is_expert == self.plan.key.is_expert]
+        together = [one.memory for one in buffers if one.plan.is_expert == self.plan.is_expert]
         return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
 
     def results(self) -> Iterator[Tensor]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
 from opt_distributed.comm.device import Device, Event, Host
-from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Bucket
 
 SUM_TILE_NUMEL = 1 << 18
@@ -120,13 +119,6 @@ class SumToOwners:
 def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
     """The wire of one bucket: `wire`, with an exchange after it if shards differ in size."""
     return SumToOwners(wire, comm, bucket) if bucket.cuts else wire
-
-
-def sum_over(axes: Axes, *, num_shards: int) -> Wire:
-    """The plain sum over all replicas: to shards if a buffer has several, else on every rank."""
-    if num_shards > 1:
-        return SumToShards(axes.dp, axes.inter)
-    return SumEverywhere(axes.dp, axes.inter)
 
 
 _HOST = Host()

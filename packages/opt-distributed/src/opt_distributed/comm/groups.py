@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -115,6 +116,11 @@ class Axes:
     def num_replicas(self) -> int:
         """Ranks over whose gradients the mean is taken."""
         return self.dp.size * self.inter.size
+
+
+def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
+    """Gather the values of all replicas, in the same order on every rank, instance by instance."""
+    return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

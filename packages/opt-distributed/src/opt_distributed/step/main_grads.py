@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import GradientError
-from opt_distributed.buffers.moved import Converted
-from opt_distributed.buffers.stored import stored_dtype
+from opt_distributed.buffers.stored import Converted, stored_dtype
 from opt_distributed.step.sources import ReadGrads, Run
 from opt_paramgroups import ParamId
 

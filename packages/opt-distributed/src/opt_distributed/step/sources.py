@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.binding import SparseGradientError
-from opt_distributed.buffers.moved import Converted
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import stored_dtype
+from opt_distributed.buffers.stored import Converted, stored_dtype
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm

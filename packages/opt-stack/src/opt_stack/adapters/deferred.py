@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.planner import WorldSizes
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import find_roles
 from opt_distributed.step.result import StepResult
 from opt_kernels.hooks import GivenHooks
-from opt_stack.factory import Overrides, get_optimizer_based_on_param_groups, grouped, plan_of
+from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.hooks import HOOKS
-from opt_stack.planning.planner import WorldSizes
+from opt_stack.planning.draft import Draft, Overrides
+from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live_state import LiveState
 from opt_stack.state.local_state import match_groups, packed_groups, set_group_
@@ -69,15 +70,21 @@ class DeferredOptimizer(torch.optim.Optimizer):
         _check_model(model)
         self._built: Optimizer | None = None
         self._state_expected = False
-        everyone = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated)).everyone
+        roles = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
+        everyone = roles.everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
-        groups = grouped(config, [model], config_overrides, known, everyone, allow_unmatched=allow_unmatched)
-        agreed(
-            everyone,
-            lambda: plan_of(
-                config, [model], groups, known, sizes=WorldSizes(), hooks=hooks, extra_group_keys=extra_group_keys
-            ),
+        draft = Draft(
+            config=config,
+            chunks=[model],
+            registry=known,
+            roles=roles,
+            sizes=WorldSizes(),
+            hooks=hooks,
+            extra_group_keys=extra_group_keys,
+            overrides=config_overrides,
         )
+        groups = draft.groups = grouped(draft, allow_unmatched=allow_unmatched)
+        agreed(everyone, lambda: plan_of(draft))
         for group in groups:
             group.pop(HOOKS, None)  # written again when the optimizer is built
         super().__init__(

@@ -10,9 +10,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
-from opt_stack.factory import Overrides, get_optimizer
+from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.hooks import HOOKS
+from opt_stack.planning.draft import Overrides
+from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.local_state import HELD
 

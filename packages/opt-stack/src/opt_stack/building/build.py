@@ -1,20 +1,22 @@
 """Builds the stepper of a plan: memory, gradient sources, owned pieces, units. The plan has made all decisions."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
-from opt_distributed.buffers.reduced import GradsEverywhere, GradShards, ReducedGrads
+from opt_distributed.buffers.peers import uses_qk_layernorm
+from opt_distributed.buffers.planner import BufferPlan
+from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
+from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
@@ -36,36 +38,25 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.building.graphs import check_graphs
 from opt_stack.building.host_units import HostBuilder
 from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
+from opt_stack.planning.checks import SEPARATE_NORMS
+from opt_stack.planning.draft import Draft
 from opt_stack.planning.hooks import check_start, cut_params, cut_rows
-from opt_stack.planning.plan import BufferPlan, Plan, Spread, UnitPlan
-from opt_stack.planning.planner import SEPARATE_NORMS
+from opt_stack.planning.other_wrappers import averaged_by_torch, reduced_by_megatron
+from opt_stack.planning.plan import Plan, UnitPlan
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The live objects that a plan refers to: parameters, their descriptions, the order of their groups."""
-
-    params: Mapping[ParamId, nn.Parameter]
-    metas: Mapping[ParamId, ParamMeta]
-    group_of: Mapping[ParamId, int]
-    device: torch.device
-    averaged: frozenset[ParamId] = frozenset()  # parameters whose gradients torch's DistributedDataParallel averages
-    qk_layernorm: bool = False  # whether gradients of norms of queries and keys are partial
-    reduced: frozenset[ParamId] = frozenset()  # parameters whose main_grad Megatron-Core's wrapper reduces
-
-
-def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[str, Source]) -> Stepper:
-    """Build the stepper of `plan`. `sources` are those of the wrapped chunks' buffers, by buffer name."""
-    check_graphs(plan, model.device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
-    plain = {buffer.name: _source(plan, buffer, model, roles) for buffer in plan.buffers if buffer.name not in sources}
-    own = {
-        buffer.name: _quantizing(sources.get(buffer.name) or plain[buffer.name], buffer, model, roles)
-        for buffer in plan.buffers
-    }
-    units = list(_units(plan, model, roles, own))
-    for param in model.params.values():
+def build_stepper(draft: Draft, device: torch.device) -> Stepper:
+    """Build the stepper of the plan of `draft`, with tensors on `device`."""
+    plan, roles, config = draft.plan, draft.roles, draft.config
+    check_graphs(plan, device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
+    model = _Model.of(draft, device)
+    wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
+    plain = {buffer.name: _source(buffer, model) for buffer in plan.buffers if buffer.name not in wrapped}
+    own = {b.name: _quantizing(wrapped.get(b.name) or plain[b.name], b, model) for b in plan.buffers}
+    units = list(_units(model, own))
+    for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
     return Stepper(
@@ -75,15 +66,44 @@ def build_stepper(plan: Plan, model: Model, roles: Roles, *, sources: Mapping[st
             for is_expert, axes in ((False, roles.dense), (True, roles.expert))
         ],
         everyone=roles.totals,
-        device=model.device,
-        scaler=scaler_of(plan.config.loss_scaling),
+        device=device,
+        scaler=scaler_of(config.loss_scaling),
         limits=_limits(plan),
         spans=profiler_spans
-        if plan.config.timers is None
-        else timer_spans(plan.config.timers, barrier=plan.config.barrier_with_L1_time),
-        graphs=plan.config.optimizer_cuda_graph,
-        peer_sums=PeerSums(plain.values(), model.metas, roles, qk_layernorm=model.qk_layernorm),
+        if config.timers is None
+        else timer_spans(config.timers, barrier=config.barrier_with_L1_time),
+        graphs=config.optimizer_cuda_graph,
+        peer_sums=PeerSums(plain.values(), draft.metas, roles, qk_layernorm=model.qk_layernorm),
     )
+
+
+class _Model(NamedTuple):
+    """The live objects that a plan refers to."""
+
+    plan: Plan
+    params: Mapping[ParamId, nn.Parameter]
+    metas: Mapping[ParamId, ParamMeta]
+    roles: Roles
+    device: torch.device
+    group_of: Mapping[ParamId, int]
+    qk_layernorm: bool  # whether gradients of norms of queries and keys are partial
+    reduced: frozenset[ParamId]  # parameters whose main_grad Megatron-Core's wrapper reduces
+    averaged: frozenset[ParamId]  # parameters whose gradients torch's DistributedDataParallel averages
+
+    @classmethod
+    def of(cls, draft: Draft, device: torch.device) -> "_Model":
+        chunks, params, dense = draft.chunks, draft.params, draft.roles.dense
+        return cls(
+            plan=draft.plan,
+            params=params,
+            metas=draft.metas,
+            roles=draft.roles,
+            device=device,
+            group_of={id: index for index, group in enumerate(draft.groups) for id in group["param_ids"]},
+            qk_layernorm=any(map(uses_qk_layernorm, chunks)),
+            reduced=reduced_by_megatron(chunks, params),
+            averaged=averaged_by_torch(chunks, params, dense.dp) if dense.inter.size == 1 else frozenset(),
+        )
 
 
 def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
@@ -119,20 +139,21 @@ def _completed(plan: Plan) -> list[list[str]]:
     return [[name for name, at in last.items() if at == number] for number in range(len(sides))]
 
 
-def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]) -> Iterator[Unit]:
+def _units(model: _Model, sources: Mapping[str, Source]) -> Iterator[Unit]:
+    plan, params, metas, roles = model.plan, model.params, model.metas, model.roles
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
-    cut = {unit.name: cut_params(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
-    rows = {unit.name: cut_rows(unit, plan.buffers, model.params, model.metas, roles) for unit in plan.units}
+    cut = {unit.name: cut_params(unit, plan.buffers, params, metas, roles) for unit in plan.units}
+    rows = {unit.name: cut_rows(unit, plan.buffers, params, metas, roles) for unit in plan.units}
     host = HostBuilder(plan.config.placement, model.device)
     for side, completed in zip(_sides(plan), _completed(plan), strict=True):
         planned, on_host = side
         axes = roles.expert if planned.is_expert else roles.dense
         over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
-        placed = place_matrices(planned, model.params, model.metas, axes.tp, over=over)
+        placed = place_matrices(planned, params, metas, axes.tp, over=over)
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(plan, side, model, roles, sources, placed, host)),
+            pieces=list(_pieces(side, model, sources, placed, host)),
             completes=[sources[name] for name in completed],
             stages=stages_of(placed.values()),
         )
@@ -140,50 +161,44 @@ def _units(plan: Plan, model: Model, roles: Roles, sources: Mapping[str, Source]
         yield from host.parts(unit) if on_host else (unit,)
 
 
-def _source(plan: Plan, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
+def _source(buffer: BufferPlan, model: _Model) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
     params = {shape.id: model.params[shape.id] for shape in buffer.params}
-    axes, replicas = _axes(roles, buffer), roles.dense.num_replicas
-    is_bf16 = all(model.metas[id].dtype is torch.bfloat16 for id in params)
-    dtype = plan.config.precision.grads if is_bf16 else torch.float32
-    if not params.keys() <= model.reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, model.metas, roles, qk_layernorm=model.qk_layernorm)
-    if buffer.spread is Spread.LAID_OUT:
-        return LaidOutGrads(params, {id: _replicas_outside(id, params[id], axes) for id in params}, dtype=dtype)
-    if params.keys() <= model.reduced:
+    axes, replicas = _axes(model.roles, buffer), model.roles.dense.num_replicas
+    is_reduced = params.keys() <= model.reduced
+    if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
+        check_marks(params, model.metas, model.roles, qk_layernorm=model.qk_layernorm)
+    if buffer.kind is AS_IT_CAME:
+        outside = {id: _replicas_outside(id, params[id], axes) for id in params}
+        return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
+    if is_reduced:
         return ReducedMainGrads(params)
-    marked = marked_ids(model.metas, roles, qk_layernorm=model.qk_layernorm)
+    marked = marked_ids(model.metas, model.roles, qk_layernorm=model.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked:
         return OwnGrads(params, num_replicas=replicas)
-    sharded = buffer.spread is not Spread.REPLICATED
-    averaged = params.keys() <= model.averaged and not is_marked
     memory = ParamAndGradBuffer(
         buffer.layout,
         params,
         param_dtype=buffer.dtype,
-        grad_dtype=dtype,
+        grad_dtype=buffer.grad_dtype,
         device=model.device,
-        sharded=sharded,
-        holds_grads=not sharded and not averaged,
+        sharded=buffer.kind.is_sharded,
+        holds_grads=False,
         allocate=axes.dp.allocate,
     )
-    if averaged:
-        return OwnGrads(params, num_replicas=1, memory=memory if sharded else None, comm=axes.dp)
-    reduced: ReducedGrads = (
-        GradShards(buffer.layout, params, dtype=dtype, device=model.device, axes=axes)
-        if sharded
-        else GradsEverywhere(memory, axes)
-    )
+    if params.keys() <= model.averaged and not is_marked:
+        return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
+    reduced = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=model.device)
     return BufferedGrads(reduced, memory, axes, num_replicas=replicas)
 
 
-def _quantizing(source: Source, buffer: BufferPlan, model: Model, roles: Roles) -> Source:
+def _quantizing(source: Source, buffer: BufferPlan, model: _Model) -> Source:
     """Return the source of a buffer; for fp8 parameters, wrapped in one that quantises them after the update."""
     if buffer.dtype is not FP8:
         return source
     found = {shape.id: q for shape in buffer.params if (q := quantized(model.params[shape.id])) is not None}
-    return QuantizedSource(source, found, _axes(roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
+    return QuantizedSource(source, found, _axes(model.roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
 def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
@@ -191,14 +206,13 @@ def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Com
 
 
 def _pieces(
-    plan: Plan,
     side: _Side,
-    model: Model,
-    roles: Roles,
+    model: _Model,
     sources: Mapping[str, Source],
     placed: Mapping[ParamId, PlacedMatrix],
     host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
+    plan, roles = model.plan, model.roles
     slots, (unit, on_host) = norm_slots(plan), side
     main: Main | CodedMain | HostMain | QuantizedMain
     rule = unit.rule_of(on_host=on_host)
@@ -258,16 +272,12 @@ def _part(meta: ParamMeta, axes: Axes) -> str:
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
 
 
-def holds_parts(plan: Plan, metas: Mapping[ParamId, ParamMeta], roles: Roles) -> bool:
+def holds_parts(draft: Draft) -> bool:
     """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
-    cut = [
-        id
-        for unit in plan.units
-        for id in unit.ids
-        if _part(metas[id], roles.expert if unit.is_expert else roles.dense)
-    ]
+    plan, metas, roles = draft.plan, draft.metas, draft.roles
+    families = ((id, roles.expert if unit.is_expert else roles.dense) for unit in plan.units for id in unit.ids)
     sharded = any(buffer.layout.num_shards > 1 for buffer in plan.buffers)
-    return sharded or bool(cut) or any(map(_deals_state, plan.units))
+    return sharded or any(_part(metas[id], axes) for id, axes in families) or any(map(_deals_state, plan.units))
 
 
 def _deals_state(unit: UnitPlan) -> bool:
@@ -290,7 +300,7 @@ def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:
     Data-parallel replicas hold the same reduced gradient and share that work. All other copies, over tensor-parallel
     ranks or over axes of a DTensor's mesh, were computed separately and are inspected by each holder.
     """
-    shared_out = buffer.spread is not Spread.LAID_OUT and buffer.layout.num_shards == 1
+    shared_out = buffer.kind is not AS_IT_CAME and buffer.layout.num_shards == 1
     return not shared_out or number % axes.dp.size == axes.dp.rank
 
 
@@ -298,7 +308,7 @@ def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Paramete
     """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
     if meta.shared or (axes.inter.rank > 0 and spans_instances):
         return False
-    if buffer.spread is Spread.LAID_OUT:
+    if buffer.kind is AS_IT_CAME:
         tensor_peers = [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
         outside = [*_replicas_outside(meta.id, param, axes), *tensor_peers]
         return is_first_replica(param) and all(comm.rank == 0 for comm in outside)

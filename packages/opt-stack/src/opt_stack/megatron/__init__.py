@@ -57,7 +57,6 @@ from opt_scheduler import (
     param_group_override_to_tuple,
 )
 from opt_stack.factory import (
-    Overrides,
     get_optimizer_based_on_param_groups,
     logger,
     with_matrix_rule,
@@ -76,6 +75,7 @@ from opt_stack.megatron.layer_wise import get_megatron_optimizer, layer_wise
 from opt_stack.megatron.names import absent, add_modules_
 from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
+from opt_stack.planning.draft import Overrides
 from opt_stack.rules.registry import Registry
 
 __all__ = [

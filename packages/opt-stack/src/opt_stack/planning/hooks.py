@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from opt_config import ConfigError
+from opt_distributed.buffers.planner import BufferPlan
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of
+from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.dtensor import mesh_comms
 from opt_distributed.step.hooked import CutParams
 from opt_distributed.step.hooked_rows import CutRows
@@ -21,7 +23,6 @@ from opt_kernels.hooks import (
     HookedUpdate,
     HookError,
     Hyperball,
-    described,
     hooked,
     hooks_of,
     shape_problem,
@@ -29,11 +30,9 @@ from opt_kernels.hooks import (
 from opt_kernels.hooks.rows import SpannedRows
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.planning.plan import BufferPlan, Spread, UnitPlan
+from opt_stack.planning.plan import UnitPlan
 
 logger = logging.getLogger("opt_stack")
-
-HOOKS = "hooks"  # the entry of a group that records them
 
 
 def with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
@@ -46,24 +45,6 @@ def with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
         return {name: hooked(rule, by_rule.get(name, ())) for name, rule in made.items()}
     except HookError as error:
         raise ConfigError(f"hooks: {error}") from error
-
-
-def record_hooks_(groups: Iterable[dict[str, Any]], made: Mapping[str, Rule]) -> None:
-    """Write the hooks of its rule to each group, as text, if the rule has any."""
-    for group in groups:
-        hooks = hooks_of(made[group["optimizer"]])
-        if hooks:
-            group[HOOKS] = described(hooks)
-
-
-def warn_of_other_hooks(name: str, now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Log a warning if a group was saved with other hooks: updates differ from those of the saved run."""
-    before, after = (tuple(group.get(HOOKS, ())) for group in (saved, now))
-    if before != after:
-        logger.warning(
-            "group %r continues with hooks %s, but was saved with %s",
-            name, ", ".join(after) or "none", ", ".join(before) or "none",
-        )  # fmt: skip
 
 
 def check_hooks(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta], buffers: Sequence[BufferPlan]) -> None:
@@ -122,10 +103,10 @@ def cut_params(
 def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, *, from_dim: int = 0) -> Iterator[Comm]:
     """Yield the groups over which a parameter is cut along dim `from_dim` or later."""
     axes = roles.expert if buffer.is_expert else roles.dense
-    if buffer.spread is Spread.LAID_OUT:
+    if buffer.kind is AS_IT_CAME:
         dims = [placed.shard_dim if placed.size > 1 else None for placed in meta.placements]
         yield from mesh_comms(param, [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim])
-    elif buffer.spread is Spread.FLAT and buffer.layout.num_shards > 1:
+    elif buffer.kind.cuts and buffer.layout.num_shards > 1:
         yield axes.dp
     yield from _tensor_peers(buffer, param, meta, roles, from_dim)
 
@@ -134,7 +115,7 @@ def _tensor_peers(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Rol
     """Return the tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
     peers = (roles.expert if buffer.is_expert else roles.dense).tp
     cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
-    outside = buffer.spread is not Spread.LAID_OUT or is_outside(peers, mesh_of(param))
+    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(param))
     return (peers,) if cuts and peers.size > 1 and outside else ()
 
 
@@ -191,7 +172,7 @@ def _problem(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) ->
 
 
 def _cuts_rows(meta: ParamMeta, buffer: BufferPlan) -> bool:
-    if buffer.spread is Spread.LAID_OUT:
+    if buffer.kind is AS_IT_CAME:
         return any(placed.shard_dim not in (None, 0) and placed.size > 1 for placed in meta.placements)
-    flat = buffer.spread is Spread.FLAT and buffer.layout.num_shards > 1
+    flat = buffer.kind.cuts and buffer.layout.num_shards > 1
     return flat or (meta.tensor_parallel and meta.partition_dim != 0)

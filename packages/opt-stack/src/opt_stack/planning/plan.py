@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from hashlib import sha256
 from math import prod
 from types import MappingProxyType
@@ -12,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
-from opt_distributed.layout import Computes, Layout, ParamShape
+from opt_distributed.buffers.planner import BufferPlan, short
+from opt_distributed.layout import Computes
+from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.coded_main import FP16
 from opt_distributed.step.mains import Numbers
 from opt_kernels.hooks import hooks_of
@@ -46,47 +47,6 @@ _MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in additi
 
 Hosted = tuple[frozenset[ParamId], ...]
 """For each shard of a buffer, the parameters whose pieces live on the host."""
-
-
-class Spread(Enum):
-    """How the state of a parameter is spread over the ranks that share it."""
-
-    REPLICATED = "replicated"  # all of it, on every rank
-    FLAT = "flat shards"  # any run of elements (ZeRO-1)
-    WHOLE = "whole parameters"  # all of some parameters (layer-wise)
-    LAID_OUT = "as it came"  # the local shard of the caller's DTensor
-
-
-class Run(NamedTuple):
-    """A run of elements of one parameter."""
-
-    id: ParamId
-    of_param: slice  # flat elements of the stored tensor
-
-    @property
-    def numel(self) -> int:
-        numel: int = self.of_param.stop - self.of_param.start
-        return numel
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferPlan:
-    """Parameters whose gradients are communicated together: one dtype, one family, one spread."""
-
-    name: str
-    dtype: torch.dtype
-    is_expert: bool
-    spread: Spread
-    params: tuple[ParamShape, ...]
-    layout: Layout
-
-    def runs(self, rank: int) -> Iterator[Run]:
-        """Yield the runs that shard `rank` keeps. DTensor parameters are included even if their local shard is empty,
-        because this rank may still compute the update of such a matrix."""
-        if self.spread is Spread.LAID_OUT:
-            return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        owned = self.layout.owned(rank % self.layout.num_shards)
-        return (Run(piece.id, piece.of_param) for _, piece in owned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,9 +107,8 @@ class Plan:
         less if 16-bit gradients are not accumulated, and none on a CPU."""
         total = 0
         for buffer in self.buffers if self.hosted else ():
-            grads = self.config.precision.grads if buffer.dtype is torch.bfloat16 else torch.float32
             numel = sum(run.numel for run in buffer.runs(rank) if self.is_on_host(buffer, rank, run.id))
-            total += numel * (buffer.dtype.itemsize + grads.itemsize)
+            total += numel * (buffer.dtype.itemsize + buffer.grad_dtype.itemsize)
         return total
 
     def fingerprint(self, *, experts: bool | None = None) -> str:
@@ -158,7 +117,7 @@ class Plan:
         `experts`: hash expert parameters only (True), dense ones only (False), or all (None).
         """
         which = (False, True) if experts is None else (experts,)
-        buffers = [b for b in self.buffers if b.is_expert in which and b.spread is not Spread.LAID_OUT]
+        buffers = [b for b in self.buffers if b.is_expert in which and b.kind is not AS_IT_CAME]
         units = [u for u in self.units if u.is_expert in which]
         text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
         text += [f"{u.name}:{rule_text(u.rule)}:{sorted(u.ids)}" for u in units]
@@ -168,7 +127,7 @@ class Plan:
 
     def layout_id(self, rank: int) -> str:
         """Return an id of this rank's pieces. A rank-local `state_dict` loads only where the id is the same."""
-        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.spread is Spread.LAID_OUT]
+        shards = [b for b in self.buffers if b.layout.num_shards > 1 or b.kind is AS_IT_CAME]
         if not shards:
             return "replicated"
         layouts = "|".join(sorted(b.layout.fingerprint() for b in shards))
@@ -300,12 +259,6 @@ def _total_lines(plan: Plan) -> Iterator[str]:
 
 def _shown(sizes: Sequence[int], ranks: int) -> str:
     return ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype: `fp32`, `bf16`, `fp16`, else torch's name without `torch.`."""
-    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    return names.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _scale_in_words(choice: LossScaling) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_kernels.codecs import StateCodec
 from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.rules.base import Needs
+from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 from opt_stack.rules.built_in import RuleEntry
 
@@ -290,3 +291,56 @@ def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     found = {f"param_groups[0][{key!r}]": value for key, value in optimizer.param_groups[0].items()}
     found |= vars(optimizer)
     return {key: repr(value) for key, value in found.items() if isinstance(value, plain) and not key.startswith("_opt")}
+
+
+# --- `use_torch_optimizer_for_cpu_offload`: updates on the host with torch's own optimizers -------------------------
+
+HOST_NAMES = ("adam", "sgd")  # the rules that Megatron-Core can update on the host
+
+
+def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
+    """Return a rule that updates with torch's Adam, AdamW or SGD in place of `rule`.
+
+    Raises:
+        ConfigError: no torch optimizer computes what `rule` does, or keeps its state in the same dtypes.
+    """
+    problem = _host_problem(rule)
+    if problem:
+        raise ConfigError(
+            f"use_torch_optimizer_for_cpu_offload=True: optimizer={rule.name!r} {problem}; allowed are "
+            f"{' and '.join(map(repr, HOST_NAMES))} in fp32 without hooks; leave it at False: opt-stack's own update "
+            "also runs on the host"
+        )
+    assert isinstance(rule, ElementwiseRule)
+    chosen: dict[str, Any] = dict(rule.formula.constants)
+    options: dict[str, Any] = {"maximize": rule.maximize, "fused": True}
+    if rule.name == "sgd":
+        cls: type[torch.optim.Optimizer] = torch.optim.SGD
+        numbers: tuple[str, ...] = ("momentum", "dampening")
+        options["nesterov"] = chosen["nesterov"]
+    else:
+        cls = torch.optim.AdamW if chosen["decoupled_weight_decay"] else torch.optim.Adam
+        numbers = ("betas", "eps")
+        options["amsgrad"] = chosen["amsgrad"]
+    return TorchRule(
+        name=rule.name,
+        cls=cls,
+        options=MappingProxyType(options),
+        numbers=("lr", "weight_decay", *numbers),
+        hyper_names=rule.hyper_names,
+        state_specs=rule.state_specs,
+        step_type=None if rule.name == "sgd" else torch.Tensor,
+    )
+
+
+def _host_problem(rule: Rule) -> str:
+    if not isinstance(rule, ElementwiseRule) or rule.name not in HOST_NAMES:
+        return "has no counterpart in torch.optim that Megatron-Core uses"
+    if rule.hooks:
+        return f"has hooks {', '.join(map(repr, rule.hooks))}, which torch's optimizer does not support"
+    narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
+    if narrow:
+        return f"keeps {narrow[0]}, but torch's optimizer keeps its state in fp32"
+    if dict(rule.formula.constants).get("order", "torch") != "torch":
+        return "computes in Transformer Engine's order of operations, which torch's optimizer does not"
+    return ""

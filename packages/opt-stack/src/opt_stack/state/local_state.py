@@ -12,7 +12,7 @@ from torch import Tensor
 from opt_distributed.step.group_entries import CHOICES
 from opt_distributed.step.scaler import Scaler
 from opt_paramgroups import ParamId
-from opt_stack.planning.hooks import HOOKS
+from opt_stack.rules.entries import HOOKS
 
 logger = logging.getLogger("opt_stack")
 

@@ -28,8 +28,7 @@ from opt_distributed.step.state import MAIN, STEP
 from opt_distributed.step.unit import Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
-from opt_stack.planning.choices import check_choices, warn_of_other_choices
-from opt_stack.rules.entries import check_loaded_numbers
+from opt_stack.rules.entries import check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.local_state import OF_RULE, RULE, saved_scaler
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from opt_distributed.step.stepper import Stepper
 from opt_kernels.hooks import bare
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
-from opt_stack.planning.choices import check_choices, warn_of_other_choices
 from opt_stack.planning.plan import Plan
-from opt_stack.rules.entries import check_loaded_numbers
+from opt_stack.rules.entries import check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.evaluation import Evaluation
 from opt_stack.state.loaded_weights import LoadedWeights
 from opt_stack.state.local_state import (

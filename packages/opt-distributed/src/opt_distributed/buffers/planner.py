@@ -1,0 +1,151 @@
+"""The planner of buffers: which parameters share one, and its layout. Pure functions of parameter metadata.
+
+Wrapped chunks and plain ones ask the same function, so that the optimizer's plan and a wrapper's buffers are one thing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+import torch
+
+from opt_config import DistributedDataParallelConfig, Sharding
+from opt_distributed.comm.groups import Roles
+from opt_distributed.layout import Layout, LayoutKind, LayoutSizes, ParamShape, Wanted, layout_kind
+from opt_distributed.layout.layouts import AS_IT_CAME
+from opt_distributed.layout.padding import SHARD_MULTIPLE
+from opt_kernels.codecs import BLOCK
+from opt_paramgroups import ParamId, ParamMeta
+
+CODED_MULTIPLE = lcm(SHARD_MULTIPLE, BLOCK)
+"""Elements. Cuts on its multiples divide no block of any built-in format, whatever rule is chosen later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldSizes:
+    """Sizes of the data-parallel groups of dense parameters and experts, and of their tensor-parallel groups."""
+
+    dense: int = 1
+    expert: int = 1
+    dense_tp: int = 1
+    expert_tp: int = 1
+
+    @classmethod
+    def of(cls, roles: Roles) -> "WorldSizes":
+        """Return the sizes of the groups of `roles`."""
+        dense, expert = roles.dense, roles.expert
+        return cls(dense=dense.dp.size, expert=expert.dp.size, dense_tp=dense.tp.size, expert_tp=expert.tp.size)
+
+
+class Run(NamedTuple):
+    """A run of elements of one parameter."""
+
+    id: ParamId
+    of_param: slice  # flat elements of the stored tensor
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        numel: int = self.of_param.stop - self.of_param.start
+        return numel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferPlan:
+    """Parameters whose gradients are communicated together: one dtype, one family, one layout."""
+
+    chunk: int | None  # the wrapped model chunk whose buffer this is; None: of plain chunks
+    dtype: torch.dtype  # as the parameters are stored
+    grad_dtype: torch.dtype
+    is_expert: bool
+    kind: LayoutKind
+    params: tuple[ParamShape, ...]  # in registration order
+    layout: Layout
+
+    @property
+    def name(self) -> str:
+        """For plans and errors; unique in a plan."""
+        of_chunk = "" if self.chunk is None else f"chunk {self.chunk}, "
+        family = "experts" if self.is_expert else "dense"
+        grads = "" if self.chunk is None else f", {short(self.grad_dtype)} gradients"
+        return f"{of_chunk}{short(self.dtype)} {family}, {self.kind.name}{grads}"
+
+    def runs(self, rank: int) -> Iterator[Run]:
+        """Yield the runs that shard `rank` keeps. DTensor parameters are included even if their local shard is empty,
+        because this rank may still compute the update of such a matrix."""
+        if self.kind is AS_IT_CAME:
+            return (Run(param.id, slice(0, param.numel)) for param in self.params)
+        owned = self.layout.owned(rank % self.layout.num_shards)
+        return (Run(piece.id, piece.of_param) for _, piece in owned)
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return the short name of a dtype: `fp32`, `bf16`, `fp16`, else torch's name without `torch.`."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def default_bucket_size(num_ranks: int) -> int:
+    """Elements after which a bucket closes: large enough that every rank sends a million of them in each bucket."""
+    return max(40_000_000, 1_000_000 * num_ranks)
+
+
+def plan_buffers(
+    metas: Mapping[ParamId, ParamMeta],
+    *,
+    sharding: Sharding,
+    sizes: WorldSizes,
+    needs_whole: Callable[[ParamMeta], bool],  # whether the rule of a parameter updates whole matrices
+    grad_dtype: Callable[[ParamMeta], torch.dtype],
+    bucket_size: Callable[[int], int | None],  # given the elements of all dense parameters or of all experts
+    shard_multiple: int = CODED_MULTIPLE,
+    pad_for_high_busbw: bool = False,
+    chunk: int | None = None,
+) -> tuple[BufferPlan, ...]:
+    """Plan the buffers of these parameters, in order of first appearance.
+
+    The sizes of buckets of dense parameters and of experts are separate, because dense replicas may hold different
+    experts and must cut their buffers equally.
+
+    Raises:
+        LayoutError: ``shard_multiple`` is below 1.
+    """
+    found: dict[tuple[torch.dtype, torch.dtype, bool, str], list[ParamShape]] = {}
+    kinds = {}
+    numels = {False: 0, True: 0}
+    for id, meta in metas.items():
+        kind = layout_kind(Wanted(sharding, meta, needs_whole(meta)))
+        kinds[kind.name] = kind
+        numels[meta.is_expert] += meta.numel
+        stored = meta.local_shape if meta.is_dtensor else meta.shape
+        shape = ParamShape(id=id, shape=tuple(stored), shared_embedding=meta.is_on_several_stages)
+        found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind.name), []).append(shape)
+    plans = []
+    for (dtype, grads, is_expert, name), params in found.items():
+        layout_sizes = LayoutSizes(
+            num_shards=sizes.expert if is_expert else sizes.dense,
+            bucket_size=bucket_size(numels[is_expert]),
+            shard_multiple=shard_multiple,
+            pad_for_high_busbw=pad_for_high_busbw,
+        )
+        plan = BufferPlan(
+            chunk=chunk,
+            dtype=dtype,
+            grad_dtype=grads,
+            is_expert=is_expert,
+            kind=kinds[name],
+            params=tuple(params),
+            layout=kinds[name].plan(params, layout_sizes),
+        )
+        plans.append(plan)
+    return tuple(plans)
+
+
+def wrapped_bucket_size(config: DistributedDataParallelConfig, *, numel: int, num_ranks: int) -> int | None:
+    """Return the elements after which a bucket of a wrapped chunk closes; None: never, because nothing overlaps."""
+    if not (config.overlap_grad_reduce or config.overlap_param_gather):
+        return None
+    if config.num_buckets is not None:
+        return max(-(-numel // config.num_buckets), 1)
+    return config.bucket_size if config.bucket_size is not None else default_bucket_size(num_ranks)

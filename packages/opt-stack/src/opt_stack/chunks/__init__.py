@@ -1,1 +1,0 @@
-"""Model chunks inside a `DistributedDataParallel`: ours, or the one of torch."""

@@ -1,0 +1,112 @@
+"""`Draft`: all that an optimizer is built from, as one value that every check reads."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from opt_config import OptimizerConfig, ParamKey
+from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.planner import WorldSizes
+from opt_distributed.buffers.stored import describe_stored
+from opt_distributed.buffers.synced import SyncedBuffer
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_kernels.hooks import GivenHooks
+from opt_kernels.rules.base import Rule
+from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
+from opt_scheduler.override import ParamGroupOverride
+from opt_stack.planning.hooks import check_weight_decay, with_hooks
+from opt_stack.planning.plan import Plan
+from opt_stack.rules.entries import (
+    check_entries,
+    check_numbers,
+    check_unread_fields,
+    check_unread_numbers,
+    checked_hyper,
+    record_choices_,
+    record_hooks_,
+)
+from opt_stack.rules.registry import Registry
+
+Groups = list[dict[str, Any]]
+Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
+
+_ALONE = Axes(dp=Alone(), tp=Alone())
+ALONE = Roles(dense=_ALONE, expert=_ALONE, everyone=Alone())
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """What an optimizer is built from. `groups`, `rules` and `plan` are set in this order, after the other fields."""
+
+    config: OptimizerConfig
+    chunks: Sequence[nn.Module]
+    registry: Registry
+    roles: Roles = ALONE
+    sizes: WorldSizes | None = None  # None: those of `roles`
+    hooks: GivenHooks = ()
+    extra_group_keys: Collection[str] = ()
+    broadcast_params: bool = False
+    overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
+    groups: Groups = field(default_factory=list)
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
+    plan: Plan = field(init=False)
+
+    @property
+    def world(self) -> WorldSizes:
+        """The sizes of the groups that the plan is made for."""
+        return self.sizes or WorldSizes.of(self.roles)
+
+    @cached_property
+    def params(self) -> Mapping[ParamId, nn.Parameter]:
+        """The trainable parameters of the model."""
+        return parameters_by_id(self.chunks)
+
+    @cached_property
+    def metas(self) -> Mapping[ParamId, ParamMeta]:
+        """The descriptions of `params`."""
+        return describe_stored(self.chunks)
+
+    @property
+    def rule_of(self) -> dict[ParamId, str]:
+        """The name of the rule of each parameter in a group."""
+        return {id: group["optimizer"] for group in self.groups for id in group["param_ids"]}
+
+    @property
+    def wrapped(self) -> dict[int, DistributedDataParallel]:
+        """The wrapped chunks by number."""
+        return {at: chunk for at, chunk in enumerate(self.chunks) if isinstance(chunk, DistributedDataParallel)}
+
+    @cached_property
+    def wrapped_buffers(self) -> list[SyncedBuffer]:
+        """The buffers of wrapped chunks that hold any parameter of the groups, chunk by chunk."""
+        trained = self.rule_of.keys()
+        return [buffer for chunk in self.wrapped.values() for buffer in chunk.buffers_of(trained)]
+
+
+def make_rules_(draft: Draft) -> None:
+    """Make the rules that the groups name, and add to the groups the numbers that these read and the groups lack.
+
+    Raises:
+        ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
+            number that is out of bounds; a hook does not fit its rule.
+    """
+    config, groups = draft.config, draft.groups
+    names = {group["optimizer"] for group in groups}
+    made = {name: draft.registry.rule(name, config) for name in names}
+    hyper = {name: checked_hyper(draft.registry[name], rule, config) for name, rule in made.items()}
+    check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=draft.extra_group_keys)
+    for group in groups:
+        for key, value in hyper[group["optimizer"]].items():
+            group.setdefault(key, value)
+        check_numbers(group, made[group["optimizer"]])
+    draft.rules = made = with_hooks(made, draft.hooks)
+    check_weight_decay(groups, made)
+    check_unread_fields(config, [draft.registry[name] for name in sorted(names)])
+    for group in groups:
+        check_unread_numbers(group, made[group["optimizer"]])
+    record_hooks_(groups, made)
+    record_choices_(groups, made)

@@ -1,0 +1,360 @@
+"""The checks that compare ranks. Collective: every rank raises the same errors.
+
+`RANK_CHECKS` share one exchange. Each reports facts of this rank, and judges those of all ranks. `check_peers` then
+compares the plans of ranks that share parameters.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from opt_config import ConfigError, OptimizerConfig, Problem
+from opt_distributed.buffers.storage import matches
+from opt_distributed.comm.collectives import Comm, agree, agreed
+from opt_distributed.comm.groups import Roles, from_all_replicas
+from opt_kernels.quantized import quantized
+from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
+from opt_paramgroups.overrides import read_overrides
+from opt_stack.planning.draft import Draft, Groups, Overrides
+from opt_stack.planning.plan import rule_text
+
+logger = logging.getLogger("opt_stack")
+MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
+"""Fields of the configuration that may differ between ranks."""
+MAX_RANKS_SHOWN = 8  # for each value, in an error
+SHOWN = 60  # characters of each rule, from where they differ
+_OF_THE_RANK = frozenset({"local_shape", "placements"})  # fields of `ParamMeta` that depend on the rank
+_NOT_COMPARED = frozenset({"params", "param_ids", "name"})  # entries of a group
+_NAMES_SHOWN = 4
+_DECAY = ("wd_mult", "start_wd", "end_wd")
+_KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
+
+NOTHING: Mapping[str, bool] = MappingProxyType({})
+
+
+class RankCheck(NamedTuple):
+    """A comparison of all ranks."""
+
+    facts: Callable[[Draft], Any]  # of this rank, picklable; may raise ConfigError
+    judge: Callable[[Draft, Sequence[Any]], None]  # raises ConfigError, given the facts of all ranks
+
+
+def check_ranks(draft: Draft) -> None:
+    """Run `RANK_CHECKS`, in one exchange. Raises ConfigError on every rank."""
+    everyone = draft.roles.everyone
+    per_rank = everyone.gather_objects(agreed(everyone, lambda: [check.facts(draft) for check in RANK_CHECKS]))
+    for check, facts in zip(RANK_CHECKS, zip(*per_rank, strict=True), strict=True):
+        check.judge(draft, facts)
+
+
+def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
+    """Raise ConfigError on every rank, naming the fields, ranks and values, if configurations differ. Collective.
+
+    All fields count: a different clip norm or loss scale on one rank would also make weights diverge. `asked` are
+    arguments besides the configuration that must be given on all ranks or on none.
+    """
+    per_rank: list[dict[str, str]] = everyone.gather_objects(_set_fields(config, asked))
+    defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
+    problems = []
+    for name, default in defaults.items():
+        ranks: dict[str, list[int]] = {}  # by value
+        for rank, of_rank in enumerate(per_rank):
+            ranks.setdefault(of_rank.get(name, default), []).append(rank)
+        if len(ranks) > 1:
+            problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
+    if problems:
+        raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; set the same on all ranks")
+
+
+def _some(ranks: list[int]) -> str:
+    more = len(ranks) - MAX_RANKS_SHOWN
+    return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
+
+
+def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:
+    """Return the fields that do not have their default, as text."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
+    defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(asked, False)
+    return {name: repr(value) for name, value in {**values, **asked}.items() if repr(value) != repr(defaults[name])}
+
+
+def _dtypes_and_layouts(draft: Draft) -> tuple[set[torch.dtype], set[bool]]:
+    params = (param for chunk in draft.chunks for param in chunk.parameters())
+    dtypes = {param.dtype for param in params} | {meta.dtype for meta in draft.metas.values()}
+    return dtypes, {draft.metas[id].is_dtensor for id in draft.rule_of}
+
+
+def _judge_effects(draft: Draft, per_rank: Sequence[tuple[set[torch.dtype], set[bool]]]) -> None:
+    """Refuse each setting without effect on the parameters of all ranks.
+
+    A model may mix dtypes and layouts: one parameter that feels the setting is enough.
+    """
+    dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
+    if problems := list(_without_effect(draft.config, dtypes, are_dtensors)):
+        raise ConfigError.of("OptimizerConfig", problems)
+
+
+def _without_effect(config: OptimizerConfig, dtypes: set[torch.dtype], are_dtensors: set[bool]) -> Iterator[Problem]:
+    asked = config.precision.params
+    # fp16 scales the loss of a model in fp32 as well, under autocast.
+    if asked is not torch.float32 and not config.fp16 and dtypes and asked not in dtypes:
+        name = "bf16" if config.bf16 else "params_dtype"
+        reason = f"has no effect: the model's parameters are {', '.join(sorted(map(str, dtypes)))}; convert the model"
+        yield Problem(name, getattr(config, name), f"{reason} to {asked} first, or leave it out (autocast needs none)")
+    for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"):
+        if getattr(config, name) and are_dtensors == {True}:
+            reason = "has no effect: all trained parameters are DTensors (fully_shard, parallelize_module), and their"
+            yield Problem(name, True, f"{reason} state is sharded as they are; leave it at False")
+
+
+def _matched_patterns(draft: Draft) -> dict[str, bool]:
+    """Whether each pattern of local fp32 accumulation matches a parameter."""
+    found: dict[str, bool] = {}
+    for chunk in draft.wrapped.values():
+        for pattern in chunk.config.param_name_patterns_for_fp32_local_accumulation:
+            found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
+    return found
+
+
+def _judge_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) -> None:
+    """Refuse patterns that match no parameter of any chunk on any rank."""
+    for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
+        if not any(of_rank.get(pattern) for of_rank in per_rank):
+            raise ConfigError(
+                f"param_name_patterns_for_fp32_local_accumulation: {pattern!r} matches no parameter of any wrapped "
+                'model chunk; pass shell patterns of full names, such as "*.router.weight", or "all"'
+            )
+
+
+def _has_fp8(draft: Draft) -> bool:
+    """Whether a parameter is stored in fp8. Refuses another recipe than `fp8_recipe`."""
+    stored = ((id, quantized(param)) for id, param in draft.params.items())
+    found = {id: param.recipe.name for id, param in stored if param is not None}
+    other = next((id for id, recipe in found.items() if recipe != draft.config.fp8_recipe), None)
+    if other is not None:
+        raise ConfigError(
+            f"fp8_recipe={draft.config.fp8_recipe!r}, but parameter {str(other)!r} is stored with recipe "
+            f"{found[other]!r}; set fp8_recipe to that of the parameters"
+        )
+    return bool(found)
+
+
+def _judge_fp8(draft: Draft, per_rank: Sequence[bool]) -> None:
+    """Refuse options of fp8 if no parameter on any rank is stored in it."""
+    asks = f"fp8_recipe={draft.config.fp8_recipe!r}" if draft.config.fp8_recipe is not None else ""
+    if not asks and any(chunk.config.fp8_param_gather for chunk in draft.wrapped.values()):
+        asks = "fp8_param_gather=True"
+    if asks and not any(per_rank):
+        raise ConfigError(
+            f"{asks}, but no parameter is stored in fp8 on any rank; quantise the model before it is wrapped "
+            "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave the "
+            "option out; fully_shard and other DTensors store parameters dequantised"
+        )
+
+
+def device_of(draft: Draft) -> torch.device | None:
+    """Return the device of the model; None without tensors."""
+    # Megatron-Core's wrapper has a list in place of the method `buffers`.
+    tensors = (tensor for chunk in draft.chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _kind_of_device(draft: Draft) -> str | None:
+    device = device_of(draft)
+    return None if device is None else device.type
+
+
+def _judge_devices(draft: Draft, per_rank: Sequence[str | None]) -> None:
+    """Refuse models on different kinds of device."""
+    kinds = [kind for kind in dict.fromkeys(per_rank) if kind is not None]
+    if len(kinds) > 1:
+        ranks = "; ".join(f"{kind} on ranks {[r for r, of in enumerate(per_rank) if of == kind]}" for kind in kinds)
+        raise ConfigError(f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind")
+
+
+def _judge_trained(draft: Draft, per_rank: Sequence[int]) -> None:
+    """Refuse a model without trainable parameters."""
+    if sum(per_rank) == 0:
+        raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
+
+
+def _judge_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> None:
+    """Refuse different rules under one name, because parts of a matrix would diverge."""
+    by_unit: dict[str, dict[str, list[int]]] = {}
+    for rank, of_rank in enumerate(per_rank):
+        for name, text in of_rank.items():
+            by_unit.setdefault(name, {}).setdefault(text, []).append(rank)
+    for name, ranks in by_unit.items():
+        if len(ranks) > 1:
+            start = _first_difference_in(list(ranks))
+            rules = ", ".join(f"{text[start : start + SHOWN]}... on ranks {_some(at)}" for text, at in ranks.items())
+            raise ConfigError(
+                f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
+            )
+
+
+EFFECTS = RankCheck(_dtypes_and_layouts, _judge_effects)
+RANK_CHECKS = (
+    RankCheck(_matched_patterns, _judge_patterns),
+    EFFECTS,
+    RankCheck(_has_fp8, _judge_fp8),
+    RankCheck(_kind_of_device, _judge_devices),
+    RankCheck(lambda draft: len(draft.rule_of), _judge_trained),
+    RankCheck(lambda draft: {unit.name: rule_text(unit.rule) for unit in draft.plan.units}, _judge_rules),
+)
+
+
+def check_peers(draft: Draft) -> None:
+    """Check that ranks that share parameters agree on their plan, hyper-parameters and attributes. Collective.
+
+    Raises:
+        ConfigError: on every rank, if they do not.
+    """
+    error: ConfigError | None = None
+    for axes, experts in ((draft.roles.dense, False), (draft.roles.expert, True)):  # ranks may hold other experts
+        local = dict(_described_params(draft, experts=experts))
+        digest = sha256(f"{draft.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
+        digests = from_all_replicas(axes, digest)
+        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if others:
+            per_rank = from_all_replicas(axes, local)
+            error = error or ConfigError(
+                f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
+                "overrides and model must be equal on all ranks that share parameters"
+                f"{_first_difference(per_rank[0], per_rank[others[0]], rank=others[0])}"
+            )
+        error = error or _numbers_that_differ(draft.groups, local, axes.tp)
+    agree(draft.roles.everyone, error)
+
+
+class ModelPart(NamedTuple):
+    """Which part of the model a rank shares with its data-parallel replicas."""
+
+    text: str  # empty if all ranks hold the same parameters
+    has_namesakes: bool  # whether a rank with another part has a parameter of the same name
+
+
+def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
+    """Compare the parts of the model that ranks hold: tensor-parallel parts, pipeline stages, experts. Collective."""
+    texts, has_namesakes = [], False
+    for axes, kind in ((roles.dense, "dense"), (roles.expert, "experts")):
+        own = [meta for meta in metas.values() if meta.is_expert == (kind == "experts") and not meta.is_dtensor]
+        first = min(axes.inter.gather_objects(min(axes.dp.gather_objects(roles.everyone.rank))))
+        among_peers = min(axes.tp.gather_objects(first))
+        first = first if any(meta.tensor_parallel for meta in own) else among_peers
+        reported = [str(meta.id) for meta in own] if first == roles.everyone.rank else []
+        per_rank = roles.everyone.gather_objects((first if own else -1, reported))
+        parts = sorted({rank for rank, _ in per_rank} - {-1})
+        names = [name for _, of_rank in per_rank for name in of_rank]
+        has_namesakes |= len(set(names)) < len(names)
+        if own and len(parts) > 1:
+            texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
+    return ModelPart(", ".join(texts), has_namesakes)
+
+
+def check_standard_overrides(draft: Draft) -> None:
+    """Warn, on rank 0, if `overrides` leave out the standard ones and thereby decay biases and vectors. Collective.
+
+    Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all.
+
+    Raises:
+        ConfigError: on every rank, `decoupled_lr` is set, which only the standard overrides apply.
+    """
+    config, everyone = draft.config, draft.roles.everyone
+    given = agreed(everyone, lambda: _read(config, draft.overrides))
+    standard = get_standard_config_overrides(config)
+    undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
+    chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
+    decayed = [
+        str(id)
+        for group in draft.groups
+        if given and any(group.get(name) for name in ("weight_decay", "end_wd"))
+        for id, param in zip(group["param_ids"], group["params"], strict=True)
+        if any(key.matches(param, id.name) for key in undecayed)
+        and not any(key.matches(param, id.name) for key in chosen)
+    ]
+    per_rank = everyone.gather_objects(decayed[: _NAMES_SHOWN + 1])
+    names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
+    if names and everyone.rank == 0:
+        shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
+        logger.warning(
+            "config_overrides replace the standard ones, so biases and vectors have weight decay now: %s. To keep them "
+            "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
+            shown, _KEEP,
+        )  # fmt: skip
+
+
+def _read(config: OptimizerConfig, overrides: Overrides | None) -> Mapping[Any, Mapping[str, Any]]:
+    """The overrides as entries of groups. Raises ConfigError if they leave out those that apply `decoupled_lr`."""
+    if overrides is None:
+        return {}
+    given = read_overrides(config, overrides, extra_group_keys=None)
+    if config.decoupled_lr is not None and not any("is_decoupled_lr" in override for override in given.values()):
+        raise ConfigError(
+            f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
+            f"which apply it; pass {_KEEP}, or leave it at None"
+        )
+    return given
+
+
+def _first_difference_in(texts: Sequence[str]) -> int:
+    """The position of the first argument that differs between the texts."""
+    shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
+    return max(shared.rfind(before) + len(before) for before in (", ", "("))
+
+
+def _numbers_that_differ(groups: Groups, local: Mapping[str, Mapping[str, str]], tp: Comm) -> ConfigError | None:
+    """Return an error if tensor-parallel ranks have different hyper-parameters for a parameter; else None."""
+    keys = {key for group in groups for key in group}
+    numbers = {name: {key: text for key, text in entries.items() if key in keys} for name, entries in local.items()}
+    per_rank = tp.gather_objects(numbers)
+    for rank, of_rank in enumerate(per_rank):
+        both = per_rank[0].keys() & of_rank.keys()  # a rank may hold no part of a parameter
+        first, other = ({name: entries[name] for name in both} for entries in (per_rank[0], of_rank))
+        if first != other:
+            return ConfigError(
+                "tensor-parallel ranks have different hyper-parameters for one parameter"
+                f"{_first_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
+            )
+    return None
+
+
+def _described_params(draft: Draft, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each parameter by name with its hyper-parameters and attributes as text."""
+    ids = {id for unit in draft.plan.units if unit.is_expert == experts for id in unit.ids}
+    for group in draft.groups:
+        numbers = {key: repr(_plain(group[key])) for key in sorted(set(group) - _NOT_COMPARED) if _is_plain(group[key])}
+        for id in sorted(ids.intersection(group["param_ids"])):
+            known = {
+                f.name: repr(getattr(draft.metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK
+            }
+            yield str(id), numbers | known
+
+
+def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+    for name in sorted({*first, *other}):
+        if name not in first or name not in other:
+            return f"; {name} is trained on rank {rank if name in other else 0} only"
+        for key in sorted({*first[name], *other[name]}):
+            ours, theirs = first[name].get(key), other[name].get(key)
+            if ours != theirs:
+                return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+    return ""
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the repr of a value is the same in every process: numbers, names and tuples of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
