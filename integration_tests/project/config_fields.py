@@ -19,7 +19,7 @@ _CHOICES = "opt_config.optimizer_config"
 _GROUPS = "opt_paramgroups.groups"
 _PRESETS = "opt_paramgroups.presets"
 _BUILD = "opt_stack.building.build"
-_RULES = "opt_stack.rules.built_in"
+_RULES = "opt_stack.rules.registry"
 _PLANNER = "opt_stack.planning.planner"
 _CHUNKS = "opt_stack.planning.wrapped"
 _WRAPPER = "opt_distributed.buffers.data_parallel"
@@ -111,7 +111,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = _by_field(
             "::test_the_resolved_configuration_and_the_plan_are_logged_if_requested",
         ): "config_logger_dir",
         (
-            "opt_stack.building.graphs",
+            "opt_stack.building.build",
             "integration_tests/device/test_step_as_graph.py::test_replays_give_the_bits_of_steps_in_every_order",
         ): "optimizer_cuda_graph",
         (_RULES, f"{_RULE_TESTS}::test_symmetric_products_are_computed_by_half"): "muon_use_syrk",

@@ -20,7 +20,7 @@ from opt_kernels.hooks import CautiousDecay, ClipUpdateRms
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.muon import MuonRule
 from opt_stack import Registry, get_optimizer
-from opt_stack.rules.built_in import RuleEntry
+from opt_stack.rules.registry import RuleEntry
 
 Options = dict[str, Any]
 

@@ -27,7 +27,7 @@ from opt_kernels.hooks import (
     hooked,
 )
 from opt_stack import Registry, RuleEntry, get_optimizer
-from opt_stack.rules.built_in import ADAM
+from opt_stack.rules.registry import ADAM
 
 FLAT: dict[str, Any] = {
     "elementwise": (CautiousDecay(),),

@@ -14,7 +14,7 @@ from opt_config import OptimizerConfig
 from opt_distributed.buffers.replicas import ReplicaError
 from opt_distributed.comm.threads import ThreadComm, run_threads
 from opt_stack import Optimizer
-from opt_stack.state.loaded_replicas import LoadedReplicas
+from opt_stack.state.loaded_weights import LoadedReplicas
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True)
 

@@ -130,7 +130,7 @@ def test_an_installed_package_registers_its_rule(install: Any) -> None:
             id="broken",
         ),
         pytest.param(
-            "from opt_stack.rules.built_in import ADAM as RULE",
+            "from opt_stack.rules.registry import ADAM as RULE",
             "their_rules:RULE",
             "optimizer 'adam' is already registered; give the new rule another name",
             id="taken",

@@ -42,7 +42,7 @@ from opt_stack.planning.ranks import (
 from opt_stack.planning.wrapped import with_wrappers_fields
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.registry import Registry
-from opt_stack.state.loaded_replicas import LoadedReplicas
+from opt_stack.state.loaded_weights import LoadedReplicas
 
 logger = logging.getLogger("opt_stack")
 

@@ -22,12 +22,10 @@ from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
 from opt_stack.state.evaluation import Evaluation
-from opt_stack.state.live_state import LiveState
-from opt_stack.state.loaded_replicas import LoadedReplicas
-from opt_stack.state.loaded_weights import LoadedWeights, trained_names
-from opt_stack.state.model_state import find_values
+from opt_stack.state.loaded_weights import LoadedReplicas, LoadedWeights, trained_names
+from opt_stack.state.local_state import find_values
 from opt_stack.state.offload import StateOffload
-from opt_stack.state.sharded_state import Held
+from opt_stack.state.sharded_state import Held, LiveState
 from opt_stack.state.state_dicts import StateDicts
 
 _PARAMS = itemgetter("params")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError
-from opt_kernels.backends.layouts import Layouts
 from opt_kernels.quantized import is_quantized, quantized
 from opt_kernels.quantized.recipes import FP8
 from opt_paramgroups import ParamId, ParamMeta, describe
 from opt_paramgroups.names import parameters_by_id
 
 __all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", "stored_bytes", "stored_dtype"]
+
+
+_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
 
 class StorageError(ValueError):
@@ -130,21 +133,15 @@ class Converted:
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device):
         self._params, self._dtype, self._device = params, dtype, device
-        self._layouts: Layouts | None = None  # of the parameters, when all were as they should be
 
     def first(self) -> ParamId | None:
         """The first such parameter; None if there is none."""
-        values = list(self._params.values())
-        if self._layouts is not None and self._layouts.same(values):
+        values = self._params.values()
+        if set(map(_DTYPE, values)) <= {self._dtype} and set(map(_DEVICE, values)) <= {self._device}:
             return None
-        found = next((id for id, param in self._params.items() if self._is_converted(param)), None)
-        # The memory of other types, such as DTensors, is elsewhere.
-        is_kept = found is None and set(map(type, values)) <= {nn.Parameter}
-        self._layouts = Layouts(values) if is_kept else None
-        return found
-
-    def _is_converted(self, param: nn.Parameter) -> bool:
-        return stored_dtype(param) is not self._dtype or param.device != self._device
+        moved = (id for id, param in self._params.items() if param.device != self._device)
+        other = (id for id, param in self._params.items() if stored_dtype(param) is not self._dtype)
+        return next(moved, None) or next(other, None)
 
 
 class Left:

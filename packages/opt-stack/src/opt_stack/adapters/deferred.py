@@ -20,8 +20,8 @@ from opt_stack.optimizer import Optimizer
 from opt_stack.planning.draft import Draft, Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
-from opt_stack.state.live_state import LiveState
 from opt_stack.state.local_state import match_groups, packed_groups, set_group_
+from opt_stack.state.sharded_state import LiveState
 
 _STATE_DICT_HOOKS = (
     "_optimizer_state_dict_pre_hooks",

@@ -1,19 +1,25 @@
-"""Builds the stepper of a plan: memory, gradient sources, owned pieces, units. The plan has made all decisions."""
+"""Check, when the optimizer is built, that a plan's step can be captured as a CUDA graph."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from opt_config import ConfigError
+from opt_config import ConfigError, OnHost, Placement
 from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import BufferPlan
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Alone, Comm, group_of
+from opt_distributed.comm.graph import GraphError
 from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.host import HostComm
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
 from opt_distributed.layout.layouts import AS_IT_CAME
@@ -21,8 +27,9 @@ from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.main_grads import ReducedMainGrads
-from opt_distributed.step.mains import Main
+from opt_distributed.step.mains import Main, Numbers, make_main
 from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
@@ -33,16 +40,129 @@ from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends.elements import is_dense
+from opt_kernels.hooks import HookedUpdate, bare, hooks_of
 from opt_kernels.quantized import quantized
+from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.building.graphs import check_graphs
-from opt_stack.building.host_units import HostBuilder
 from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.planning.checks import SEPARATE_NORMS
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.hooks import check_start, cut_params, cut_rows
-from opt_stack.planning.other_wrappers import averaged_by_torch, reduced_by_megatron
 from opt_stack.planning.plan import Plan, UnitPlan
+from opt_stack.planning.wrapped import averaged_by_torch, reduced_by_megatron
+
+_FIELD = "optimizer_cuda_graph=True"
+_ON_DEVICE = (None, "triton")
+
+
+def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> None:
+    """Raise ConfigError if `optimizer_cuda_graph` is set and the device, a rule or a group does not support capture."""
+    if not plan.config.optimizer_cuda_graph:
+        return
+    try:
+        devices.device_of(device).graph()
+    except GraphError as error:
+        raise ConfigError(f"{_FIELD}: {error}") from error
+    if any(buffer.dtype is FP8 for buffer in plan.buffers):
+        raise ConfigError(f"{_FIELD} with parameters in fp8, which are quantised after the update; set it to False")
+    for unit in plan.units:
+        rule = bare(unit.rule)
+        if not getattr(rule, "capturable", False):
+            raise ConfigError(
+                f"{_FIELD} with optimizer={rule.name!r}: its update reads values on the host, or the rule does not "
+                "declare capturable=True; use another rule, or set it to False"
+            )
+        if rule is not unit.rule:
+            raise ConfigError(
+                f"{_FIELD} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
+                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+                "elementwise rule), or set it to False"
+            )
+        if Numbers.FP16_SCALED in unit.numbers.values():
+            raise ConfigError(
+                f"{_FIELD} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
+                "memory at every step; use remainders or fp32 main values, or set it to False"
+            )
+        backend = getattr(rule, "backend", None)
+        if backend not in _ON_DEVICE:
+            raise ConfigError(f"{_FIELD} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured")
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError(f"{_FIELD}: updates without Triton kernels read values on the host; install triton")
+    for comm in comms:
+        group = group_of(comm)
+        if device.type == "cuda" and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
+            raise ConfigError(
+                f"{_FIELD} with process groups over {dist.get_backend(group)}: only NCCL's collectives can be captured"
+            )
+
+
+PART_NUMEL = 1 << 24
+"""Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
+elements, an update takes about 10 ms and a copy 2 ms."""
+
+
+class HostBuilder:
+    """Allocates main values and state on the device or the host. On a CPU these are the same place."""
+
+    def __init__(self, placement: Placement, device: torch.device):
+        self.placement = placement
+        self.device = devices.device_of(device)
+        self._numbers = StepNumbers(self.device)
+
+    def comm(self, comm: Comm) -> Comm:
+        """Return the same group for tensors on the host."""
+        return HostComm(comm, self.device) if self.device.is_asynchronous and comm.size > 1 else comm
+
+    def kept(
+        self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, placed: PlacedMatrix, *, on_host: bool
+    ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
+        """Return the main values of `target`, and the rule's state before the first step."""
+        if not on_host or not self.device.is_asynchronous:
+            near = _make(numbers, target)
+            return near, init_state(rule, near.value(), id=id, matrix=placed.spec, stage=placed.stage)
+        main = HostMain.of(numbers, target, self.device, _make)
+        with self.device.on_host():
+            return main, init_state(rule, main.moved.value(), id=id, matrix=placed.spec, stage=placed.stage)
+
+    def parts(self, unit: Unit) -> Iterator[Unit]:
+        """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
+
+        Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
+        """
+        assert isinstance(self.placement, OnHost)
+        placement = self.placement
+        if not self.device.is_asynchronous:
+            yield unit
+            return
+        meets = isinstance(unit.rule, HookedUpdate) or unit.rule.needs is Needs.MATRICES
+        cuts = list(_cuts(unit, PART_NUMEL)) if placement.overlap and not meets else [unit.pieces]
+        for number, pieces in enumerate(cuts):
+            side = HostSide(
+                pieces,
+                self.device,
+                self._numbers,
+                overlap=placement.overlap,
+                pin_grads=placement.pin_grads,
+                pin_params=placement.pin_params,
+            )
+            is_last = number == len(cuts) - 1
+            yield replace(unit, pieces=pieces, host=side, completes=unit.completes if is_last else ())
+
+
+def _make(numbers: Numbers, target: Tensor) -> Main | CodedMain:
+    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
+
+
+def _cuts(unit: Unit, part_numel: int) -> Iterator[list[OwnedPiece]]:
+    pieces: list[OwnedPiece] = []
+    for piece in unit.pieces:
+        pieces.append(piece)
+        if sum(one.main.shape.numel() for one in pieces) >= part_numel:
+            yield pieces
+            pieces = []
+    if pieces or not unit.pieces:
+        yield pieces
+
 
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
 

@@ -70,8 +70,9 @@ from opt_stack.megatron.kinds import (
     LayerWiseDistributedOptimizer,
     MixedPrecisionOptimizer,
     get_megatron_muon_optimizer,
+    get_megatron_optimizer,
+    layer_wise,
 )
-from opt_stack.megatron.layer_wise import get_megatron_optimizer, layer_wise
 from opt_stack.megatron.names import absent, add_modules_
 from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer

@@ -15,7 +15,7 @@ from opt_kernels.hooks import bare, check_unread, described, hooks_of
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
-from opt_stack.rules.built_in import RuleEntry
+from opt_stack.rules.registry import RuleEntry
 
 logger = logging.getLogger("opt_stack")
 HOOKS = "hooks"  # the entry of a group that records the hooks of its rule

@@ -19,7 +19,7 @@ from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
-from opt_stack.rules.built_in import RuleEntry
+from opt_stack.rules.registry import RuleEntry
 
 OF_THE_CONFIG = ("lr", "weight_decay")  # read from the configuration and the groups
 OF_THE_GROUP = ("betas", "eps", "momentum")  # read from the groups

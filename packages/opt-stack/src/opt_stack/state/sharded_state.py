@@ -1,8 +1,8 @@
 """The optimizer's state as sharded tensors, for checkpoints that load on any number of ranks."""
 
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.sharded import check_loaded, read_piece
-from opt_distributed.step.state import MAIN, STEP
+from opt_distributed.step.state import MAIN, STEP, PieceState, check_state, load_state_, read_state
 from opt_distributed.step.unit import Unit
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId
@@ -270,3 +270,66 @@ def _names_on_all_ranks(described: Sequence[Sequence[Described]], everyone: Comm
     local = [[own.name for own in of_group] for of_group in described]
     per_rank = everyone.gather_objects(local)
     return [list(dict.fromkeys(name for of_rank in per_rank for name in of_rank[at])) for at in range(len(local))]
+
+
+class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
+    """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
+
+    Reading returns a dict of tensors that share the state's memory, except `step` and main values joined from a
+    remainder. Assigning a dict sets the parameter's whole state, as loading does. State exists from construction, so
+    the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
+    """
+
+    def __init__(self, held: Mapping[Tensor, Held], *, check: Callable[[], None] = lambda: None):
+        self._held = held
+        self._check = check  # raises while nothing may be read or written
+
+    def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
+        self._check()
+        if param not in self._held:
+            return {}  # as with torch's defaultdict; another rank holds the state
+        held = self._held[param]
+        return ParamState(read_state(held.unit, held.piece), held)
+
+    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
+        self._check()
+        unit, piece = self._held[param]
+        check_state(unit, piece, saved)
+        load_state_(unit, piece, saved)
+
+    def __delitem__(self, param: Tensor) -> None:
+        raise TypeError("the state of a parameter cannot be deleted; assign {} to optimizer.state[param] to reset it")
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._held
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, ([(param, OrderedDict(state)) for param, state in self.items()],)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+class ParamState(PieceState):
+    """The state of one parameter. Assigning a tensor writes it to the optimizer."""
+
+    def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
+        super().__init__(values)
+        self._held = held  # None if a trainer constructed a copy of this type, with moved tensors
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        changed = {**self, name: value}
+        if self._held is not None:
+            unit, piece = self._held
+            check_state(unit, piece, changed)
+            load_state_(unit, piece, changed)
+        super().__setitem__(name, value)

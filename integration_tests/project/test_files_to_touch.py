@@ -1,0 +1,186 @@
+"""The table of files to touch in `docs/architecture.md`: in a copy of the sources, additions to these alone run."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+
+
+class Edit(NamedTuple):
+    """A change of one source file: `new` in place of `old`; a new file if `old` is empty."""
+
+    file: str
+    old: str
+    new: str
+
+
+RULE = '''
+"""Signed descent: p <- p - lr sign(g)."""
+
+from typing import Any
+
+from opt_kernels.formulas import Formula, Number, sign
+
+
+def scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
+    return {"lr": lr, "decay": 1 - lr * weight_decay}
+
+
+def update(p: Any, g: Any, *, lr: Any, decay: Any) -> Any:
+    return p * decay - lr * sign(g)
+
+
+SIGNED = Formula(
+    name="signed", title="Signed", states=(), numbers=(Number("lr", 1e-3), Number("weight_decay", 0.0)),
+    scalars=scalars, update=update,
+)
+'''
+LAYOUT = '''
+"""Flat shards in the order of the forward."""
+
+from opt_distributed.layout.flat import flat_layout
+
+
+def forward_layout(params, **sizes):
+    return flat_layout(list(reversed(list(params))), **sizes)
+'''
+WIRE = '''
+"""Gathers the gradients of all ranks, and sums them in rank order."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+NUM_USED = []
+
+
+@dataclass(frozen=True)
+class SumInOrder:
+    comm: Any
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, full, shard):
+        gathered = full.new_empty(self.comm.size * full.numel())
+        yield self.comm.all_gather_(gathered, full.clone(), async_op=True)
+        full.copy_(gathered.view(self.comm.size, -1).sum(0))
+        NUM_USED.append(1)
+'''
+ADDITIONS = {
+    "an elementwise rule": (
+        Edit("opt_kernels/formulas/signed.py", "", RULE),
+        Edit("opt_kernels/formulas/registry.py", '    "adam", "sgd",', '    "adam", "sgd", "signed",'),
+    ),
+    "a hook around updates": (
+        Edit(
+            "opt_kernels/hooks/values.py",
+            "@dataclass(frozen=True, slots=True)\nclass CautiousUpdate(Hook):",
+            "@dataclass(frozen=True, slots=True)\nclass HalfDecay(Hook):\n    decays: ClassVar[bool] = True\n\n\n"
+            "@dataclass(frozen=True, slots=True)\nclass CautiousUpdate(Hook):",
+        ),
+        Edit(
+            "opt_kernels/hooks/compose.py",
+            "    match hook:\n",
+            "    from opt_kernels.hooks.values import HalfDecay\n\n    match hook:\n        case HalfDecay():\n"
+            '            return _Parts("1 - 0.5 * lr * weight_decay", kept="hook_p * hook_scalar")\n',
+        ),
+    ),
+    "a layout": (
+        Edit("opt_distributed/layout/forward.py", "", LAYOUT),
+        Edit(
+            "opt_distributed/layout/layouts.py",
+            "LAYOUTS = (AS_IT_CAME, REPLICATED, ",
+            "from opt_config import FlatShards\nfrom opt_distributed.layout.forward import forward_layout\n\n"
+            "FORWARD = LayoutKind(\n"
+            '    name="forward order", plan=lambda params, sizes: forward_layout(params, **sizes._asdict()),\n'
+            "    applies=lambda wanted: isinstance(wanted.sharding, FlatShards), is_sharded=True, cuts=True,\n)\n"
+            "LAYOUTS = (AS_IT_CAME, REPLICATED, FORWARD, ",
+        ),
+    ),
+    "another way to send gradients": (
+        Edit("opt_distributed/buffers/in_order.py", "", WIRE),
+        Edit(
+            "opt_distributed/buffers/wires.py",
+            "WIRES = (\n",
+            "from opt_distributed.buffers.in_order import SumInOrder\n\nWIRES = (\n    WireKind(\n"
+            '        name="sum in order", make=lambda axes: SumInOrder(axes.dp), costs="a bucket for each rank",\n'
+            "        applies=lambda config, num_shards: num_shards == 1,\n    ),\n",
+        ),
+    ),
+    "a field of the configuration": (
+        Edit(
+            "opt_config/optimizer_config.py",
+            "    grad_norm_skip_threshold: float = math.inf\n",
+            "    clip_factor: float = 1.0\n    grad_norm_skip_threshold: float = math.inf\n",
+        ),
+        Edit(
+            "opt_stack/building/build.py", "max_norm=config.clip_grad", "max_norm=config.clip_grad * config.clip_factor"
+        ),
+    ),
+}
+
+PROGRAM = """
+import torch
+from opt_distributed import run_threads
+from opt_distributed.buffers import in_order
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.collectives import Alone
+from opt_kernels.hooks.values import HalfDecay
+from opt_stack import OptimizerConfig, get_optimizer
+
+def train(comm, hooks=(), **fields):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+    axes = Axes(dp=comm, tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=comm)
+    config = OptimizerConfig(lr=1e-2, **{"weight_decay": 0.1, **fields})
+    optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
+    for step in range(3):
+        model(torch.full((2, 9), 1.0 + step)).square().mean().backward()
+        assert optimizer.step().success
+        optimizer.zero_grad()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()]), str(optimizer.plan)
+
+def same(size, *, like=None, **fields):
+    found = run_threads(size, lambda comm: train(comm, **fields))
+    expected = train(Alone(), **(fields if like is None else like))[0]
+    for weights, _ in found:
+        torch.testing.assert_close(weights, expected)
+    return found[0][1]
+
+assert "forward order" in same(2, use_distributed_optimizer=True)
+assert same(2) and len(in_order.NUM_USED) == 6  # three steps on two ranks
+assert "signed updates 4 parameters" in same(2, optimizer="signed", use_distributed_optimizer=True)
+half = {"weight_decay": 0.05}
+same(1, hooks=(HalfDecay(),), like=half)
+same(1, clip_grad=0.5, clip_factor=0.25, like={"clip_grad": 0.125})
+"""
+
+
+def files_of(addition: str) -> list[str]:
+    """The files that the table names for an addition: patterns, with * for a word in capitals."""
+    rows = (ROOT / "docs/architecture.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith(f"| {addition} |")]
+    named = re.findall(r"`([\w./]+)`", row.split("|")[2])
+    named += ["opt_stack/building/build.py"] if "the module that reads it" in row else []
+    return [re.sub(r"\b[A-Z]+\b", "*", name) for name in named]
+
+
+def test_the_files_that_the_table_names_are_enough(tmp_path: Path) -> None:
+    for source in ROOT.glob("packages/*/src/*"):
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for addition, edits in ADDITIONS.items():
+        named = files_of(addition)
+        for file, old, new in edits:
+            assert any(fnmatch(file, f"*{name}") for name in named), f"{addition}: {file} is not among {named}"
+            path = tmp_path / file
+            text = path.read_text() if old else ""
+            assert text.count(old) == 1 or not old, f"{file} has changed; correct the edit in this test"
+            path.write_text(text.replace(old, new) if old else new)
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", "OPT_KERNELS_CPP": "0"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
