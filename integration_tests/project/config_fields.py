@@ -24,7 +24,7 @@ _PLANNER = "opt_stack.planning.planner"
 _CHUNKS = "opt_stack.planning.wrapped"
 _WRAPPER = "opt_distributed.buffers.data_parallel"
 _BUFFERS = "opt_distributed.buffers.chunk_buffers"
-_GROUPING = "opt_distributed.buffers.planner"
+_BUFFER_PLAN = "opt_distributed.buffers.planner"
 
 _RULE_TESTS = "integration_tests/steps/test_fields_of_rules.py"
 _FORMAT_TESTS = "integration_tests/steps/test_fields_of_formats.py"
@@ -57,7 +57,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = _by_field(
             "decoupled_lr decoupled_min_lr"
         ),
         (_PRESETS, f"{_PRESET_TESTS}::test_qk_layernorm_is_decayed_only_if_requested"): "apply_wd_to_qk_layernorm",
-        ("opt_stack.planning.fp8", f"{_FP8_TESTS}::test_one_process_and_shards_have_the_same_codes"): "fp8_recipe",
+        ("opt_stack.planning.checks", f"{_FP8_TESTS}::test_one_process_and_shards_have_the_same_codes"): "fp8_recipe",
         (_CHOICES, f"{_FORMAT_TESTS}::test_mains_and_moments_are_kept_in_the_requested_formats"): (
             "fp16 bf16 params_dtype use_precision_aware_optimizer store_param_remainders main_params_dtype "
             "exp_avg_dtype exp_avg_sq_dtype"
@@ -123,7 +123,7 @@ OPTIMIZER_FIELDS: Mapping[str, FieldUse] = _by_field(
 DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = _by_field(
     DistributedDataParallelConfig,
     {
-        (_GROUPING, f"{_RANK_TESTS}::test_a_wrapper_reduces_in_the_requested_dtype"): "grad_reduce_in_fp32",
+        (_BUFFERS, f"{_RANK_TESTS}::test_a_wrapper_reduces_in_the_requested_dtype"): "grad_reduce_in_fp32",
         (_WRAPPER, f"{_RANK_TESTS}::test_gradients_are_reduced_in_the_step_or_in_backward"): "overlap_grad_reduce",
         (_WRAPPER, f"{_RANK_TESTS}::test_parameters_are_gathered_in_the_step_or_before_use"): "overlap_param_gather",
         (
@@ -142,13 +142,16 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = _by_field(
             "packages/opt-distributed/tests/test_large_grads.py"
             "::test_a_gradient_ten_times_the_first_hundred_is_refused",
         ): "check_for_large_grads",
-        (_GROUPING, f"{_RANK_TESTS}::test_buckets_close_at_the_requested_size_if_something_overlaps"): (
+        (_BUFFER_PLAN, f"{_RANK_TESTS}::test_buckets_close_at_the_requested_size_if_something_overlaps"): (
             "bucket_size num_buckets"
         ),
-        (_GROUPING, f"{_RANK_TESTS}::test_buckets_are_padded_to_the_size_at_which_links_are_fastest"): (
+        (_BUFFERS, f"{_RANK_TESTS}::test_buckets_are_padded_to_the_size_at_which_links_are_fastest"): (
             "pad_buckets_for_high_nccl_busbw"
         ),
-        (_BUFFERS, f"{_RANK_TESTS}::test_sums_in_fp32_travel_as_parts"): "reduce_scatter_with_fp32_accumulation",
+        (
+            "opt_distributed.buffers.wires",
+            f"{_RANK_TESTS}::test_sums_in_fp32_travel_as_parts",
+        ): "reduce_scatter_with_fp32_accumulation",
         (
             _BUFFERS,
             "packages/opt-distributed/tests/test_local_sums.py"

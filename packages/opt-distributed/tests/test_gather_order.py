@@ -14,7 +14,7 @@ from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
 
-WIDTHS = (4, 12, 24)  # of the chunks
+WIDTHS = (4, 18, 24)  # of the chunks
 NUMELS = (256, 512, 768)  # of their buffers, padded: records tell them apart
 Chunks = list[DistributedDataParallel]
 
