@@ -13,7 +13,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer
-from opt_stack.building import host_units
+from opt_stack.building import build
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -188,7 +188,7 @@ def test_a_unit_travels_in_parts_of_enough_elements(
     part_numel: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64, 16, 10 and 6 elements; one part where copies do not overlap. Only the last publishes."""
-    monkeypatch.setattr(host_units, "PART_NUMEL", part_numel)
+    monkeypatch.setattr(build, "PART_NUMEL", part_numel)
 
     def rank_main(one: DeferredRank) -> list[Any]:
         found = []

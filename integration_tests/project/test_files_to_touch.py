@@ -133,8 +133,9 @@ from opt_kernels.hooks.values import HalfDecay
 from opt_stack import OptimizerConfig, get_optimizer
 
 def train(comm, hooks=(), **fields):
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(9, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5))
+    for param in model.parameters():
+        param.data = torch.linspace(-1, 1, param.numel()).view(param.shape)
     axes = Axes(dp=comm, tp=Alone())
     roles = Roles(dense=axes, expert=axes, everyone=comm)
     config = OptimizerConfig(lr=1e-2, **{"weight_decay": 0.1, **fields})
@@ -163,7 +164,7 @@ same(1, clip_grad=0.5, clip_factor=0.25, like={"clip_grad": 0.125})
 
 def files_of(addition: str) -> list[str]:
     """The files that the table names for an addition: patterns, with * for a word in capitals."""
-    rows = (ROOT / "docs/architecture.md").read_text().splitlines()
+    rows = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {addition} |")]
     named = re.findall(r"`([\w./]+)`", row.split("|")[2])
     named += ["opt_stack/building/build.py"] if "the module that reads it" in row else []

@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import TorchComm
 from opt_distributed.comm.groups import world
-from opt_stack import DistributedDataParallel, ProcessGroups, get_optimizer
-from opt_stack.factory import _device
+from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
+from opt_stack.planning.draft import Draft
+from opt_stack.planning.ranks import DEVICES
 
 STEPS = 5
 
@@ -275,4 +276,5 @@ def device_of_a_rank_without_tensors() -> str:
 def chunks_on_different_devices() -> str:
     """Each rank's error message if one of them has its model on another device."""
     device = "meta" if dist.get_rank() == 2 else "cpu"
-    return refusal(lambda: _device([Mlp().to(device)], world()))
+    draft = Draft(config=OptimizerConfig(), chunks=[Mlp().to(device)], registry=Registry())
+    return refusal(lambda: DEVICES.judge(draft, world().gather_objects(DEVICES.facts(draft))))

@@ -17,7 +17,7 @@ from torch import nn
 
 from opt_distributed.comm.collectives import Comm
 from opt_stack import Optimizer
-from opt_stack.building import host_units
+from opt_stack.building import build
 
 HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
@@ -26,7 +26,7 @@ ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d"
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy each piece separately, so that copies and updates interleave."""
-    monkeypatch.setattr(host_units, "PART_NUMEL", 1)
+    monkeypatch.setattr(build, "PART_NUMEL", 1)
 
 
 def built(case: Case, comm: Comm, **fields: Any) -> tuple[nn.Module, Optimizer]:

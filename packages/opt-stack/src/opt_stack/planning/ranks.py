@@ -200,12 +200,13 @@ def _judge_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> None:
             )
 
 
+DEVICES = RankCheck(_kind_of_device, _judge_devices)
 EFFECTS = RankCheck(_dtypes_and_layouts, _judge_effects)
 RANK_CHECKS = (
     RankCheck(_matched_patterns, _judge_patterns),
     EFFECTS,
     RankCheck(_has_fp8, _judge_fp8),
-    RankCheck(_kind_of_device, _judge_devices),
+    DEVICES,
     RankCheck(lambda draft: len(draft.rule_of), _judge_trained),
     RankCheck(lambda draft: {unit.name: rule_text(unit.rule) for unit in draft.plan.units}, _judge_rules),
 )
