@@ -1,4 +1,4 @@
-"""The façade is a torch optimizer: in torch's schedulers and loops, with live groups and closures."""
+"""The façade is a torch optimizer: in torch's schedulers and loops, with live groups, closures and hooks."""
 
 import math
 import re
@@ -9,6 +9,7 @@ import pytest
 import torch
 from stack_models import assert_equal, backward, make_model, train, weights
 from torch import nn
+from torch.profiler import profile
 
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.comm.collectives import Alone
@@ -393,3 +394,48 @@ def test_parameters_exchanged_in_the_groups_are_refused_at_the_next_step(step: s
         group["params"] = [torch.nn.Parameter(param.detach().clone()) for param in group["params"]]
     with pytest.raises(ValueError, match="param_groups hold other parameters than those that this optimizer was built"):
         getattr(optimizer, step)()
+
+
+def built() -> tuple[nn.Linear, Optimizer]:
+    model = nn.Linear(2, 3)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return model, get_optimizer(OptimizerConfig(lr=0.1), [model])
+
+
+def test_hooks_run_around_a_step_while_they_are_registered() -> None:
+    model, optimizer = built()
+    seen: list[float] = []
+
+    def note(stepping: Any, args: Any, options: Any) -> None:
+        assert stepping is optimizer
+        seen.append(float(model.bias[0]))
+
+    handles = [optimizer.register_step_pre_hook(note), optimizer.register_step_post_hook(note)]
+    before = float(model.bias[0])
+    optimizer.step()
+    assert seen == [before, float(model.bias[0])]
+    assert seen[0] != seen[1]
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert len(seen) == 2
+
+
+def test_a_profiler_sees_the_step() -> None:
+    _, optimizer = built()
+    with profile() as profiler:
+        assert optimizer.step().success
+    assert "Optimizer.step#Optimizer.step" in [event.key for event in profiler.key_averages()]
+
+
+def test_a_plan_of_fp32_dense_parameters_and_bf16_experts_can_be_printed() -> None:
+    """A router in fp32 with experts in bf16: the dense unit has no bf16 parameter, the experts' no fp32 one."""
+    model = nn.ModuleDict({"router": nn.Linear(4, 3, bias=False), "expert": nn.Linear(4, 5, bias=False).bfloat16()})
+    model["expert"].weight.allreduce = False
+    optimizer = get_optimizer(OptimizerConfig(lr=0.01, bf16=True), [model])
+    # Adam's two fp32 moments for every element, and an fp32 copy of those in bf16.
+    assert optimizer.plan.state_bytes() == 12 * 8 + 20 * (4 + 8)
+    assert optimizer.plan.state_bytes() == sum(unit.state_bytes() for unit in optimizer.stepper.units)
+    assert "adam/experts updates 1 parameters, 20 elements" in str(optimizer.plan)
+    assert torch.float32 not in next(unit for unit in optimizer.plan.units if unit.is_expert).numbers

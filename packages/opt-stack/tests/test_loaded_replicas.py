@@ -1,8 +1,9 @@
-"""A load on some ranks only, or of different files, is refused in the first step: replicas would train differently."""
+"""A load or write on some ranks only is refused in the next step, the first or a later one: replicas would differ."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
+from opt_stack import DistributedDataParallel, Optimizer, ReplicaError, get_optimizer
+from opt_stack.state.loaded_weights import LoadedReplicas
 
 FP32 = OptimizerConfig(lr=1e-2)
 FP16 = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=2.0**8)
@@ -66,38 +68,61 @@ def trained_state() -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+def stepped(comm: ThreadComm, layout: str, num_steps: int, *config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
+    model, optimizer = build(comm, layout, *config)
+    for seed in range(num_steps):
+        step(model, optimizer, seed)
+    return model, optimizer
+
+
+def settled(model: nn.Module) -> dict[str, Any]:
+    if hasattr(model, "finish_param_sync"):
+        model.finish_param_sync()
+    return weights(model)
+
+
 @layouts
 @pytest.mark.parametrize("load", [load_weights, write_weights])
-def test_weights_that_only_one_rank_loaded_are_refused(layout: str, load: Load) -> None:
+@pytest.mark.parametrize(("num_steps", "halves"), [(0, False), (2, False), (2, True)], ids=["first", "later", "halves"])
+def test_weights_that_only_one_rank_loaded_are_refused(layout: str, load: Load, num_steps: int, halves: bool) -> None:
     """Replicas went on with different weights; shards of ZeRO-1 became a mixture of old and new ones."""
 
     def rank_main(comm: ThreadComm) -> None:
-        model, optimizer = build(comm, layout)
+        model, optimizer = stepped(comm, layout, num_steps)
         if comm.rank == 0:
             load(model, optimizer)
-        optimizer.zero_grad()
-        backward(model, 0)
-        with pytest.raises(ValueError, match=r"weights were loaded after the optimizer was built: ranks hold diff"):
-            optimizer.step()
+        before = settled(model)
+        for _ in range(2 if num_steps else 1):  # a retry of a later step is refused, too
+            optimizer.zero_grad()
+            backward(model, 2)
+            with pytest.raises(ReplicaError, match=r"weights were loaded after .*: ranks hold different"):
+                optimizer.prepare_grads() if halves else optimizer.step()
+        assert_equal(settled(model), before)
+        if comm.rank > 0 and num_steps:
+            load(model, optimizer)
+            step(model, optimizer, 2)
+        elif num_steps:
+            step(model, optimizer, 2)
 
     run_threads(3, rank_main)
 
 
 @pytest.mark.parametrize("layout", ["plain", "wrapped"])
 @pytest.mark.parametrize("loaded", ["state", "step"])
-def test_state_that_only_one_rank_loaded_is_refused(layout: str, loaded: str) -> None:
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_state_that_only_one_rank_loaded_is_refused(layout: str, loaded: str, num_steps: int) -> None:
     saved = trained_state()
 
     def rank_main(comm: ThreadComm) -> None:
-        model, optimizer = build(comm, layout)
-        state = copy.deepcopy(saved)
-        if loaded == "step" and comm.rank == 1:
+        model, optimizer = stepped(comm, layout, num_steps)
+        if comm.rank == 1:
+            state = copy.deepcopy(saved if loaded == "state" else optimizer.state_dict())
             for of_param in state["state"].values():
                 of_param["step"] += 1
-        if loaded == "step" or comm.rank == 1:
             optimizer.load_state_dict(state)
-        backward(model, 0)
-        with pytest.raises(ValueError, match=r"optimizer state: ranks hold different values of '\w.\w+'"):
+        optimizer.zero_grad()
+        backward(model, 2)
+        with pytest.raises(ReplicaError, match=r"ranks hold different values of"):
             optimizer.prepare_grads()
 
     run_threads(3, rank_main)
@@ -136,3 +161,51 @@ def test_ranks_that_load_alike_go_on(layout: str, config: OptimizerConfig) -> No
 
     found = run_threads(2, rank_main)
     assert_equal(found[0], found[1])
+
+
+@torch.no_grad()
+def swapped_and_back(model: nn.Module, optimizer: Optimizer) -> None:
+    """An evaluation of other weights, such as an average, on one rank."""
+    trained = copy.deepcopy(model.state_dict())
+    for param in model.parameters():
+        param.mul_(0.5)
+    model.load_state_dict(trained)
+
+
+def nothing(model: nn.Module, optimizer: Optimizer) -> None:
+    return None
+
+
+@layouts
+@pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
+def test_a_rank_that_restores_what_it_wrote_goes_on(layout: str, config: OptimizerConfig) -> None:
+    def rank_main(comm: ThreadComm, disturb: Load) -> dict[str, Any]:
+        model, optimizer = stepped(comm, layout, 2, config)
+        if comm.rank == 0:
+            disturb(model, optimizer)
+        step(model, optimizer, 2)
+        step(model, optimizer, 3)
+        return settled(model)
+
+    found = [run_threads(2, partial(rank_main, disturb=disturb)) for disturb in (swapped_and_back, nothing)]
+    assert_equal(found[0], found[1])
+
+
+@layouts
+def test_replicas_are_compared_after_writes_of_some_ranks_only(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(LoadedReplicas, "compare", lambda *given: compared.append(given))
+
+    def rank_main(comm: ThreadComm) -> None:
+        model, optimizer = stepped(comm, layout, 2)
+        load_weights(model, optimizer)  # on all ranks
+        step(model, optimizer, 2)
+        assert not compared
+        comm.gather_objects(None)
+        if comm.rank == 0:
+            swapped_and_back(model, optimizer)
+        step(model, optimizer, 3)
+        step(model, optimizer, 4)
+
+    run_threads(2, rank_main)
+    assert len(compared) == 2  # once on each rank

@@ -1,25 +1,31 @@
-"""Weights that other code wrote to the parameters in place, after the optimizer was built, are not lost in silence."""
+"""Weights that other code sets in the model, by a load or in place, after the optimizer was built are never lost."""
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from stack_models import assert_equal, backward, make_model, stepped, train, weights
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import opt_checkpoint
-from opt_config import OptimizerConfig
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm.collectives import Alone
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_stack import Optimizer, get_optimizer, release_gradients
+from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 from opt_stack.state import loaded_weights
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
+SCALED = replace(BF16, use_precision_aware_optimizer=True, main_params_dtype=torch.float16)
+AVERAGED = OptimizerConfig(lr=1e-2, optimizer="schedule_free", clip_grad=0.0, weight_decay=0.0)
+KEPT = "keeps weights of its own in its state"
 LOST = r"weights were loaded into the model: '\w.\w+' has other values than its main values"
 Write = Callable[[nn.Module, Path], object]
 
@@ -58,21 +64,28 @@ def assign_data(model: nn.Module, path: Path) -> None:
         param.data = torch.full_like(param, 0.5)
 
 
+def given(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    return {name: torch.full_like(param, 0.5) for name, param in make_model(dtype).state_dict().items()}
+
+
 WRITES: dict[str, Write] = {
+    "load_state_dict": lambda model, path: model.load_state_dict(given()),
     "in place": halves,
     "opt_checkpoint.load": load,
     "torch's load": load_by_torch,
     "vector_to_parameters": set_from_vector,
     "param.data": assign_data,
 }
-writes = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 
 
-@writes
+@pytest.mark.parametrize("config", [BF16, SCALED], ids=["fp32 copies", "scaled fp16"])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_step_that_would_restore_the_old_weights_is_refused(write: Write, tmp_path: Path) -> None:
-    """`opt_checkpoint.load` fills the parameters, and the next update wrote the weights of before the load."""
-    model, optimizer = stepped(BF16)
+def test_a_step_that_would_restore_the_old_weights_is_refused(
+    write: Write, config: OptimizerConfig, tmp_path: Path
+) -> None:
+    """The next update wrote the weights of before the load."""
+    model, optimizer = stepped(config)
     write(model, tmp_path / "weights")
     backward(model, 2)
     for _ in range(2):
@@ -80,43 +93,140 @@ def test_a_step_that_would_restore_the_old_weights_is_refused(write: Write, tmp_
             optimizer.step()
     with pytest.raises(RuntimeError, match=LOST):
         optimizer.prepare_grads()
-    assert_equal(weights(model), weights(saved_halves()))
+    assert_equal(weights(model), given())
     optimizer.reload_model_params()
     assert optimizer.step().success
     assert (model[0].weight - 0.5).abs().max() < 0.1
 
 
-def test_a_write_of_one_rank_is_refused_by_all() -> None:
+def test_the_load_of_a_part_is_noticed() -> None:
+    model, optimizer = stepped(BF16)
+    backward(model, 2)
+    model[2].load_state_dict({"weight": torch.zeros(3, 7), "bias": model[2].bias})
+    with pytest.raises(RuntimeError, match=r"weights were loaded into the model: '2.weight'"):
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize(
+    "config", [BF16, SCALED, replace(AVERAGED, bf16=True)], ids=["fp32 copies", "scaled fp16", "averaged"]
+)
+@pytest.mark.parametrize("model_first", [True, False])
+def test_weights_of_the_same_checkpoint_are_loaded_before_or_after_the_state(
+    config: OptimizerConfig, model_first: bool
+) -> None:
+    model, optimizer = stepped(config)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    train(model, optimizer, range(2, 4))
+    expected = weights(model)
+    if model_first:
+        model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    if not model_first:
+        model.load_state_dict(saved[0])
+    train(model, optimizer, range(2, 4))
+    assert_equal(weights(model), expected)
+
+
+def test_writes_that_keep_or_restore_the_values_are_harmless() -> None:
+    model, optimizer = stepped(BF16)
+    model[2].weight.data = model[2].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.mul_(2).mul_(0.5)
+    train(model, optimizer, range(2, 4))
+    kept = copy.deepcopy(model.state_dict())
+    model.load_state_dict(given())  # for an evaluation
+    model.load_state_dict(kept)
+    train(model, optimizer, range(4, 5))
+
+
+@pytest.mark.parametrize(
+    "config", [OptimizerConfig(lr=1e-2), replace(BF16, use_precision_aware_optimizer=True)], ids=["fp32", "remainders"]
+)
+def test_main_values_that_are_the_parameter_follow_a_load(config: OptimizerConfig) -> None:
+    model = make_model(config.precision.params)
+    optimizer = get_optimizer(config, [model], {})
+    model.load_state_dict(given(config.precision.params))
+    train(model, optimizer, range(1))
+    assert (model[0].weight - 0.5).abs().max() < 0.1
+
+
+def assign(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+REPLACED = {
+    "assigned": assign,
+    "parametrized": lambda model: parametrizations.weight_norm(model[0]),
+    "loaded": lambda model: model.load_state_dict(given(torch.float32), assign=True),
+}
+
+
+@pytest.mark.parametrize("replace_", REPLACED.values(), ids=REPLACED)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_parameters_that_the_model_no_longer_has_are_refused(replace_: Callable[[Any], object], wrapped: bool) -> None:
+    """The optimizer went on to update them, and the model's own were never trained."""
+    model = make_model()
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(), model) if wrapped else model
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2), [chunk], {})
+    replace_(model)
+    backward(model, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"was replaced in the model after the optimizer was built"):
+            optimizer.step()
+
+
+def test_parameters_that_a_later_load_replaced_are_refused() -> None:
+    model, optimizer = stepped(BF16)
+    model.load_state_dict(given(), assign=True)
+    with pytest.raises(RuntimeError, match=r"'0.weight' was replaced in the model"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["plain", "wrapped"])
+@pytest.mark.parametrize("loads_on", [(0, 1, 2), (1,)], ids=["all ranks", "one rank"])
+def test_every_rank_refuses(loads_on: tuple[int, ...], kind: str) -> None:
     def rank_main(comm: ThreadComm) -> None:
         axes = Axes(dp=comm, tp=Alone())
-        model = make_model(torch.bfloat16)
-        optimizer = get_optimizer(BF16, [model], {}, pg_collection=Roles(dense=axes, expert=axes, everyone=comm))
-        train(model, optimizer, range(2))
-        if comm.rank == 1:
-            halves(model, Path())
-        backward(model, 2)
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        shared: dict[str, Any] = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+        chunk: nn.Module = make_model(torch.bfloat16)
+        if kind == "wrapped":
+            of_wrapper = DistributedDataParallelConfig(overlap_grad_reduce=True, **shared)
+            chunk = DistributedDataParallel(of_wrapper, chunk, groups=roles)
+        config = replace(BF16, **shared) if kind == "wrapped" else BF16
+        optimizer = get_optimizer(config, [chunk], {}, pg_collection=roles)
+        train(chunk, optimizer, range(2))
+        if comm.rank in loads_on:
+            chunk.load_state_dict(given())
+        optimizer.zero_grad()
+        backward(chunk, 2)
         with pytest.raises(RuntimeError, match=r"weights were loaded into the model|other rank.s. refused"):
             optimizer.step()
 
     run_threads(3, rank_main)
 
 
-def test_an_update_in_backward_is_refused() -> None:
-    model, optimizer = stepped(BF16)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_update_in_backward_is_refused(steps: int) -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = get_optimizer(BF16, [model], {})
     release_gradients(optimizer)
-    train(model, optimizer, range(2, 4))
-    halves(model, Path())
+    train(model, optimizer, range(steps))
+    model.load_state_dict(given())
     with pytest.raises(RuntimeError, match=LOST):
         backward(model, 4)
-    assert_equal(weights(model), weights(saved_halves()))
+    assert_equal(weights(model), given())
 
 
-def test_writes_that_keep_the_values_are_harmless() -> None:
+def test_copies_and_pickles_of_a_trained_model_are_not_watched() -> None:
     model, optimizer = stepped(BF16)
-    model[2].weight.data = model[2].weight.detach().clone()
-    with torch.no_grad():
-        model[0].weight.mul_(2).mul_(0.5)
-    train(model, optimizer, range(2, 4))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        other.load_state_dict(given())
+    train(model, optimizer, range(2, 3))
 
 
 @pytest.mark.parametrize("released", [False, True], ids=["step", "release"])
@@ -167,10 +277,6 @@ def test_a_model_made_in_inference_mode_is_trained() -> None:
     assert all(not torch.equal(param, before[name]) for name, param in model.named_parameters())
 
 
-AVERAGED = OptimizerConfig(lr=1e-2, optimizer="schedule_free", clip_grad=0.0, weight_decay=0.0)
-KEPT = "keeps weights of its own in its state"
-
-
 def averaged(config: OptimizerConfig = AVERAGED) -> tuple[nn.Module, Optimizer]:
     model = make_model(torch.bfloat16 if config.bf16 else torch.float32)
     optimizer = get_optimizer(config, [model], {})
@@ -203,22 +309,6 @@ def test_a_step_warns_about_weights_that_the_rule_keeps() -> None:
         model[0].weight.zero_()
     with pytest.warns(UserWarning, match=KEPT):
         train(model, optimizer, range(1))
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-@pytest.mark.parametrize("model_first", [True, False])
-def test_a_load_of_both_is_not_warned_about(model_first: bool) -> None:
-    model, optimizer = averaged()
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, range(5, 7))
-    expected = weights(model)
-    if model_first:
-        model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    if not model_first:
-        model.load_state_dict(saved[0])
-    train(model, optimizer, range(5, 7))
-    assert_equal(weights(model), expected)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
