@@ -7,27 +7,7 @@ from opt_distributed.layout.layouts import LAYOUTS, LayoutKind, LayoutSizes, Wan
 from opt_distributed.layout.whole import imbalance, update_cost, whole_layout
 
 __all__ = [
-    "LAYOUTS",
-    "Block",
-    "Bucket",
-    "ComputeLayout",
-    "ComputeSlot",
-    "Computes",
-    "Layout",
-    "LayoutError",
-    "LayoutKind",
-    "LayoutSizes",
-    "Owned",
-    "ParamShape",
-    "Piece",
-    "Slot",
-    "SplitMatrix",
-    "Wanted",
-    "compute_layout",
-    "flat_layout",
-    "imbalance",
-    "layout_kind",
-    "replicated_layout",
-    "update_cost",
-    "whole_layout",
-]
+    "LAYOUTS", "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "LayoutKind",
+    "LayoutSizes", "Owned", "ParamShape", "Piece", "Slot", "SplitMatrix", "Wanted", "compute_layout", "flat_layout",
+    "imbalance", "layout_kind", "replicated_layout", "update_cost", "whole_layout",
+]  # fmt: skip
