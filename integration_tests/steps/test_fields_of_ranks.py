@@ -141,11 +141,11 @@ class Reduced(NamedTuple):
 
 
 def reduce_once(config: Config, *grads: float, dtype: torch.dtype = FP32) -> Reduced:
-    """A parameter of 128 elements whose gradient is the n-th of `grads` on rank n, as rank 0 saw it."""
+    """A parameter of 256 elements whose gradient is the n-th of `grads` on rank n, as rank 0 saw it."""
 
     def rank_main(comm: ThreadComm) -> Reduced:
         recording = RecordingComm(comm)
-        ddp = DistributedDataParallel(config, Named(weight=torch.zeros(128, dtype=dtype)), groups=roles_over(recording))
+        ddp = DistributedDataParallel(config, Named(weight=torch.zeros(256, dtype=dtype)), groups=roles_over(recording))
         recording.calls.clear()
         main_grad(ddp.module.weight).fill_(grads[comm.rank])
         ddp.finish_grad_sync()
@@ -163,19 +163,19 @@ SHARDED = Config(use_distributed_optimizer=True)
 
 
 def test_a_wrapper_reduces_everywhere_or_to_shards() -> None:
-    assert reduce_once(Config(), 1.0, 3.0) == Reduced(["all_reduce"], 512, {2.0})
-    assert reduce_once(SHARDED, 1.0, 3.0) == Reduced(["reduce_scatter"], 512, {2.0})
+    assert reduce_once(Config(), 1.0, 3.0) == Reduced(["all_reduce"], 1024, {2.0})
+    assert reduce_once(SHARDED, 1.0, 3.0) == Reduced(["reduce_scatter"], 1024, {2.0})
 
 
 def test_a_wrapper_reduces_in_the_requested_dtype() -> None:
     fp32 = replace(SHARDED, grad_reduce_in_fp32=True)
-    assert reduce_once(SHARDED, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 256, {0.5})
-    assert reduce_once(fp32, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 512, {0.5 + 2.0**-10})
+    assert reduce_once(SHARDED, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 512, {0.5})
+    assert reduce_once(fp32, 1.0, 2.0**-9, dtype=BF16) == Reduced(["reduce_scatter"], 1024, {0.5 + 2.0**-10})
 
 
 def test_sums_in_fp32_travel_as_parts() -> None:
     config = replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
-    assert reduce_once(config, 1.0, 2.0**-9, dtype=BF16) == Reduced(["all_to_all"], 256, {0.5})
+    assert reduce_once(config, 1.0, 2.0**-9, dtype=BF16) == Reduced(["all_to_all"], 512, {0.5})
 
 
 def test_a_mean_may_be_taken_after_the_sum() -> None:
@@ -185,19 +185,19 @@ def test_a_mean_may_be_taken_after_the_sum() -> None:
 
 
 def test_buckets_are_padded_to_the_size_at_which_links_are_fastest() -> None:
-    assert reduce_once(SHARDED, 1.0, 1.0).num_bytes == 4 * 128
+    assert reduce_once(SHARDED, 1.0, 1.0).num_bytes == 4 * 256
     assert reduce_once(replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), 1.0, 1.0).num_bytes == 4 * 2**16
 
 
 @pytest.mark.parametrize(
     ("fields", "sizes"),
-    [({"bucket_size": 1}, [512] * 4), ({"num_buckets": 2}, [1024] * 2), ({}, [2048])],
+    [({"bucket_size": 1}, [1024] * 4), ({"num_buckets": 2}, [2048] * 2), ({}, [4096])],
     ids=["bucket_size", "num_buckets", "neither"],
 )
 def test_buckets_close_at_the_requested_size_if_something_overlaps(fields: dict[str, int], sizes: list[int]) -> None:
     def rank_main(comm: ThreadComm) -> list[int]:
         recording = RecordingComm(comm)
-        model = Named(**{name: torch.zeros(128) for name in "abcd"})
+        model = Named(**{name: torch.zeros(256) for name in "abcd"})
         config = replace(SHARDED, overlap_grad_reduce=True, **fields)
         ddp = DistributedDataParallel(config, model, groups=roles_over(recording))
         recording.calls.clear()

@@ -16,7 +16,8 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import DONE, Alone, Pending
 from opt_distributed.comm.groups import Axes, Roles
 from opt_kernels.backends.cpp.compiler import usable
-from opt_stack import Optimizer, factory, get_optimizer
+from opt_stack import Optimizer, get_optimizer
+from opt_stack.planning import planner
 
 SIZE, WIDTH, DEPTH = 4, 512, 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)
@@ -81,14 +82,14 @@ def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
 ) -> None:
     """Gradients are fp32 in the buckets, of which one is filled while the other travels; the shard of their sums is
     there from construction on."""
-    monkeypatch.setattr(factory, "default_bucket_size", lambda num_ranks: BUCKET)
+    monkeypatch.setattr(planner, "default_bucket_size", lambda num_ranks: BUCKET)
     built = Built(dtype, wrapper=None)
     (buffer,) = built.optimizer.plan.buffers
     (source,) = built.optimizer.stepper.families[0].sources
     assert [bucket.numel for bucket in buffer.layout.buckets] == [BUCKET] * 4
     assert source.memory.grad_data.nbytes == 0
     assert all(abs(peak - 8 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())
-    held = [source.reduced.shards, *source.reduced._scratch]
+    held = [source.reduced.sums, *source.reduced._scratch]
     assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 4 * NUMEL // SIZE
 
 
@@ -128,8 +129,8 @@ def test_bf16_gradients_of_a_wrapped_module_are_read_as_they_are(optimizer: str,
 
 @without_widening
 def test_bf16_gradients_of_a_plain_module_travel_and_stay_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(factory, "default_bucket_size", lambda num_ranks: BUCKET)
+    monkeypatch.setattr(planner, "default_bucket_size", lambda num_ranks: BUCKET)
     built = Built(torch.bfloat16, wrapper=None, **BF16_GRADS)
     (source,) = built.optimizer.stepper.families[0].sources
-    assert source.reduced.shards.nbytes == 2 * NUMEL // SIZE
+    assert source.reduced.sums.nbytes == 2 * NUMEL // SIZE
     assert all(abs(peak - 4 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())
