@@ -73,7 +73,7 @@ UPWARDS = {
     "opt-config/src/opt_config/errors.py": "import opt_paramgroups",
     "opt-kernels/src/opt_kernels/__init__.py": "import opt_config",
     "opt-checkpoint/src/opt_checkpoint/errors.py": "import opt_kernels",
-    "opt-distributed/src/opt_distributed/layout/padding.py": "import opt_stack\nimport opt_distributed.step",
+    "opt-distributed/src/opt_distributed/layout/layout.py": "import opt_stack\nimport opt_distributed.step",
     "opt-scheduler/src/opt_scheduler/override.py": "import torch",
 }
 BROKEN = (

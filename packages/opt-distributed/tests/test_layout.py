@@ -25,7 +25,7 @@ from opt_distributed.layout import (
     update_cost,
     whole_layout,
 )
-from opt_distributed.layout.padding import round_up, start_multiple
+from opt_distributed.layout.layout import round_up, start_multiple
 from opt_paramgroups import ParamId
 
 

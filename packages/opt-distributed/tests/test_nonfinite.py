@@ -77,7 +77,7 @@ def it_is_read_in_backward(patch: pytest.MonkeyPatch) -> None:
 
     def reading(check: Any, *args: Any, **kwargs: Any) -> None:
         init(check, *args, **kwargs)
-        check._found.item()
+        check._value.item()
 
     patch.setattr(grad_checks.NonfiniteGrads, "__init__", reading)
 

@@ -15,7 +15,7 @@ from opt_distributed.buffers.binding import (
     bind_main_grad,
     is_rebound,
 )
-from opt_distributed.buffers.grad_checks import LargestNorm, NonfiniteGrads
+from opt_distributed.buffers.grad_checks import LargestOverReplicas, NonfiniteGrads, largest_norm
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op
@@ -67,8 +67,8 @@ class GradBucket:
         self.arrivals: dict[ParamId, int] = {}  # gradients added in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
-        self.norm: Tensor | None = None  # (1,) see `LargestNorm`, if large gradients are refused
-        self._largest_norm: LargestNorm | None = None
+        self.norm: Tensor | None = None  # (1,) see `largest_norm`, if large gradients are refused
+        self._largest_norm: LargestOverReplicas | None = None
         self.nonfinite: NonfiniteGrads | None = None  # of this iteration, if the step reads it
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
@@ -153,7 +153,7 @@ class GradBucket:
         if self.reduction.check_for_nan:
             self._check_for_nan(full)
         if self.reduction.check_for_large:
-            self._largest_norm = LargestNorm(
+            self._largest_norm = largest_norm(
                 full, self.reduction.axes, f"norm of {self.name}", device=self.memory.queues
             )
         if self.reduction.scale_before != 1.0:
@@ -266,9 +266,9 @@ class GradBucket:
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
-        largest_norm, self._largest_norm = self._largest_norm, None
-        if largest_norm is not None:
-            self.norm = largest_norm.finish()
+        norm, self._largest_norm = self._largest_norm, None
+        if norm is not None:
+            self.norm = norm.finish()
         if self.nonfinite is not None:
             self.nonfinite.finish()
         if flight is not None:

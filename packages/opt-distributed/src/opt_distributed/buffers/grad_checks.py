@@ -20,21 +20,14 @@ from opt_kernels.backends.grad_stats import grad_stats
 from opt_paramgroups import ParamId
 
 
-class NonfiniteGrads:
-    """Which gradients of a bucket are not finite on this rank, and whether any is not finite on any rank.
+class LargestOverReplicas:
+    """The largest of one number over all replicas. Its reduction starts on construction, with that of a bucket, so that
+    all ranks launch both in one order."""
 
-    The check starts on construction, with the bucket's reduction, so that all ranks launch both in one order. The step
-    reads its result.
-    """
-
-    def __init__(self, grads: Mapping[ParamId, Tensor], axes: Axes, name: str, *, device: Device):
-        self.name = name
-        self._device = device
-        self._ids = [id for id, grad in grads.items() if grad.numel()]
-        self._flags = _flags([grads[id] for id in self._ids], like=next(iter(grads.values())))
-        self._found = self._flags.amax(0, keepdim=True)
+    def __init__(self, value: Tensor, axes: Axes, what: str, *, device: Device):
+        self._value = value  # (1,)
         self._is_staged = axes.inter.size > 1
-        self._flight = InFlight(self._stages(axes), f"check of {name}", device=device, is_staged=self._is_staged)
+        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
 
     def advance(self) -> None:
         """Start the reduction over other optimizer instances, if there are any."""
@@ -42,9 +35,25 @@ class NonfiniteGrads:
             self._flight.advance()
 
     def finish(self) -> Tensor:
-        """Return (1,) float32 on the device of the gradients: 1 if any rank has a gradient that is not finite."""
+        """Return (1,), on the device of the gradients."""
         self._flight.finish()
-        return self._found
+        return self._value
+
+    def _stages(self, axes: Axes) -> Iterator[Pending]:
+        yield axes.dp.all_reduce_(self._value, op=Op.MAX, async_op=True)
+        if self._is_staged:
+            yield axes.inter.all_reduce_(self._value, op=Op.MAX, async_op=True)
+
+
+class NonfiniteGrads(LargestOverReplicas):
+    """Which gradients of a bucket are not finite on this rank, and, as fp32 1 or 0, whether any is not on any rank."""
+
+    def __init__(self, grads: Mapping[ParamId, Tensor], axes: Axes, name: str, *, device: Device):
+        self.name = name
+        self._device = device
+        self._ids = [id for id, grad in grads.items() if grad.numel()]
+        self._flags = _flags([grads[id] for id in self._ids], like=next(iter(grads.values())))
+        super().__init__(self._flags.amax(0, keepdim=True), axes, f"check of {name}", device=device)
 
     def problem(self) -> UnusableGradientError:
         """The error, given that some gradient is not finite. The host waits for the flags of this rank."""
@@ -53,11 +62,6 @@ class NonfiniteGrads:
         if bad:
             return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
         return UnusableGradientError(f"gradients in {self.name} are not finite on another rank")
-
-    def _stages(self, axes: Axes) -> Iterator[Pending]:
-        yield axes.dp.all_reduce_(self._found, op=Op.MAX, async_op=True)
-        if self._is_staged:
-            yield axes.inter.all_reduce_(self._found, op=Op.MAX, async_op=True)
 
 
 def are_bad(checks: Sequence[NonfiniteGrads], device: Device) -> list[bool]:
@@ -80,38 +84,17 @@ NUM_ITERATIONS = 100
 THRESHOLD = 10.0
 
 
-class LargestNorm:
-    """The largest L2 norm of a bucket's gradients over ranks. Its reduction starts on construction.
-
-    It is created when the bucket's reduction starts, so that all ranks launch both in one order.
-    """
-
-    def __init__(self, grads: Tensor, axes: Axes, what: str, *, device: Device):
-        norm = grad_stats([grads], count_zeros=False).sum_of_squares.sqrt()
-        self._norm = norm.nan_to_num(nan=0.0, posinf=0.0).view(1)
-        self._is_staged = axes.inter.size > 1
-        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
-
-    def advance(self) -> None:
-        """Start the reduction over other optimizer instances, if there are any."""
-        if self._is_staged:
-            self._flight.advance()
-
-    def finish(self) -> Tensor:
-        """Return the norm, (1,) float64 on the device of the gradients. Infinite and NaN norms count as 0."""
-        self._flight.finish()
-        return self._norm
-
-    def _stages(self, axes: Axes) -> Iterator[Pending]:
-        yield axes.dp.all_reduce_(self._norm, op=Op.MAX, async_op=True)
-        if self._is_staged:
-            yield axes.inter.all_reduce_(self._norm, op=Op.MAX, async_op=True)
+def largest_norm(grads: Tensor, axes: Axes, what: str, *, device: Device) -> LargestOverReplicas:
+    """Start to compute the largest L2 norm of a bucket's gradients over ranks, in float64. Infinite and NaN norms count
+    as 0."""
+    norm = grad_stats([grads], count_zeros=False).sum_of_squares.sqrt()
+    return LargestOverReplicas(norm.nan_to_num(nan=0.0, posinf=0.0).view(1), axes, what, device=device)
 
 
 class Measured(Protocol):
     """The part of a bucket that is used here."""
 
-    norm: Tensor | None  # (1,) result of `LargestNorm`; None before the reduction
+    norm: Tensor | None  # (1,) result of `largest_norm`; None before the reduction
 
     @property
     def name(self) -> str:

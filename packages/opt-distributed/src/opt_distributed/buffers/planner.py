@@ -13,8 +13,8 @@ import torch
 from opt_config import DistributedDataParallelConfig, Sharding
 from opt_distributed.comm.groups import Roles
 from opt_distributed.layout import Layout, LayoutKind, LayoutSizes, ParamShape, Wanted, layout_kind
+from opt_distributed.layout.layout import SHARD_MULTIPLE
 from opt_distributed.layout.layouts import AS_IT_CAME
-from opt_distributed.layout.padding import SHARD_MULTIPLE
 from opt_kernels.codecs import BLOCK
 from opt_paramgroups import ParamId, ParamMeta
 

@@ -3,8 +3,17 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from opt_distributed.layout.layout import Bucket, Layout, ParamShape, Slot, check_plannable
-from opt_distributed.layout.padding import SHARD_MULTIPLE, bucket_multiple, round_up, start_multiple
+from opt_distributed.layout.layout import (
+    SHARD_MULTIPLE,
+    Bucket,
+    Layout,
+    ParamShape,
+    Slot,
+    bucket_multiple,
+    check_plannable,
+    round_up,
+    start_multiple,
+)
 
 
 def flat_layout(

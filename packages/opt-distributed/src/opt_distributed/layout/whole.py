@@ -5,8 +5,17 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heapreplace
 from math import prod
 
-from opt_distributed.layout.layout import Bucket, Layout, ParamShape, Slot, check_plannable
-from opt_distributed.layout.padding import SHARD_MULTIPLE, bucket_multiple, round_up, start_multiple
+from opt_distributed.layout.layout import (
+    SHARD_MULTIPLE,
+    Bucket,
+    Layout,
+    ParamShape,
+    Slot,
+    bucket_multiple,
+    check_plannable,
+    round_up,
+    start_multiple,
+)
 
 MIN_LARGEST = 2
 """A bucket holds this many times the elements of its largest parameter (or `num_shards` times, if that is less).

@@ -1,23 +1,19 @@
 """Check, when the optimizer is built, that a plan's step can be captured as a CUDA graph."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OnHost, Placement
-from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import BufferPlan
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Alone, Comm, group_of
-from opt_distributed.comm.graph import GraphError
+from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.host import HostComm
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
@@ -40,61 +36,16 @@ from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends.elements import is_dense
-from opt_kernels.hooks import HookedUpdate, bare, hooks_of
+from opt_kernels.hooks import HookedUpdate
 from opt_kernels.quantized import quantized
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
-from opt_stack.planning.checks import SEPARATE_NORMS
+from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.hooks import check_start, cut_params, cut_rows
 from opt_stack.planning.plan import Plan, UnitPlan
 from opt_stack.planning.wrapped import averaged_by_torch, reduced_by_megatron
-
-_FIELD = "optimizer_cuda_graph=True"
-_ON_DEVICE = (None, "triton")
-
-
-def check_graphs(plan: Plan, device: torch.device, comms: Iterable[Comm]) -> None:
-    """Raise ConfigError if `optimizer_cuda_graph` is set and the device, a rule or a group does not support capture."""
-    if not plan.config.optimizer_cuda_graph:
-        return
-    try:
-        devices.device_of(device).graph()
-    except GraphError as error:
-        raise ConfigError(f"{_FIELD}: {error}") from error
-    if any(buffer.dtype is FP8 for buffer in plan.buffers):
-        raise ConfigError(f"{_FIELD} with parameters in fp8, which are quantised after the update; set it to False")
-    for unit in plan.units:
-        rule = bare(unit.rule)
-        if not getattr(rule, "capturable", False):
-            raise ConfigError(
-                f"{_FIELD} with optimizer={rule.name!r}: its update reads values on the host, or the rule does not "
-                "declare capturable=True; use another rule, or set it to False"
-            )
-        if rule is not unit.rule:
-            raise ConfigError(
-                f"{_FIELD} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
-                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
-                "elementwise rule), or set it to False"
-            )
-        if Numbers.FP16_SCALED in unit.numbers.values():
-            raise ConfigError(
-                f"{_FIELD} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
-                "memory at every step; use remainders or fp32 main values, or set it to False"
-            )
-        backend = getattr(rule, "backend", None)
-        if backend not in _ON_DEVICE:
-            raise ConfigError(f"{_FIELD} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured")
-    if device.type == "cuda" and find_spec("triton") is None:
-        raise ConfigError(f"{_FIELD}: updates without Triton kernels read values on the host; install triton")
-    for comm in comms:
-        group = group_of(comm)
-        if device.type == "cuda" and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
-            raise ConfigError(
-                f"{_FIELD} with process groups over {dist.get_backend(group)}: only NCCL's collectives can be captured"
-            )
-
 
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
@@ -170,12 +121,13 @@ NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the sep
 def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     """Build the stepper of the plan of `draft`, with tensors on `device`."""
     plan, roles, config = draft.plan, draft.roles, draft.config
-    check_graphs(plan, device, (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp))
-    model = _Model.of(draft, device)
+    check_graphs(draft, device)
+    reduced = reduced_by_megatron(draft.chunks, draft.params)
+    averaged = averaged_by_torch(draft.chunks, draft.params, roles.dense)
     wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
-    plain = {buffer.name: _source(buffer, model) for buffer in plan.buffers if buffer.name not in wrapped}
-    own = {b.name: _quantizing(wrapped.get(b.name) or plain[b.name], b, model) for b in plan.buffers}
-    units = list(_units(model, own))
+    plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
+    own = {b.name: _quantizing(wrapped.get(b.name) or plain[b.name], b, draft) for b in plan.buffers}
+    units = list(_units(draft, device, own))
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
@@ -193,37 +145,8 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
         if config.timers is None
         else timer_spans(config.timers, barrier=config.barrier_with_L1_time),
         graphs=config.optimizer_cuda_graph,
-        peer_sums=PeerSums(plain.values(), draft.metas, roles, qk_layernorm=model.qk_layernorm),
+        peer_sums=PeerSums(plain.values(), draft.metas, roles, qk_layernorm=draft.qk_layernorm),
     )
-
-
-class _Model(NamedTuple):
-    """The live objects that a plan refers to."""
-
-    plan: Plan
-    params: Mapping[ParamId, nn.Parameter]
-    metas: Mapping[ParamId, ParamMeta]
-    roles: Roles
-    device: torch.device
-    group_of: Mapping[ParamId, int]
-    qk_layernorm: bool  # whether gradients of norms of queries and keys are partial
-    reduced: frozenset[ParamId]  # parameters whose main_grad Megatron-Core's wrapper reduces
-    averaged: frozenset[ParamId]  # parameters whose gradients torch's DistributedDataParallel averages
-
-    @classmethod
-    def of(cls, draft: Draft, device: torch.device) -> "_Model":
-        chunks, params, dense = draft.chunks, draft.params, draft.roles.dense
-        return cls(
-            plan=draft.plan,
-            params=params,
-            metas=draft.metas,
-            roles=draft.roles,
-            device=device,
-            group_of={id: index for index, group in enumerate(draft.groups) for id in group["param_ids"]},
-            qk_layernorm=any(map(uses_qk_layernorm, chunks)),
-            reduced=reduced_by_megatron(chunks, params),
-            averaged=averaged_by_torch(chunks, params, dense.dp) if dense.inter.size == 1 else frozenset(),
-        )
 
 
 def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
@@ -259,12 +182,12 @@ def _completed(plan: Plan) -> list[list[str]]:
     return [[name for name, at in last.items() if at == number] for number in range(len(sides))]
 
 
-def _units(model: _Model, sources: Mapping[str, Source]) -> Iterator[Unit]:
-    plan, params, metas, roles = model.plan, model.params, model.metas, model.roles
+def _units(draft: Draft, device: torch.device, sources: Mapping[str, Source]) -> Iterator[Unit]:
+    plan, params, metas, roles = draft.plan, draft.params, draft.metas, draft.roles
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: cut_params(unit, plan.buffers, params, metas, roles) for unit in plan.units}
     rows = {unit.name: cut_rows(unit, plan.buffers, params, metas, roles) for unit in plan.units}
-    host = HostBuilder(plan.config.placement, model.device)
+    host = HostBuilder(plan.config.placement, device)
     for side, completed in zip(_sides(plan), _completed(plan), strict=True):
         planned, on_host = side
         axes = roles.expert if planned.is_expert else roles.dense
@@ -273,7 +196,7 @@ def _units(model: _Model, sources: Mapping[str, Source]) -> Iterator[Unit]:
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(side, model, sources, placed, host)),
+            pieces=list(_pieces(side, draft, sources, placed, host)),
             completes=[sources[name] for name in completed],
             stages=stages_of(placed.values()),
         )
@@ -281,19 +204,25 @@ def _units(model: _Model, sources: Mapping[str, Source]) -> Iterator[Unit]:
         yield from host.parts(unit) if on_host else (unit,)
 
 
-def _source(buffer: BufferPlan, model: _Model) -> Source:
+def _source(
+    buffer: BufferPlan,
+    draft: Draft,
+    device: torch.device,
+    reduced: frozenset[ParamId],  # parameters whose main_grad Megatron-Core's wrapper reduces
+    averaged: frozenset[ParamId],  # parameters whose gradients torch's DistributedDataParallel averages
+) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
-    params = {shape.id: model.params[shape.id] for shape in buffer.params}
-    axes, replicas = _axes(model.roles, buffer), model.roles.dense.num_replicas
-    is_reduced = params.keys() <= model.reduced
+    params = {shape.id: draft.params[shape.id] for shape in buffer.params}
+    axes, replicas = _axes(draft.roles, buffer), draft.roles.dense.num_replicas
+    is_reduced = params.keys() <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
-        check_marks(params, model.metas, model.roles, qk_layernorm=model.qk_layernorm)
+        check_marks(params, draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
     if buffer.kind is AS_IT_CAME:
         outside = {id: _replicas_outside(id, params[id], axes) for id in params}
         return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
     if is_reduced:
         return ReducedMainGrads(params)
-    marked = marked_ids(model.metas, model.roles, qk_layernorm=model.qk_layernorm)
+    marked = marked_ids(draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
     is_marked = not marked.isdisjoint(params)  # then gradients are summed in a buffer
     if axes.num_replicas == 1 and not is_marked:
         return OwnGrads(params, num_replicas=replicas)
@@ -302,23 +231,23 @@ def _source(buffer: BufferPlan, model: _Model) -> Source:
         params,
         param_dtype=buffer.dtype,
         grad_dtype=buffer.grad_dtype,
-        device=model.device,
+        device=device,
         sharded=buffer.kind.is_sharded,
         holds_grads=False,
         allocate=axes.dp.allocate,
     )
-    if params.keys() <= model.averaged and not is_marked:
+    if params.keys() <= averaged and not is_marked:
         return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
-    reduced = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=model.device)
-    return BufferedGrads(reduced, memory, axes, num_replicas=replicas)
+    sums = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=device)
+    return BufferedGrads(sums, memory, axes, num_replicas=replicas)
 
 
-def _quantizing(source: Source, buffer: BufferPlan, model: _Model) -> Source:
+def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> Source:
     """Return the source of a buffer; for fp8 parameters, wrapped in one that quantises them after the update."""
     if buffer.dtype is not FP8:
         return source
-    found = {shape.id: q for shape in buffer.params if (q := quantized(model.params[shape.id])) is not None}
-    return QuantizedSource(source, found, _axes(model.roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
+    found = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
+    return QuantizedSource(source, found, _axes(draft.roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
 def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
@@ -327,12 +256,12 @@ def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Com
 
 def _pieces(
     side: _Side,
-    model: _Model,
+    draft: Draft,
     sources: Mapping[str, Source],
     placed: Mapping[ParamId, PlacedMatrix],
     host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
-    plan, roles = model.plan, model.roles
+    plan, roles = draft.plan, draft.roles
     slots, (unit, on_host) = norm_slots(plan), side
     main: Main | CodedMain | HostMain | QuantizedMain
     rule = unit.rule_of(on_host=on_host)
@@ -342,7 +271,7 @@ def _pieces(
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param, meta, group = model.params[id], model.metas[id], plan.groups[model.group_of[id]]
+            param, meta, group = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             source = sources[buffer.name]
@@ -361,7 +290,7 @@ def _pieces(
                 id=id,
                 param=param,
                 of_param=of_param,
-                group=model.group_of[id],
+                group=draft.group_of[id],
                 source=source,
                 main=main,
                 state=state,

@@ -4,15 +4,21 @@ To add a check, write a function of a `Draft` that raises ConfigError, and its n
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import lcm
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from opt_config import ConfigError, Replicated, WholeParams
 from opt_distributed.buffers.planner import CODED_MULTIPLE
-from opt_distributed.buffers.stored import check_apart, not_trained
-from opt_kernels.hooks import bare
+from opt_distributed.buffers.stored import FP8, check_apart, not_trained
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import group_of
+from opt_distributed.comm.graph import GraphError
+from opt_distributed.step.mains import Numbers
+from opt_kernels.hooks import bare, hooks_of
 from opt_kernels.rules.base import Needs
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.works import StateSpec
@@ -194,3 +200,51 @@ CHECKS: tuple[Callable[[Draft], None], ...] = (
     _check_moments,
     _check_memory,
 )
+
+
+# --- once the device is known -----------------------------------------------------------------------------------------
+
+_GRAPH = "optimizer_cuda_graph=True"
+_ON_DEVICE = (None, "triton")
+
+
+def check_graphs(draft: Draft, device: torch.device) -> None:
+    """Refuse `optimizer_cuda_graph` if the device, a rule or a group does not support capture."""
+    plan, roles = draft.plan, draft.roles
+    if not plan.config.optimizer_cuda_graph:
+        return
+    try:
+        devices.device_of(device).graph()
+    except GraphError as error:
+        raise ConfigError(f"{_GRAPH}: {error}") from error
+    if any(buffer.dtype is FP8 for buffer in plan.buffers):
+        raise ConfigError(f"{_GRAPH} with parameters in fp8, which are quantised after the update; set it to False")
+    for unit in plan.units:
+        rule = bare(unit.rule)
+        if not getattr(rule, "capturable", False):
+            raise ConfigError(
+                f"{_GRAPH} with optimizer={rule.name!r}: its update reads values on the host, or the rule does not "
+                "declare capturable=True; use another rule, or set it to False"
+            )
+        if rule is not unit.rule:
+            raise ConfigError(
+                f"{_GRAPH} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
+                "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
+                "elementwise rule), or set it to False"
+            )
+        if Numbers.FP16_SCALED in unit.numbers.values():
+            raise ConfigError(
+                f"{_GRAPH} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
+                "memory at every step; use remainders or fp32 main values, or set it to False"
+            )
+        backend = getattr(rule, "backend", None)
+        if backend not in _ON_DEVICE:
+            raise ConfigError(f"{_GRAPH} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured")
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError(f"{_GRAPH}: updates without Triton kernels read values on the host; install triton")
+    for comm in (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp):
+        group = group_of(comm)
+        if device.type == "cuda" and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
+            raise ConfigError(
+                f"{_GRAPH} with process groups over {dist.get_backend(group)}: only NCCL's collectives can be captured"
+            )

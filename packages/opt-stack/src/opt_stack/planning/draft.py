@@ -9,6 +9,7 @@ from torch import nn
 
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import WorldSizes
 from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.buffers.synced import SyncedBuffer
@@ -74,6 +75,16 @@ class Draft:
     def rule_of(self) -> dict[ParamId, str]:
         """The name of the rule of each parameter in a group."""
         return {id: group["optimizer"] for group in self.groups for id in group["param_ids"]}
+
+    @cached_property
+    def group_of(self) -> dict[ParamId, int]:
+        """The index of the group of each parameter; read once the groups are complete."""
+        return {id: index for index, group in enumerate(self.groups) for id in group["param_ids"]}
+
+    @cached_property
+    def qk_layernorm(self) -> bool:
+        """Whether gradients of norms of queries and keys are partial."""
+        return any(map(uses_qk_layernorm, self.chunks))
 
     @property
     def wrapped(self) -> dict[int, DistributedDataParallel]:

@@ -63,15 +63,17 @@ def reduced_by_megatron(chunks: Sequence[nn.Module], params: Mapping[ParamId, nn
 
 
 def averaged_by_torch(
-    chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter], replicas: Comm
+    chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter], axes: Axes
 ) -> frozenset[ParamId]:
-    """Return the parameters whose gradients torch's wrapper averages over exactly the ranks of `replicas`.
+    """Return the parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks of `axes`.
 
     The step reduces all others: those of wrappers over other ranks, those that a wrapper ignores, and all of a wrapper
     whose parameters were frozen or unfrozen since it was built.
     """
+    if axes.inter.size > 1:
+        return frozenset()
     wrappers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TorchWrapper)]
-    averaged = {id(param) for wrapper in wrappers if _is_over(wrapper, replicas) for param in _averaged(wrapper)}
+    averaged = {id(param) for wrapper in wrappers if _is_over(wrapper, axes.dp) for param in _averaged(wrapper)}
     if averaged:
         logger.info("gradients are averaged by torch's DistributedDataParallel; the step does not reduce them again")
     return frozenset(name for name, param in params.items() if id(param) in averaged)
