@@ -367,6 +367,10 @@ def test_a_sharded_rule_of_matrices_is_layer_wise(name: str) -> None:
     optimizer = megatron.get_megatron_optimizer(config, [make_model()])
     assert isinstance(optimizer, megatron.LayerWiseDistributedOptimizer)
     assert {group["optimizer"] for group in optimizer.param_groups} == {"soap" if name == "soap" else "muon", "adam"}
+    ddp = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
+    wrapped = megatron.DistributedDataParallel(ddp, make_model(), optimizer_config=config)
+    buffers = megatron.get_megatron_optimizer(config, [wrapped]).plan.buffers
+    assert any("whole parameters" in buffer.name for buffer in buffers)
     groups = megatron._get_param_groups([make_model()], config, None)
     assert [group["optimizer"] for group in groups] == [group["optimizer"] for group in optimizer.param_groups]
     with pytest.raises(opt_stack.ConfigError):

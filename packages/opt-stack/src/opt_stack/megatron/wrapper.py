@@ -12,6 +12,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel as Wra
 from opt_distributed.comm.find import Given
 from opt_distributed.comm.groups import ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
+from opt_stack.megatron.kinds import layer_wise
 
 
 class DistributedDataParallel(Wrapper):
@@ -66,6 +67,8 @@ class DistributedDataParallel(Wrapper):
             options.setdefault("groups", pg_collection)
         per_token = bool(getattr(transformer_config, "calculate_per_token_loss", False))
         options.setdefault("calculate_per_token_loss", per_token)
+        if "optimizer_config" in options:
+            options["optimizer_config"] = layer_wise(options["optimizer_config"])
         number = getattr(module, "vp_stage", None) or 0 if chunk is None else chunk
         super().__init__(ddp_config, module, chunk=number, **options)
         self.transformer_config = transformer_config
