@@ -14,7 +14,6 @@ from elementwise_works import (
     HYPER,
     KEPT,
     ON_BACKENDS,
-    ON_KEPT,
     ON_RULES,
     RULES,
     Kept,
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from opt_kernels.backends.torch_native.tiles import TILE_NUMEL
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Needs
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch
 
@@ -92,14 +90,6 @@ def test_float32_adamw_has_the_bits_of_torchs_fused_adamw() -> None:
     assert torch.equal(ours, theirs)
 
 
-@ON_KEPT
-def test_out_is_the_main_rounded(kept: Kept) -> None:
-    for backend in ("reference", "torch", None):
-        work = run(Adam(backend=backend), kept.work(Adam(), start_of((1025,))))
-        if work.main is not None and work.out is not None:
-            assert torch.equal(work.out, work.main.to(work.out.dtype))
-
-
 NARROW = {
     "bf16": (torch.bfloat16, torch.bfloat16, 2.0**-8),
     "fp16": (torch.float16, torch.float16, 2.0**-11),
@@ -131,18 +121,6 @@ def test_narrow_moments_stay_close_and_are_cut_at_blocks_without_a_trace(
     assert typical < 1e-2 * (4 * rounding) + (2.0**-8 if kept.main is torch.bfloat16 else 0)
 
 
-@pytest.mark.parametrize(("first", "second", "rounding"), NARROW.values(), ids=NARROW.keys())
-def test_both_backends_store_the_same_narrow_moments(first: torch.dtype, second: torch.dtype, rounding: float) -> None:
-    works = []
-    for backend in ("reference", "torch"):
-        rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend=backend)
-        works.append(run(rule, KEPT["fp32"].work(rule, start_of((300,))), steps=1))
-    reference, fast = ([work.state[name].float() for name in ("exp_avg", "exp_avg_sq")] for work in works)
-    for one, other in zip(reference, fast):
-        # The last bit of a float32 moment may tip a code to its neighbour, rarely.
-        assert (one != other).float().mean() < 0.02
-
-
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
@@ -163,30 +141,12 @@ def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, ba
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("name", ["adamw", "lion"])
-def test_an_infinite_parameter_stays_infinite_under_decoupled_decay(name: str, backend: str) -> None:
-    rule = RULES[name](backend=backend)
-    work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
-    rule.update_([Batch(HYPER, [work])])
-    assert bool((main_of(work) == -torch.inf).all())
-
-
-@ON_BACKENDS
 def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     # As the gradient of an imaginary part may be.
     lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))
     SGD(backend=backend).update_([Batch(HYPER, [replace(lazy, grad=torch._neg_view(-lazy.grad))])])
     SGD(backend=backend).update_([Batch(HYPER, [plain])])
     assert torch.equal(main_of(lazy), main_of(plain))
-
-
-@ON_RULES
-def test_state_is_what_the_specs_declare(make: Make) -> None:
-    rule = make()
-    state = rule.init_state(torch.empty(7, 5, dtype=torch.bfloat16))
-    assert rule.needs is Needs.ELEMENTS
-    assert {spec.name: spec.dtype for spec in rule.state_specs} == {name: t.dtype for name, t in state.items()}
-    assert all(tensor.shape == (7, 5) and not tensor.any() for tensor in state.values())
 
 
 def test_block_scales_are_declared_and_counted() -> None:

@@ -138,25 +138,6 @@ def test_scalars_may_be_raised_to_any_power(backend: str, gamma: float) -> None:
     assert_as_the_reference(formula, backend, gamma=gamma)
 
 
-def halving(*, lr: float, step: float) -> dict[str, float]:
-    return {"lr": lr / (1 + step // 2)}
-
-
-def floors(p: Any, g: Any, *, lr: Any) -> Any:
-    return p - floor(lr * g)
-
-
-def plain(p: Any, g: Any, *, lr: Any) -> Any:
-    return p - lr * g
-
-
-def test_an_operator_that_formulas_lack_is_refused_with_another() -> None:
-    with pytest.raises(FormulaError, match=r"'step // 2'; allowed are \+ - \* / \*\*, .*in scalars a // b is floor"):
-        Formula(name="halving", states=(), scalars=halving, update=plain)
-    with pytest.raises(FormulaError, match="calls floor on elements, but only scalars may"):
-        Formula(name="floors", states=(), scalars=only_lr, update=floors)
-
-
 KNEE, SLOPE, KIND = 0.75, -0.5, "soft"
 
 

@@ -314,14 +314,6 @@ def test_a_rule_that_maximizes_follows_the_negative_gradient(name: str) -> None:
     assert torch.allclose(main_of(one), main_of(other), rtol=1e-6, atol=1e-6)
 
 
-def test_momentum_zero_leaves_the_buffer_of_a_hooked_rule_as_it_is() -> None:
-    subject = hooked(SGD(backend="torch"), [CautiousDecay()])
-    work = run(subject, Kept().work(subject, start_of()), gradients(steps=1))
-    before = work.state["momentum_buffer"].clone()
-    run(subject, work, gradients(steps=1), momentum=0.0)
-    assert torch.equal(work.state["momentum_buffer"], before)
-
-
 def test_sums_do_not_lose_digits_with_the_size_of_a_parameter() -> None:
     """Sums in float32 over five million elements were off by 1e-4."""
     generator = torch.Generator().manual_seed(0)

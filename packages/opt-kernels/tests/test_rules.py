@@ -146,12 +146,6 @@ def test_a_skipped_step_changes_nothing(formula: Formula) -> None:
     assert not torch.equal(written(work)["main"], before["main"])
 
 
-@EVERY
-def test_maximize_follows_the_negative_gradient(formula: Formula) -> None:
-    down, up = elementwise(formula, backend="torch"), elementwise(formula, backend="torch", maximize=True)
-    assert_same(run(down, work_of(down), grad_scale=-1.0), run(up, work_of(up)))
-
-
 # --- drop-ins --------------------------------------------------------------------------------------------------------
 
 DROP_INS = pytest.mark.parametrize("name", optim.catalogue.__all__)
@@ -273,16 +267,3 @@ def test_a_wrong_number_of_a_group_is_refused_by_name() -> None:
     saved["param_groups"][0]["alpha"] = -2.0
     with pytest.raises(optim.StateDictError, match=r"alpha=-2.0 is not allowed"):
         optimizer.load_state_dict(saved)
-
-
-def test_numbers_of_groups_reach_the_update() -> None:
-    a, b, alone = (torch.nn.Parameter(values(0)) for _ in range(3))
-    both = optim.AdEMAMix([{"params": [a], "alpha": 0.0}, {"params": [b], "alpha": 50.0}], lr=0.01)
-    single = optim.AdEMAMix([alone], lr=0.01, alpha=50.0)
-    for step in range(3):
-        for param in (a, b, alone):
-            param.grad = values(20 + step)
-        both.step()
-        single.step()
-    assert torch.equal(b, alone)
-    assert not torch.equal(a, b)

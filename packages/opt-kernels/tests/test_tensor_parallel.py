@@ -179,17 +179,6 @@ def test_a_part_whose_longer_side_is_the_other_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", TpMode)
-@pytest.mark.parametrize("cut", [Cut(size=4, dim=0), Cut(size=4, dim=1), Cut(size=2, dim=0)], ids=str)
-def test_the_scale_of_namo_is_that_of_the_whole_matrix(mode: TpMode, cut: Cut) -> None:
-    rule = AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=replace(MUON, tp_mode=mode))
-    got, _ = cut_update(rule, MAINS, GRADS, cut)
-    if mode is TpMode.BLOCKWISE:  # each block is another polar factor
-        return
-    for a, b in zip(got, whole_update(rule, MAINS, GRADS, cut.split_rows)):
-        torch.testing.assert_close(a, b, rtol=0, atol=5e-3)
-
-
-@pytest.mark.parametrize("mode", TpMode)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_heads_do_not_depend_on_the_number_of_ranks(mode: TpMode, dim: int) -> None:
     # Twelve heads of four rows, whole on their ranks where rows are dealt: no rank asks for another's.

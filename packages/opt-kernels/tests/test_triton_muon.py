@@ -15,7 +15,7 @@ from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import split_
 from opt_kernels.matrices.muon import Decay, Inputs, MuonStep, rounds
-from opt_kernels.matrices.muon import reference as slow
+from opt_kernels.matrices.muon import torch_native as slow
 from opt_kernels.matrices.muon import triton as fast
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
 from opt_kernels.matrices.stacks import join as joined

@@ -119,16 +119,6 @@ def test_float32_tiles_are_multiplied_as_torch_is_set_to(dtype: torch.dtype, pre
     assert syrk.input_precision(dtype) == expected
 
 
-def test_a_small_product_is_the_same_without_the_kernel(kernel_device: torch.device) -> None:
-    x = matrices(64, 64, torch.float32, kernel_device)
-    torch.testing.assert_close(syrk.symmetric_product(x, x.mT), syrk.halved_product(x, x.mT), rtol=1e-5, atol=1e-6)
-
-
-def test_an_empty_batch_gives_an_empty_result(kernel_device: torch.device) -> None:
-    x = torch.empty(0, 4, 4, device=kernel_device)
-    assert syrk.halved_product(x, x.mT).shape == (0, 4, 4)
-
-
 @pytest.mark.skipif(not HAS_DESCRIPTORS, reason="this Triton has no descriptors on the host")
 def test_every_product_of_a_layout_reads_its_own_matrix(kernel_device: torch.device) -> None:
     first, second = (matrices(264, 136, torch.float32, kernel_device) + shift for shift in (0.0, 1.0))

@@ -1,15 +1,20 @@
 """Formulas that mean nothing, or mean another thing to another backend: refused when they are declared."""
 
 import functools
+import linecache
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from opt_kernels.formulas import Choice, Formula, FormulaError, Number, NumberError, State, fma, maximum, sqrt, where
+from opt_kernels import formulas
+from opt_kernels.formulas import Choice, Formula, FormulaError, Number, NumberError, State, fma, where
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import Batch, Hyper, Work
+
+LIMITS = (3.0, 4.0)
 
 
 def scalars(*, lr: float) -> dict[str, float]:
@@ -20,194 +25,163 @@ def update(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
     return p - lr * g, m
 
 
+def recursive(x: Any) -> Any:
+    return recursive(x)
+
+
+def branching(x: Any) -> Any:
+    if x > 0:
+        x = -x
+    return x
+
+
+def around(update: Any = lambda p, g, m, *, lr: (p - lr * g, m)) -> Any:
+    return update
+
+
+def doubled(function: Any) -> Any:
+    @functools.wraps(function)
+    def twice(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
+        return function(p, 2 * g, m, lr=lr)
+
+    return twice
+
+
+@doubled
+def decorated(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
+    return p - lr * g, m
+
+
 def declared(**changes: Any) -> Formula:
     fields: dict[str, Any] = {"name": "mine", "states": (State("m"),), "scalars": scalars, "update": update}
     return Formula(**fields | changes)
 
 
-# --- updates ----------------------------------------------------------------------------------------------------------
+def function_of(head: str, body: str) -> Callable[..., Any]:
+    """A function of this module from its source, which formulas find as if it were in a file."""
+    source = f"def {head}:\n" + "".join(f"    {line}\n" for line in body.split("\n"))
+    file = f"<{head} {body}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = {**vars(formulas), **globals()}
+    exec(compile(source, file, "exec"), names)
+    made: Callable[..., Any] = names[head.partition("(")[0]]
+    return made
 
 
-def used_before(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    before = late  # type: ignore[has-type,used-before-def]  # noqa: F821
-    late = g
-    return p - lr * before * late, m
+UPDATES = {
+    "before = late\nlate = g\nreturn p - lr * before * late, m": "reads late, which is not defined there",
+    "if lr > 0:\n    way = g\nreturn p - lr * way, m": "reads way, which is not defined there",
+    "sqrt = g\nreturn p - lr * sqrt, m": "has a variable 'sqrt', which is the name of a function",
+    "return p - lr * sqrt(g, m), m": "calls sqrt(g, m) with 2 arguments; sqrt takes 1",
+    "return p - lr * maximum(g), m": "calls maximum(g) with 1 arguments; maximum takes 2",
+    "return p - lr * torch.sin(g), m": "calls torch.sin(g); a formula may call",
+    "return p - g / 0 * lr, m": "'g / 0' divides by zero",
+    "return p - lr * maximum(g, 1e39), m": "has the constant 1e+39, which is not a float32 number",
+    "return p - lr * g / (m + 1e-50), m": "has the constant 1e-50, which is not a float32 number",
+    "return p - lr * g * 1j, m": "the constant '1j' is neither a number nor a string",
+    "return p - lr * g * (1 / 0), m": "the constant '1 / 0' cannot be computed: division by zero",
+    '"""Nothing."""': "must end with `return p, m`",
+    "return p - lr * g": "must end with `return p, m`",
+    "for _ in (1, 2):\n    p = p - lr * g\nreturn p, m": "may not contain",
+    "if g > 0:\n    p = p - lr * g\nreturn p, m": "`if g > 0` branches on elements (g)",
+    "return p - lr * g if g > 0 else p, m": "`if g > 0` branches on elements (g)",
+    "return where(g > 0 and p > 0, p - lr, p), m": "elements (g, p); combine comparisons of elements with & and |",
+    "return where(g > 0 & p > 0, p - lr, p), m": "to combine them, as in (a > 0) & (b > 0)",
+    "return p - lr * LIMITS, m": "reads LIMITS, which is not defined",
+    "return p - lr * floor(g), m": "calls floor on elements, but only scalars may",
+    "return p - lr * recursive(g), m": "does not call itself",
+    "return p - lr * branching(g), m": "a helper of a formula may contain assignments",
+    "return p - lr * branching(g, p), m": "with 2 arguments; branching takes 1",
+}
 
 
-def set_in_one_branch(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    if lr > 0:
-        direction = g
-    return p - lr * direction, m
-
-
-def shadows_a_function(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    sqrt = g
-    return p - lr * sqrt, m
-
-
-def too_many_arguments(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * sqrt(g, m), m  # type: ignore[call-arg]
-
-
-def too_few_arguments(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * maximum(g), m  # type: ignore[call-arg]
-
-
-def divides_by_zero(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - g / 0 * lr, m
-
-
-def constant_that_overflows(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * maximum(g, 1e39), m
-
-
-def constant_that_underflows(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * g / (m + 1e-50), m
-
-
-def complex_constant(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * g * 1j, m
-
-
-def impossible_constant(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    return p - lr * g * (1 / 0), m
-
-
-def only_a_docstring(p: Any, g: Any, m: Any, *, lr: Any) -> Any:
-    """Nothing."""
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (used_before, "reads late, which is not defined there"),  # C++ read memory that nobody had written
-        (set_in_one_branch, "reads direction, which is not defined there"),
-        (shadows_a_function, "has a variable 'sqrt', which is the name of a function"),
-        (too_many_arguments, "calls sqrt(g, m) with 2 arguments; sqrt takes 1"),
-        (too_few_arguments, "calls maximum(g) with 1 arguments; maximum takes 2"),
-        (divides_by_zero, "'g / 0' divides by zero"),
-        (constant_that_overflows, "has the constant 1e+39, which is not a float32 number"),
-        (constant_that_underflows, "has the constant 1e-50, which is not a float32 number"),
-        (complex_constant, "the constant '1j' is neither a number nor a string"),
-        (impossible_constant, "the constant '1 / 0' cannot be computed: division by zero"),
-        (only_a_docstring, "must end with `return p, m`"),
-        (max, "<built-in function max> is not a function"),
-        (functools.partial(update), "is not a function; define it with `def` in a file"),
-    ],
-    ids=lambda case: getattr(case, "__name__", ""),
-)
-def test_an_update_that_cannot_be_right_is_refused(wrong: Any, message: str) -> None:
+@pytest.mark.parametrize(("body", "message"), UPDATES.items())
+def test_an_update_that_cannot_be_right_is_refused(body: str, message: str) -> None:
     with pytest.raises(FormulaError, match=re.escape(message)) as caught:
-        declared(update=wrong)
+        declared(update=function_of("update(p, g, m, *, lr)", body))
     assert "formula 'mine'" in str(caught.value)
 
 
-def assigns_a_choice(p: Any, g: Any, m: Any, *, lr: Any, gain: Any) -> Any:
-    gain = gain * 2
-    return p - lr * gain * g, m
-
-
-def adds_to_a_choice_in_a_branch(p: Any, g: Any, m: Any, *, lr: Any, gain: Any) -> Any:
-    if lr > 1:
-        gain += 1.0
-    return p - lr * gain * g, m
-
-
-@pytest.mark.parametrize("wrong", [assigns_a_choice, adds_to_a_choice_in_a_branch])
-def test_an_update_that_assigns_a_choice_is_refused(wrong: Any) -> None:
+@pytest.mark.parametrize("body", ["gain = gain * 2", "if lr > 1:\n    gain += 1.0"])
+def test_an_update_that_assigns_a_choice_is_refused(body: str) -> None:
     # Compiled sweeps went on with the declared value, while torch's operations took the new one.
-    with pytest.raises(FormulaError, match=f"{wrong.__name__} assigns gain, which is a choice"):
+    wrong = function_of("update(p, g, m, *, lr, gain)", f"{body}\nreturn p - gain * lr, m")
+    with pytest.raises(FormulaError, match="update assigns gain, which is a choice"):
         declared(update=wrong, choices=(Choice("gain", 1.0, (1.0, 2.0)),))
 
 
-# --- scalars ----------------------------------------------------------------------------------------------------------
+SCALARS = {
+    'return {"lr": lr, "m": lr}': "declares the scalar 'm', which `update` does not read",  # Triton read the state
+    'return {"lr": lr, "g": lr}': "declares the scalar 'g', which `update` does not read",
+    'return {"lr": lr, "lr": 2 * lr}': "scalars returns 'lr' twice",  # Triton took the first
+    'return {"lr": lr, "decay": 1 - lr}': "declares the scalar 'decay', which `update` does not read",
+    'if step > 1:\n    rate = lr\nreturn {"lr": rate}': "reads rate, which is not defined there",
+    'return {"lr": lr * 1e999}': "has the constant inf; constants are finite",
+    'return {"lr": lr * LIMITS}': "reads LIMITS, which is not defined",
+    'return {"lr": sum(lr for _ in range(3))}': "a formula may call",
+    'return {"lr": lr / (1 + step // 2)}': "'step // 2'; allowed are + - * / **, names and calls; in scalars a // b is",
+}
 
 
-def named_as_a_state(*, lr: float) -> dict[str, float]:
-    return {"lr": lr, "m": lr}
-
-
-def named_as_the_gradient(*, lr: float) -> dict[str, float]:
-    return {"lr": lr, "g": lr}
-
-
-def twice(*, lr: float) -> dict[str, float]:
-    return {"lr": lr, "lr": 2 * lr}  # noqa: F601
-
-
-def unused(*, lr: float) -> dict[str, float]:
-    return {"lr": lr, "decay": 1 - lr}
-
-
-def set_in_one_branch_of_scalars(*, lr: float, step: float) -> dict[str, float]:
-    if step > 1:
-        rate = lr
-    return {"lr": rate}
-
-
-def infinite(*, lr: float) -> dict[str, float]:
-    return {"lr": lr * 1e999}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (named_as_a_state, "declares the scalar 'm', which `update` does not read"),  # Triton read it for the state
-        (named_as_the_gradient, "declares the scalar 'g', which `update` does not read"),
-        (twice, "twice returns 'lr' twice"),  # Triton took the first
-        (unused, "declares the scalar 'decay', which `update` does not read"),
-        (set_in_one_branch_of_scalars, "reads rate, which is not defined there"),
-        (infinite, "has the constant inf; constants are finite"),
-        (None, "None is not a function"),
-    ],
-    ids=lambda case: getattr(case, "__name__", ""),
-)
-def test_scalars_that_cannot_be_right_are_refused(wrong: Any, message: str) -> None:
+@pytest.mark.parametrize(("body", "message"), SCALARS.items())
+def test_scalars_that_cannot_be_right_are_refused(body: str, message: str) -> None:
     with pytest.raises(FormulaError, match=re.escape(message)) as caught:
-        declared(scalars=wrong)
+        declared(scalars=function_of("scalars(*, lr, step)", body))
     assert "formula 'mine'" in str(caught.value)
 
 
-# --- what is declared beside them -------------------------------------------------------------------------------------
+TWICE = (State("m"), State("m"))
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": "my rule"}, "formula 'my rule' has the name 'my rule'"),
+    ({"title": "My Rule"}, "has the name 'My Rule'"),
+    ({"update": max}, "<built-in function max> is not a function"),
+    ({"update": functools.partial(update)}, "is not a function; define it with `def` in a file"),
+    ({"update": lambda p, g, m: (p, m)}, "a lambda cannot be translated"),
+    ({"update": around()}, "a lambda cannot be translated"),
+    ({"update": decorated}, "decorated is decorated, which backends would ignore"),
+    ({"scalars": None}, "None is not a function"),
+    ({"states": [State("m")]}, "pass a tuple of State(...)"),
+    ({"states": ("m",)}, "pass a tuple of State(...)"),
+    ({"states": TWICE}, "its positional parameters must be p, g, m, m"),
+    ({"states": ()}, "its positional parameters must be p, g: the main"),
+    ({"states": (State("step"),), "update": function_of("update(p, g, step, *, lr)", "return p - lr * g, step")},
+     "'step' as a state and as a reserved name"),
+    ({"states": (State("m", when="amsgrad"),)}, "depends on a choice that is not declared"),
+    ({"states": (State("m", when="has_m"),), "choices": (Choice("has_m", False),),
+      "update": function_of("update(p, g, m, *, lr)", "return p - lr * m, m")}, "reads m, which is not defined"),
+    ({"numbers": {"alpha": 0.5}}, "pass a tuple of Number(...)"),
+    ({"numbers": (Number("alpha", 0.5),)}, "declares the number 'alpha', which `scalars` does not read"),
+    ({"numbers": (Number("lr", 1.0), Number("lr", 2.0))}, "numbers lr, lr: one of them is declared"),
+    ({"numbers": (Number("m_scale", 1.0),)}, "'m_scale' as a state's scale and as a number"),
+    ({"numbers": (Number("m", 1.0),)}, "has 'm' as a state and as a number"),
+    ({"choices": (Choice("lr", False),)}, "has 'lr' as a number and as a choice"),
+    ({"choices": (Choice("mode", True),)}, "declares the choice 'mode', which `scalars` or `update` does not read"),
+    ({"constants": (("nesterov", True),)}, "nesterov=True: formula 'mine' has"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"name": "my rule"}, "formula 'my rule' has the name 'my rule'"),
-        ({"title": "My Rule"}, "has the name 'My Rule'"),
-        ({"states": [State("m")]}, "pass a tuple of State(...)"),
-        ({"states": ("m",)}, "pass a tuple of State(...)"),
-        ({"numbers": {"alpha": 0.5}}, "pass a tuple of Number(...)"),
-        ({"states": (State("m", when="amsgrad"),)}, "depends on a choice that is not declared"),
-        ({"numbers": (Number("alpha", 0.5),)}, "declares the number 'alpha', which `scalars` does not read"),
-        ({"choices": (Choice("mode", True),)}, "declares the choice 'mode', which `scalars` or `update` does not read"),
-    ],
-    ids=lambda case: str(case)[:30],
-)
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_declarations_without_a_meaning_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(FormulaError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         declared(**changes)
 
 
-def test_the_default_of_a_choice_is_allowed() -> None:
+def test_values_that_numbers_and_choices_do_not_have_are_refused() -> None:
     with pytest.raises(NumberError, match="mode='c' is not allowed; pass 'a' or 'b'"):
         Choice("mode", "c", ("a", "b"))
-
-
-def by_warmup(*, lr: float, warmup: float) -> dict[str, float]:
-    return {"lr": lr / warmup}
+    with pytest.raises(ValueError, match="only `betas` may be a tuple"):
+        Number("etas", (0.5, 1.2))
+    with pytest.raises(FormulaError, match=r"read gain, which is not declared.*numbers=\(Number\('gain', 1.0, low=0"):
+        declared(scalars=function_of("scalars(*, lr, gain)", 'return {"lr": lr * gain}'))
 
 
 def test_numbers_without_scalars_are_named() -> None:
     """A ZeroDivisionError named neither the rule nor the number."""
+    by_warmup = function_of("by_warmup(*, lr, warmup)", 'return {"lr": lr / warmup}')
     rule = elementwise(declared(scalars=by_warmup, numbers=(Number("warmup", 1.0, low=0.0),)))
     main = torch.ones(3)
     work = Work(grad=main, main=main, state=rule.init_state(main))
-    with pytest.raises(
-        NumberError,
-        match=r"the scalars of formula 'mine' cannot be computed from lr=0.1, warmup=0.0: .*division by zero",
-    ):
+    with pytest.raises(NumberError, match=r"'mine' cannot be computed from lr=0.1, warmup=0.0: .*division by zero"):
         rule.update_([Batch(Hyper(lr=0.1, own={"warmup": 0.0}), [work])])
 
 
@@ -244,3 +218,45 @@ def test_numbers_alone_have_the_bits_of_the_compiled_backends(backend: str, defa
         torch.set_default_dtype(torch.float32)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[2], found[3])
+
+
+def augmented(p: Any, g: Any, last: Any, trace: Any, *, lr: Any) -> Any:
+    last = p
+    g *= 2
+    trace += g
+    lr /= g * g + 1
+    p -= lr * trace
+    return p, last, trace
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "cpp"])
+def test_an_augmented_assignment_changes_no_other_name_and_no_gradient(backend: str) -> None:
+    # On the first two, `last` was the new main, the gradient of float32 parameters doubled, and lr had no room for g.
+    formula = declared(states=(State("last"), State("trace")), update=augmented)
+    p, g, trace = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0, 0.0]), torch.tensor([0.0, 1.0, 2.0])
+    work = Work(grad=g.clone(), main=p.clone(), state={"last": torch.zeros(3), "trace": trace.clone()})
+    elementwise(formula, backend=backend).update_([Batch(Hyper(lr=0.25), [work])])
+    assert torch.equal(work.grad, g)
+    assert torch.equal(work.state["last"], p)
+    assert torch.equal(work.state["trace"], trace + 2 * g)
+    assert work.main is not None
+    assert torch.equal(work.main, p - 0.25 / (4 * g * g + 1) * (trace + 2 * g))
+
+
+def averaged(p: Any, m: Any, *, lr: Any) -> Any:
+    m *= lr
+    p += m
+    return p
+
+
+def trained(p: Any, m: Any, *, lr: Any) -> Any:
+    return p - m * lr
+
+
+def test_an_evaluation_changes_neither_weights_nor_states() -> None:
+    # It wrote to the live main of an optimizer.
+    p, m = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 8.0])
+    formula = declared(evaluation=(averaged, trained))
+    assert torch.equal(formula.evaluated(p, {"m": m}, Hyper(lr=0.5)), torch.tensor([3.0, 6.0]))
+    assert torch.equal(p, torch.tensor([1.0, 2.0]))
+    assert torch.equal(m, torch.tensor([4.0, 8.0]))

@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas import functions
-from opt_kernels.formulas.syntax import FUNCTIONS, body_of, is_constant, is_square_or_cube, parameters_of, source_of
+from opt_kernels.formulas.syntax import body_of, function_of, is_constant, is_square_or_cube, parameters_of, source_of
 
 
 @cache
@@ -34,16 +33,7 @@ def _compiled(function: Callable[..., Any], body: list[ast.stmt]) -> Callable[..
     """A function with this body; `function` itself if it has the same."""
     if [*map(ast.dump, body)] == [*map(ast.dump, source_of(function))]:
         return function
-    positional, named = parameters_of(function)
-    head = ast.parse(f"def made({', '.join([*positional, *(['*'] if named else []), *named])}): pass").body[0]
-    assert isinstance(head, ast.FunctionDef)
-    head.body = body
-    names: dict[str, Any] = {function: getattr(functions, function) for function in FUNCTIONS}
-    names["quotient"] = quotient
-    module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))
-    exec(compile(module, f"<{function.__qualname__} of a formula>", "exec"), names)
-    made: Callable[..., Any] = names["made"]
-    return made
+    return function_of(body, *parameters_of(function), like=function, quotient=quotient)
 
 
 class _ForTorch(ast.NodeTransformer):

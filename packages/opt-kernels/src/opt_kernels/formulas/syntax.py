@@ -41,6 +41,8 @@ def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
     """The statements of a function as written, without its docstring. Raises FormulaError if it has no source."""
     parameters_of(function)
     name = function.__qualname__
+    if hasattr(function, "statements"):  # by `function_of`
+        return deepcopy(list(function.statements))
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except OSError as error:
@@ -219,6 +221,22 @@ def decided(test: ast.expr, constants: Mapping[str, Constant]) -> ast.expr | boo
         return deciding
     remaining = [part for part in parts if isinstance(part, ast.expr)]
     return remaining[0] if len(remaining) == 1 else ast.BoolOp(test.op, remaining)
+
+
+def function_of(
+    body: Sequence[ast.stmt], positional: Sequence[str], named: Sequence[str], *, like: Callable[..., Any], **names: Any
+) -> Callable[..., Any]:
+    """A function of these statements and parameters, with the name and the module's docstring of another one. It may
+    call the functions of formulas and `names`."""
+    head = ast.parse(f"def made({', '.join([*positional, *(['*'] if named else []), *named])}): pass").body[0]
+    assert isinstance(head, ast.FunctionDef)
+    head.body = list(body)
+    scope: dict[str, Any] = {**_FUNCTIONS, **names, "__doc__": like.__globals__.get("__doc__")}
+    module = ast.fix_missing_locations(ast.Module([head], type_ignores=[]))
+    exec(compile(module, f"<{like.__qualname__} of a formula>", "exec"), scope)
+    made: Any = scope["made"]
+    made.__qualname__, made.statements = like.__qualname__, tuple(head.body)
+    return made  # type: ignore[no-any-return]
 
 
 def is_square_or_cube(exponent: ast.expr) -> bool:

@@ -10,18 +10,14 @@ Elements that are not masked have the bits of the formula alone.
 """
 
 import ast
-import linecache
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from opt_kernels.formulas import functions
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import FUNCTIONS, body_of, parameters_of, scalar_expressions
+from opt_kernels.formulas.syntax import body_of, function_of, parameters_of, scalar_expressions
 from opt_kernels.hooks.values import CautiousDecay, CoupledDecay, Hook, HookError, LrDecoupledDecay
 from opt_kernels.works import Hyper
 
@@ -51,31 +47,28 @@ def _parts(hook: Hook) -> _Parts:
 def with_hook(formula: Formula, hook: Hook) -> Formula:
     """`formula` with the decay of `hook` instead of its own.
 
-    Raises HookError if the hook needs u, and the update without weight decay is not p - lr u(g, states).
+    If the hook needs u, the update without weight decay must be p - lr u(g, states), which `hooked` checks.
     """
     parts = _parts(hook)
-    if parts.kept is not None and not is_separable(formula):
-        raise HookError(
-            f"{hook!r} with rule {formula.name!r}: the hook needs an update of the form p - lr u, with u independent "
-            "of the weights; leave the hook out for this rule"
-        )
+    statements, scalars = scalar_expressions(formula.scalars)
+    values = {**dict(scalars), "hook_scalar": ast.Name("hook_scalar", ast.Load())}
+    positional, named = parameters_of(formula.update)
+    before, body, added = list(parts.before), list(body_of(formula.update)), ["hook_scalar"]
+    if parts.kept is not None:
+        values["hook_zero"] = ast.Constant(0.0)
+        added.append("hook_zero")
+        before += ["hook_p = p", "p = hook_zero"]
+        body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
+    first = ast.parse(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0").body
+    last = ast.Return(ast.Dict([ast.Constant(name) for name in values], list(values.values())))
+    numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
     return replace(
         formula,
-        scalars=_function("scalars", _scalars_source(formula, parts), formula, hook),
-        update=_function("update", _update_source(formula, parts), formula, hook),
+        scalars=function_of([*first, *statements, last], [], numbers, like=formula.scalars),
+        update=function_of(
+            [*ast.parse("\n".join(before)).body, *_flat(body)], positional, [*named, *added], like=formula.update
+        ),
     )
-
-
-def is_separable(formula: Formula) -> bool:
-    """Whether the step without weight decay is independent of the weights, by a trial in float64."""
-    generator = torch.Generator().manual_seed(0)
-    p, g, *states = (torch.randn(64, generator=generator, dtype=torch.float64) for _ in range(2 + len(formula.states)))
-    values = {state.name: x if state.signed else x.square() for state, x in zip(formula.states, states)}
-    scalars = formula.scalars_of(replace(hyper_of(formula), lr=0.125, weight_decay=0.0, step=3))
-    at_p, *states_at_p = formula.updated(p, g, values, scalars)
-    at_0, *states_at_0 = formula.updated(torch.zeros_like(p), g, values, scalars)
-    same_states = all(map(torch.equal, states_at_p, states_at_0))
-    return same_states and torch.allclose(at_p - p, at_0, rtol=1e-12, atol=1e-12)
 
 
 def hyper_of(formula: Formula) -> Hyper:
@@ -84,25 +77,8 @@ def hyper_of(formula: Formula) -> Hyper:
     return Hyper(lr=0.0, betas=betas) if isinstance(betas, tuple) else Hyper(lr=0.0)
 
 
-def _scalars_source(formula: Formula, parts: _Parts) -> list[str]:
-    statements, scalars = scalar_expressions(formula.scalars)
-    names = dict.fromkeys((*formula.number_names, "lr", "weight_decay"))
-    pairs = [f"{name!r}: {ast.unparse(value)}" for name, value in scalars]
-    pairs += ["'hook_scalar': hook_scalar", *([] if parts.kept is None else ["'hook_zero': 0.0"])]
-    lines = [f"hook_scalar = {parts.scalar}", "weight_decay = 0.0", *_lines(statements)]
-    return [f"def scalars(*, {', '.join(names)}):", *_indented([*lines, f"return {{{', '.join(pairs)}}}"])]
-
-
-def _update_source(formula: Formula, parts: _Parts) -> list[str]:
-    positional, named = parameters_of(formula.update)
-    added, body = ["hook_scalar"], list(body_of(formula.update))
-    before = list(parts.before)
-    if parts.kept is not None:
-        added += ["hook_zero"]
-        before += ["hook_p = p", "p = hook_zero"]
-        body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
-    lines = [*before, *_lines(body)]
-    return [f"def update({', '.join(positional)}, *, {', '.join([*named, *added])}):", *_indented(lines)]
+def _flat(body: Iterable[ast.stmt | list[ast.stmt]]) -> list[ast.stmt]:
+    return [s for statement in body for s in (statement if isinstance(statement, list) else [statement])]
 
 
 class _Returns(ast.NodeTransformer):
@@ -116,23 +92,3 @@ class _Returns(ast.NodeTransformer):
         step, *states = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         results = ", ".join([f"{self.kept} + hook_step", *map(ast.unparse, states)])
         return ast.parse(f"hook_step = {ast.unparse(step)}\nreturn {results}").body
-
-
-def _function(name: str, lines: list[str], formula: Formula, hook: Hook) -> Callable[..., Any]:
-    """The function that the source defines. `inspect.getsource` finds its source, which every backend translates."""
-    source = "\n".join([*lines, ""])
-    file = f"<opt_kernels {name} of {formula.name} with {hook!r} {id(formula.update)}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names: dict[str, Any] = {function: getattr(functions, function) for function in FUNCTIONS}
-    names["__doc__"] = formula.description
-    exec(compile(source, file, "exec"), names)
-    made: Callable[..., Any] = names[name]
-    return made
-
-
-def _lines(statements: Iterable[ast.AST]) -> list[str]:
-    return [line for statement in statements for line in ast.unparse(statement).splitlines()]
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [f"    {line}" for line in lines]

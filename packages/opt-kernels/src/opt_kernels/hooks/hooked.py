@@ -31,9 +31,12 @@ def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:
         raise HookError(
             f"hooks {hooks!r} for rule {rule.name!r}, which already has {hooks_of(rule)!r}; pass all of them at once"
         )
+    of_gradients = all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks)
     if isinstance(rule, ElementwiseRule) and all(hook.is_elementwise for hook in hooks):
+        if not of_gradients:
+            _check_separable(rule, hooks)
         return replace(rule, formula=reduce(with_hook, hooks, rule.formula), hooks=hooks)
-    if all(isinstance(hook, CentralizeGradient | CoupledDecay) for hook in hooks):
+    if of_gradients:
         return HookedUpdate(rule=rule, hooks=hooks)
     decays = reads_weight_decay(rule) or any(hook.decays for hook in hooks)
     return HookedUpdate(rule=rule, hooks=hooks, couples=_couples(rule, hooks), decays=decays)
@@ -83,18 +86,24 @@ def shape_problem(hook: Hook, needs: Needs, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def _couples(rule: Rule, hooks: Hooks) -> bool:
-    """Whether `rule` adds its decay to the gradient. Raises HookError for a rule that does not support the hooks."""
-    needs = [repr(hook) for hook in hooks if not isinstance(hook, CentralizeGradient)]
+def _check_separable(rule: Rule, hooks: Hooks) -> str:
+    """Raise HookError for a rule whose step depends on the weights. Returns the hook that needs it, for messages."""
+    needs = next(repr(hook) for hook in hooks if not isinstance(hook, CentralizeGradient))
     try:
         separable = _moves_as(HookedUpdate(rule=rule, hooks=()), weight_decay=0.0)
     except Exception as error:  # any exception: the rule may be the caller's code
-        raise HookError(f"{needs[0]} with rule {rule.name!r}: a trial step failed: {error!r}") from error
+        raise HookError(f"{needs} with rule {rule.name!r}: a trial step failed: {error!r}") from error
     if not separable:
         raise HookError(
-            f"{needs[0]} with rule {rule.name!r}: the hook needs an update of the form p - lr u, with u independent of "
+            f"{needs} with rule {rule.name!r}: the hook needs an update of the form p - lr u, with u independent of "
             "the weights and of lr; leave the hook out for this rule"
         )
+    return needs
+
+
+def _couples(rule: Rule, hooks: Hooks) -> bool:
+    """Whether `rule` adds its decay to the gradient. Raises HookError for a rule that does not support the hooks."""
+    needs = _check_separable(rule, hooks)
     if any(hook.decays for hook in hooks) or not reads_weight_decay(rule):
         return False  # the rule's own is not used
     for couples in (False, True):
@@ -102,12 +111,12 @@ def _couples(rule: Rule, hooks: Hooks) -> bool:
             return couples
     if torch.equal(next(_tried(_on_cpu(rule), weight_decay=0.25))[0], _trial_values(rule)[0]):
         raise HookError(
-            f"{needs[0]} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
+            f"{needs} with rule {rule.name!r}, whose first step changes no weights, not even by weight decay, but "
             "the hook would decay them; pass weight decay as a hook, too: CautiousDecay(), LrDecoupledDecay(max_lr) or "
             "CoupledDecay(), which decays from the first step on"
         )
     raise HookError(
-        f"{needs[0]} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; pass a hook that "
+        f"{needs} with rule {rule.name!r}, whose weight decay is neither p - lr wd p nor g + wd p; pass a hook that "
         "replaces it: CautiousDecay(), LrDecoupledDecay(max_lr) or CoupledDecay()"
     )
 

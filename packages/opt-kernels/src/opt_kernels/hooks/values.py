@@ -179,16 +179,13 @@ def checked(hooks: Sequence[Hook]) -> Hooks:
         raise HookError(
             f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; set only one of them"
         )
-    scaled = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate)]
-    if scaled and any(isinstance(hook, Hyperball) for hook in hooks):
-        raise HookError(
-            f"hooks has {scaled[0]!r} and Hyperball, which sets the update's norm itself; set only one of them"
-        )
-    after_floor = [hook for hook in hooks if isinstance(hook, ClipUpdateRms | RelativeUpdate | Hyperball)]
-    if after_floor and any(isinstance(hook, RowFloor) for hook in hooks):
-        raise HookError(
-            f"hooks has {after_floor[0]!r} and RowFloor, which changes the update's norm; set only one of them"
-        )
+    for kind, others, why in (
+        (Hyperball, (ClipUpdateRms, RelativeUpdate), "which sets the update's norm itself"),
+        (RowFloor, (ClipUpdateRms, RelativeUpdate, Hyperball), "which changes the update's norm"),
+    ):
+        conflicting = [hook for hook in hooks if isinstance(hook, others)]
+        if conflicting and kind in kinds:
+            raise HookError(f"hooks has {conflicting[0]!r} and {kind.__name__}, {why}; set only one of them")
     return tuple(hooks)
 
 

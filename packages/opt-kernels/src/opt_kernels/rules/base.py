@@ -5,7 +5,7 @@ A rule holds structure only. `Hyper` passes what varies between steps and groups
 
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -43,7 +43,10 @@ class Rule(Protocol):
         ...
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        """The state before the first step, for one parameter (or run of elements) of the shape and device of `main`."""
+        """The state before the first step, for one parameter (or run of elements) of the shape and device of `main`.
+
+        With states that depend on how rows are split (`StateSpec.by_part`), it takes a `MatrixSpec`, too.
+        """
         ...
 
     def update_(
@@ -96,21 +99,13 @@ def sums_gradients(rule: Rule) -> bool:
     return bool(getattr(rule, "sums_gradients", False))
 
 
-class SplitStateRule(Rule, Protocol):
-    """A rule whose state depends on how rows are split into separate matrices, see `StateSpec.by_part`."""
-
-    def init_state(self, main: Tensor, matrix: MatrixSpec = ...) -> dict[str, Tensor]:
-        """`Rule.init_state` of a parameter that is split by `matrix`."""
-        ...
-
-
 class RuleStateError(ValueError):
     """A state of a parameter that differs from what its rule declares."""
 
 
 def init_state(rule: Rule, main: Tensor, matrix: MatrixSpec, *, of: str = "") -> dict[str, Tensor]:
     """`rule.init_state`, by part if the state of the rule depends on the split. Raises the error of `check_states`."""
-    states = cast(SplitStateRule, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
+    states = cast(Any, rule).init_state(main, matrix) if keeps_parts(rule) else rule.init_state(main)
     check_states(rule, states, main.shape, matrix, of=of)
     return states
 

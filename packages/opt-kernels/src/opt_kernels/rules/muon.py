@@ -10,8 +10,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
-from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep
 from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS

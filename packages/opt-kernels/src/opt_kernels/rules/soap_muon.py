@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.muon import MOMENTUM
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor

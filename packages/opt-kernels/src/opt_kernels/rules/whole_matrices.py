@@ -10,7 +10,7 @@ from opt_kernels.backends.elements import skipped
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.formulas.numbers import Number
-from opt_kernels.matrices.muon.reference import decay_of
+from opt_kernels.matrices.muon import decay_of
 from opt_kernels.matrices.stacks import check, check_shape, read_main, write_main_
 from opt_kernels.rules.base import MatrixRule, Needs, check_states, update_in_phases_
 from opt_kernels.works import Batch, Task

@@ -9,9 +9,12 @@ from torch import Tensor
 from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.newton_schulz.reference import EPS
-from opt_kernels.works import Task, Work
+from opt_kernels.works import Hyper, Task, Work
 
-__all__ = ["Adapt", "Decay", "Factors", "Inputs", "MuonStep", "Transform"]
+__all__ = ["MOMENTUM", "Adapt", "Decay", "Factors", "Inputs", "MuonStep", "Transform"]
+
+
+MOMENTUM = "momentum_buffer"
 
 
 class Decay(NamedChoice):
@@ -49,3 +52,15 @@ class MuonStep(NamedTuple):
     decay: Decay
     codec: StateCodec  # of the momentum
     adapt_: Adapt | None = None
+
+
+def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
+    """The factor of wd p in the update of the weights. Not used with L2."""
+    return hyper.lr if decay is Decay.DECOUPLED else 1.0
+
+
+def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
+    """`weight_decay * main`, a new tensor. Without decay it is zero even for an infinite weight."""
+    if isinstance(weight_decay, Tensor):
+        return torch.where(weight_decay == 0, 0.0, weight_decay * main)
+    return weight_decay * main if weight_decay else torch.zeros_like(main)

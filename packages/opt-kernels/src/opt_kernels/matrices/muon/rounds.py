@@ -16,8 +16,7 @@ from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton.columns import lies_in_order, uniform
 from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.muon import Factors, Inputs
-from opt_kernels.matrices.muon.reference import MOMENTUM
+from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs
 from opt_kernels.matrices.stacks import compute_dtype, stacks
 from opt_kernels.works import Batch, Hyper, Task, Work, Works
 

@@ -6,8 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.muon import Decay, MuonStep
-from opt_kernels.matrices.muon.reference import MOMENTUM, decay_of, decay_rate
+from opt_kernels.matrices.muon import MOMENTUM, Decay, MuonStep, decay_of, decay_rate
 from opt_kernels.matrices.stacks import (
     read_main,
     read_state,
@@ -23,7 +22,17 @@ from opt_kernels.works import Batch, Task, Work
 def muon_(
     batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
-    """Same as `reference.muon_`, in stacks of works of one layout. Matrices are always float32 and not normalised."""
+    """Write `main`, `out`, `remainder` and the state `momentum_buffer` of every work; nothing if `skip` is set.
+
+        g <- grad_scale g          (g <- g + wd p with L2)
+        m <- m + (1 - mu)(g - m)
+        u <- g + mu (m - g)        with nesterov, else m
+        O <- adapt(transform(u))
+        p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
+
+    `transform` receives stacks of works of one layout, in the compute dtype and not normalised; `step.inputs` is
+    ignored.
+    """
     for tasks in stacks(batches):
         matrices = scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):

@@ -205,7 +205,7 @@ def descent_sweep(
 def muon_(
     batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
-    """Same as `reference.muon_`, on the device of the tensors, without synchronizing; may be captured in a CUDA graph.
+    """Same as `torch_native.muon_`, on the device of the tensors, without synchronizing; CUDA graphs may capture it.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
     matrices in the format that `step.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
