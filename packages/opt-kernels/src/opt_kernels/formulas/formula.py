@@ -123,6 +123,7 @@ class Formula:
             object.__setattr__(self, name, value)
 
     def _check_names(self, chosen: Mapping[str, Constant]) -> None:
+        """Raise FormulaError for names that do not match: of parameters, of what is declared, and of what is read."""
         positional, named = parameters_of(self.update)
         expected = ("p", "g", *(state.name for state in self.declared))
         if positional != expected:
@@ -143,72 +144,56 @@ class Formula:
             "choice": list(choices),
         }
         taken: dict[str, str] = {}
-        for kind, names in kinds.items():
-            for name in names:
-                if name in taken:
-                    raise FormulaError(
-                        f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
-                    )
-                taken[name] = kind
+        for kind, name in ((kind, name) for kind, names in kinds.items() for name in names):
+            if taken.setdefault(name, kind) is not kind:
+                raise FormulaError(
+                    f"formula {self.name!r} has {name!r} as a {taken[name]} and as a {kind}; rename one of them"
+                )
         for state in self.declared:
             if state.when is not None and state.when not in choices:
                 raise FormulaError(f"formula {self.name!r}: {state!r} depends on a choice that is not declared")
-        self._check_reads(named)
-
-    def _check_reads(self, named: tuple[str, ...]) -> None:
-        unread = {*named} - {*self.scalar_names} - {*dict(self.constants)}
-        if unread:
+        if unread := {*named} - {*self.scalar_names} - {*dict(self.constants)}:
             raise FormulaError(
                 f"the update of formula {self.name!r} reads {', '.join(sorted(unread))}, which is neither a scalar nor "
                 "a choice; return it from `scalars`, or declare it in `choices`"
             )
-        missing = [name for name in self.number_names if name not in self._readable]
-        if missing:
+        # step, numbers (beta1, beta2, ... for a tuple `betas`) and choices
+        readable = {"step", *dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
+        if missing := [name for name in self.number_names if name not in readable]:
             raise FormulaError(
                 f"the scalars of formula {self.name!r} read {', '.join(missing)}, which is not declared; allowed are "
-                f"step and the numbers {', '.join(sorted(self._readable - {'step'}))}. Declare it with its default: "
+                f"step and the numbers {', '.join(sorted(readable - {'step'}))}. Declare it with its default: "
                 f"numbers=(Number({missing[0]!r}, 1.0, low=0.0),)"
             )
 
     def _check_unread(self) -> None:
         """Raise FormulaError for what is declared, but has no effect."""
-        named = parameters_of(self.update)[1]
-        numbers = self._read_numbers
-        switches = {choice.off_at_zero for choice in self.choices}
+        named, numbers = parameters_of(self.update)[1], self._read_numbers
+        switches = {choice.off_at_zero for choice in self.choices} - {None}
         if "lr" not in numbers:
             raise FormulaError(
                 f"the scalars of formula {self.name!r} do not read lr, so that no learning rate would have an effect; "
                 "make it a keyword-only parameter"
             )
-        unread = {
-            "scalar": {*self.scalar_names} - {*named},
-            "choice": {choice.name for choice in self.choices} - {*named} - numbers,
-            "number": {
-                number.name
-                for number in self.numbers
-                if numbers.isdisjoint(_parts(number)) and number.name not in switches | {"weight_decay"}
-            },
-        }
-        readers = {"scalar": "`update`", "choice": "`scalars` or `update`", "number": "`scalars`"}
-        for kind, names in unread.items():
+        of_groups = [number for number in self.numbers if number.name not in switches | {"weight_decay"}]
+        for kind, reader, names in (
+            ("scalar", "`update`", {*self.scalar_names} - {*named}),
+            ("choice", "`scalars` or `update`", {choice.name for choice in self.choices} - {*named} - numbers),
+            ("number", "`scalars`", {number.name for number in of_groups if numbers.isdisjoint(_parts(number))}),
+        ):
             if names:
                 raise FormulaError(
-                    f"formula {self.name!r} declares the {kind} {min(names)!r}, which {readers[kind]} does not read; "
-                    "remove it, or make it a keyword-only parameter"
+                    f"formula {self.name!r} declares the {kind} {min(names)!r}, which {reader} does not read; remove "
+                    "it, or make it a keyword-only parameter"
                 )
-        if unknown_switches := switches - {None} - {number.name for number in self.numbers}:
-            unknown = min(map(str, unknown_switches))
-            raise FormulaError(f"formula {self.name!r}: off_at_zero={unknown!r} must be the name of one of its numbers")
+        if others := switches - {number.name for number in self.numbers}:
+            name = min(map(str, others))
+            raise FormulaError(f"formula {self.name!r}: off_at_zero={name!r} must be the name of one of its numbers")
 
     @property
     def _read_numbers(self) -> set[str]:
         """The numbers, and the parts of `betas`, that have an effect on weights."""
         return {*self.number_names, *chain.from_iterable(parameters_of(f)[1] for f in self.evaluation or ())}
-
-    @property
-    def _readable(self) -> set[str]:
-        """The possible arguments of `scalars`: step, numbers (beta1, beta2, ... for a tuple `betas`) and choices."""
-        return {"step", *dict(self.constants), *chain.from_iterable(map(_parts, self.numbers))}
 
     @property
     def result_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ and by the last sweep: 20 bytes per element, plus the traffic of reading the wei
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -132,31 +132,39 @@ class HookedUpdate:
         row_means: Sequence[RowMeans | None] = (),  # of all works; None: its rows are whole; (): all are
     ) -> Begun:
         """The inputs of the bare rule, with weights of zero, that make it write directions. Modifies nothing."""
-        couples = self.couples and not any(hook.decays for hook in self.hooks)
+        adds_decay = self._adds_decay(self.couples and not any(hook.decays for hook in self.hooks))
         # A rule that maximizes negates its gradients.
         sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
-        decays = [sign * hyper.weight_decay if self._adds_decay(couples) else 0.0 for hyper, _ in batches]
-        changes = self.centralizes or self._adds_decay(couples)
+        changes = self.centralizes or adds_decay
+        means = iter(row_means or repeat(None))
         directions, updates = [], []
-        means = iter(row_means or [None] * sum(len(works) for _, works in batches))
-        for (hyper, works), decay in zip(batches, decays):
-            grads = [work.grad for work in works]
+        for hyper, works in batches:
+            decay = sign * hyper.weight_decay if adds_decay else 0.0
+            inputs = list(works)
             if changes:
-                grads = _gradients(
-                    works,
-                    scale=grad_scale,
-                    decay=decay,
-                    centralizes=self.centralizes,
-                    is_matrix=self.needs is Needs.MATRICES,
-                    row_means=list(islice(means, len(works))),
-                )
+                inputs = [replace(w, grad=self._gradient(w, grad_scale, decay, next(means))) for w in works]
             buffers = _zeros(works) if self.is_measured else []
-            updates.append(buffers)
-            replaced = [replace(work, grad=grad) for work, grad in zip(works, grads)]
             if self.is_measured:  # the rule writes only the buffer and the states
-                replaced = [replace(work, main=u, out=None, remainder=None) for work, u in zip(replaced, buffers)]
-            directions.append(Batch(self._hyper(hyper), replaced))
+                inputs = [replace(w, main=u, out=None, remainder=None) for w, u in zip(inputs, buffers, strict=True)]
+            directions.append(Batch(self._hyper(hyper), inputs))
+            updates.append(buffers)
         return Begun(batches, directions, 1.0 if changes else grad_scale, updates)
+
+    def _gradient(self, work: Work, scale: float | Tensor, decay: float | Tensor, means: RowMeans | None) -> Tensor:
+        """scale * grad + decay * p, minus the mean of each row if it centralizes: a new tensor in the compute dtype.
+
+        A row is one index of the first dim; in a stack of matrices, one index of all dims except the last.
+        """
+        main = read_main(work)
+        grad = torch.empty_like(main).copy_(work.grad).mul_(scale)
+        if means is not None:
+            subtract_row_means_(grad, means, scale=scale)
+        elif self.centralizes and grad.dim() > 1 and grad.numel():
+            dims = (-1,) if self.needs is Needs.MATRICES else tuple(range(1, grad.dim()))
+            grad -= grad.mean(dims, keepdim=True)
+        if not isinstance(decay, float | int) or decay != 0:  # zero times an infinite parameter would be NaN
+            grad += main * decay
+        return grad
 
     def sums(self, begun: Begun) -> Tensor:
         """Sums over the local elements, (works of all batches, NUM_SUMS) float64. Masks the directions first."""
@@ -228,35 +236,6 @@ class HookedUpdate:
             Batch(replace(hyper, lr=of_rate, weight_decay=of_share), [replace(work, grad=update, state={})])
             for work, update, of_rate, of_share in zip(works, updates, rate.unbind(), (1 - keep).unbind())
         ]
-
-
-def _gradients(
-    works: Sequence[Work],
-    *,
-    scale: float | Tensor,
-    decay: float | Tensor,
-    centralizes: bool,
-    is_matrix: bool,
-    row_means: Sequence[RowMeans | None],  # of each work; None: its rows are whole
-) -> list[Tensor]:
-    """scale * grad + decay * p of each work, minus the mean of each row with `centralizes`: new tensors.
-
-    They have the compute dtype of the work. A row is one index of the first dim; in a stack of matrices, one index of
-    all dims except the last.
-    """
-    found = []
-    for work, means in zip(works, row_means, strict=True):
-        main = read_main(work)
-        grad = torch.empty_like(main).copy_(work.grad).mul_(scale)
-        if means is not None:
-            subtract_row_means_(grad, means, scale=scale)
-        elif centralizes and grad.dim() > 1 and grad.numel():
-            dims = (-1,) if is_matrix else tuple(range(1, grad.dim()))
-            grad -= grad.mean(dims, keepdim=True)
-        if not isinstance(decay, float | int) or decay != 0:  # zero times an infinite parameter would be NaN
-            grad += main * decay
-        found.append(grad)
-    return found
 
 
 def _as(value: float | Tensor, number: float) -> float | Tensor:
