@@ -8,7 +8,19 @@ import pytest
 import torch
 from fake_accelerator import DeferredComm, DeferredRank, run_deferred
 from offloaded import ALL, HALF, small_parts
-from on_device import BAD_STEP, NUM_ORDERS, SIZE, STEPS, LaunchedRule, Trained, built, equal, iterate, launched, outcome
+from on_device import (
+    BAD_STEP,
+    NUM_ORDERS,
+    SIZE,
+    STEPS,
+    Trained,
+    built,
+    equal,
+    iterate,
+    launch_rules_,
+    launched,
+    outcome,
+)
 from parity import Case, Numbers, Spread, Wrapping
 
 from opt_distributed.comm.collectives import Comm
@@ -33,8 +45,8 @@ PLACES: dict[str, dict[str, Any]] = {"device": {}, "half on the host": HALF, "ho
 def train(comm: Comm, case: Case, fields: dict[str, Any]) -> Trained:
     """A head of one rank is clipped after each step, also after the one that overflowed."""
     model, optimizer = built(case, comm, **fields)
-    for unit in optimizer.stepper.units if isinstance(comm, DeferredComm) else ():
-        unit.rule = unit.rule if unit.host is not None else LaunchedRule(unit.rule)
+    if isinstance(comm, DeferredComm):
+        launch_rules_(optimizer)
     qkv = dict(model.named_parameters())[next(name for name, _ in model.named_parameters() if "qkv" in name)]
     clip = QKClip(optimizer, [fused_qkv(qkv, num_heads=2, head_dim=2)], threshold=100.0)
     results = []

@@ -12,20 +12,20 @@ import torch
 from fake_accelerator import DeferredComm, DeferredRank, HostReadError, run_deferred
 from fake_accelerator.memory import AtOnce
 from on_device import (
-    BAD_STEP,
-    NUM_ORDERS,
     SHAPES,
     SIZE,
     STEPS,
-    LaunchedRule,
     Trained,
+    assert_every_order_has_the_bits_of_a_cpu,
     built,
     equal,
     iterate,
+    launch_rules_,
     launched,
     layouts,
     outcome,
     sweep_stats,
+    train_on_device,
     train_on_host,
 )
 from parity import Case, Numbers, Spread, Wrapping, grads_of
@@ -37,6 +37,7 @@ from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
+from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.sources import BufferedGrads
@@ -45,29 +46,49 @@ from opt_stack import Optimizer
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
 
-def train_on_device(case: Case, one: DeferredRank) -> Trained:
-    """Nothing is read before the last step is queued."""
-    model, optimizer = built(case, one.comm)
-    for unit in optimizer.stepper.units:
-        unit.rule = LaunchedRule(unit.rule)
-    with one.device.host_reads_forbidden():
-        results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
-    return outcome(model, optimizer, results)
-
-
 @pytest.mark.parametrize("case", layouts(), ids=str)
 def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(case: Case) -> None:
-    """One of the steps overflows."""
-    expected = run_threads(SIZE, partial(train_on_host, case))
-    assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
-    for seed in range(NUM_ORDERS):
-        found = run_deferred(SIZE, partial(train_on_device, case), seed=seed)
-        assert all(map(equal, found, expected)), f"seed {seed}"
+    assert_every_order_has_the_bits_of_a_cpu(case)
 
 
 FLAT = Case(
     size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
 )  # fmt: skip
+
+
+BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
+FORMATS: dict[str, dict[str, Any]] = {
+    "scaled fp16 mains": {"main_params_dtype": FP16},
+    "24-bit mains": {"main_params_dtype": torch.int8},
+    "bf16 gradients and moments": {"main_grads_dtype": BF16, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+    "scaled fp16 moments": {"exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+    "24-bit mains and fp8 moments": {"main_params_dtype": torch.int8, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+}
+
+
+@pytest.mark.parametrize("spread", [Spread.REPLICATED, Spread.FLAT])
+@pytest.mark.parametrize("name", FORMATS)
+def test_so_do_main_values_moments_and_gradients_in_other_formats(name: str, spread: Spread) -> None:
+    case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
+    assert_every_order_has_the_bits_of_a_cpu(case, use_precision_aware_optimizer=True, **FORMATS[name])
+
+
+def test_main_values_that_are_encoded_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, fields = (
+        replace(FLAT, numbers=Numbers.BF16),
+        {"use_precision_aware_optimizer": True, "main_params_dtype": FP16},
+    )
+    expected = run_threads(SIZE, partial(train_on_host, case, **fields))
+    open_ = CodedMain.open_
+
+    def late(main: CodedMain) -> torch.Tensor:
+        decoded = open_(main)
+        main.main = decoded.clone()  # encoded as it was before the update
+        return decoded
+
+    monkeypatch.setattr(CodedMain, "open_", late)
+    found = run_deferred(SIZE, partial(train_on_device, case, **fields), seed=0)
+    assert not all(map(equal, found, expected))
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -82,8 +103,7 @@ def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(
 
     def rank_main(one: DeferredRank) -> list[bool]:
         model, optimizer = built(replace(FLAT, size=size), one.comm)
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
         expected: list[HostCopy] = []
         found = []
         with one.device.host_reads_forbidden():
@@ -152,8 +172,7 @@ def step_alone(one: Any, *, prepare: Any) -> tuple[str, str, bool]:
     """One step of rank 0 and 1, prepared by `prepare`: the error of the step, that of its result, and whether the
     weights stayed."""
     model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
-    for unit in optimizer.stepper.units:
-        unit.rule = LaunchedRule(unit.rule)
+    launch_rules_(optimizer)
     before = [param.detach().clone() for param in model.parameters()]
     optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
     prepare(one.rank, model, optimizer)
@@ -257,8 +276,7 @@ def test_groups_that_differ_are_an_error_on_every_rank_that_looks() -> None:
 def test_an_unread_error_is_raised_by_the_next_step() -> None:
     def rank_main(one: DeferredRank) -> list[str]:
         model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
         optimizer.param_groups[0]["lr"] += one.rank
         found = []
         for step in (2, 3, 4):
@@ -277,8 +295,7 @@ def test_a_refused_norm_changes_nothing_and_is_not_counted() -> None:
     def rank_main(one: DeferredRank) -> tuple[bool, bool, set[float]]:
         model, optimizer = built(FLAT, one.comm)
         optimizer.stepper.limits = replace(optimizer.stepper.limits, skip_above=1e-3)
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
         before = [param.detach().clone() for param in model.parameters()]
         result = iterate(model, optimizer, 0, one.comm)
         stayed = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -292,8 +309,7 @@ def some_unused(comm: Comm) -> Trained:
     """first has a gradient on rank 1 only, and router on none but in the third step."""
     model, optimizer = built(FLAT, comm)
     if isinstance(comm, DeferredComm):
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
     results = []
     for step in range(STEPS):
         left_out = {"router"} if comm.rank == 1 else {"router", "first"}
@@ -319,8 +335,7 @@ def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
 def test_the_two_halves_of_a_step_are_the_whole() -> None:
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = built(FLAT, one.comm)
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
         optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
         halves = (optimizer.prepare_grads(), optimizer.clip_grad_norm(1.0), optimizer.count_zeros())
         return (*halves, optimizer.step_with_ready_grads(), [param.detach().clone() for param in model.parameters()])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from on_device import SHAPES, SIZE, LaunchedRule, built, launched
+from on_device import SHAPES, SIZE, built, launch_rules_, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
@@ -35,8 +35,7 @@ GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "grap
 def begun(one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN) -> tuple[nn.Module, Optimizer]:
     """After three good steps, the last of them a replay where there are graphs; the scale has grown once."""
     model, optimizer = built(replace(CASE, wrapping=wrapping), one.comm, optimizer_cuda_graph=graphs)
-    for unit in optimizer.stepper.units:
-        unit.rule = LaunchedRule(unit.rule)
+    launch_rules_(optimizer)
     for step in (0, 2, 3):
         backward(model, optimizer, step, one)
         optimizer.step()
@@ -280,8 +279,7 @@ def test_a_write_on_one_replica_is_refused_a_step_later(graphs: bool) -> None:
 
     def rank_main(one: DeferredRank) -> str:
         model, optimizer = built(case, one.comm, optimizer_cuda_graph=graphs)
-        for unit in optimizer.stepper.units:
-            unit.rule = LaunchedRule(unit.rule)
+        launch_rules_(optimizer)
         for step in range(3):
             backward(model, optimizer, step, one)
             optimizer.step()

@@ -10,9 +10,9 @@ from fake_accelerator import (
 from on_device import (
     BAD_STEP,
     SIZE,
-    LaunchedRule,
     Trained,
     built,
+    launch_rules_,
     outcome,
 )
 from on_device import iterate as iterate_once
@@ -55,8 +55,7 @@ def train(case: Case, comm: Comm, between: Between) -> Trained:
 
 def built_with_graphs(case: Case, one: DeferredRank) -> tuple[nn.Module, Optimizer]:
     model, optimizer = built(case, one.comm, optimizer_cuda_graph=True)
-    for unit in optimizer.stepper.units:
-        unit.rule = LaunchedRule(unit.rule)
+    launch_rules_(optimizer)
     return model, optimizer
 
 

@@ -6,9 +6,9 @@ import pytest
 from fake_accelerator import DeferredRank
 from on_device import (
     STEPS,
-    LaunchedRule,
     Trained,
     iterate,
+    launch_rules_,
     outcome,
 )
 from on_device import built as built_on_device
@@ -32,9 +32,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def built(case: Case, comm: Comm, **fields: Any) -> tuple[nn.Module, Optimizer]:
     offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5, "overlap_cpu_optimizer_d2h_h2d": True}
     net, optimizer = built_on_device(case, comm, **offload | fields)
-    for unit in optimizer.stepper.units:
-        if unit.host is None:
-            unit.rule = LaunchedRule(unit.rule)
+    launch_rules_(optimizer)
     return net, optimizer
 
 

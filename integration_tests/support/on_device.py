@@ -3,11 +3,12 @@
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fake_accelerator import DeferredDevice
+from fake_accelerator import DeferredDevice, DeferredRank, run_deferred
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from tiers import NIGHT, sampled
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
 from opt_kernels.backends.grad_stats import GradStats
+from opt_kernels.hooks import HookedUpdate
 from opt_kernels.works import Batch, Hyper
 from opt_stack import Optimizer, StepResult, get_optimizer
 
@@ -151,6 +154,33 @@ def equal(found: Trained, expected: Trained) -> bool:
     return same_weights and repr(found[1:]) == repr(expected[1:])
 
 
-def train_on_host(case: Case, comm: Comm) -> Trained:
-    model, optimizer = built(case, comm)
+def launch_rules_(optimizer: Optimizer) -> None:
+    """Queue updates on the device as one kernel each."""
+    for unit in optimizer.stepper.units:
+        if isinstance(unit.rule, HookedUpdate):
+            unit.rule = replace(unit.rule, rule=LaunchedRule(unit.rule.rule))
+        elif unit.host is None:
+            unit.rule = LaunchedRule(unit.rule)
+
+
+def train_on_host(case: Case, comm: Comm, **changes: Any) -> Trained:
+    model, optimizer = built(case, comm, **changes)
     return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
+
+
+def train_on_device(case: Case, one: DeferredRank, **changes: Any) -> Trained:
+    """Nothing is read before the last step is queued."""
+    model, optimizer = built(case, one.comm, **changes)
+    launch_rules_(optimizer)
+    with one.device.host_reads_forbidden():
+        results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
+    return outcome(model, optimizer, results)
+
+
+def assert_every_order_has_the_bits_of_a_cpu(case: Case, **changes: Any) -> None:
+    """The host reads nothing, and one of the steps overflows."""
+    expected = run_threads(SIZE, partial(train_on_host, case, **changes))
+    assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
+    for seed in range(NUM_ORDERS):
+        found = run_deferred(SIZE, partial(train_on_device, case, **changes), seed=seed)
+        assert all(map(equal, found, expected)), f"seed {seed}"
