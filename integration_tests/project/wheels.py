@@ -41,6 +41,9 @@ def test_its_metadata_is_of_a_version_every_index_takes(wheel: zipfile.ZipFile) 
     assert found["Metadata-Version"] == ["2.4"]
     assert found["License-Expression"] == ["Apache-2.0"]
     assert found["Requires-Python"] == [">=3.11"]
+    assert all(found[key] != [""] for key in ("Summary", "Keywords", "Author"))
+    assert found["Description-Content-Type"] == ["text/markdown"]
+    assert {"Typing :: Typed", "Programming Language :: Python :: 3.14"} <= set(found["Classifier"])
 
 
 def test_it_asks_for_no_torch_of_an_index_of_its_own(wheel: zipfile.ZipFile) -> None:
@@ -75,4 +78,5 @@ def test_a_source_distribution_holds_sources_tests_and_the_licence(package: str)
         names = {name.split("/", 1)[1] for name in archive.getnames()}
     assert {"README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "PKG-INFO"} <= names
     assert f"src/{package.replace('-', '_')}/__init__.py" in names
-    assert not [name for name in names if "__pycache__" in name]
+    assert not [name for name in names if "__pycache__" in name or name.endswith(".zip")]
+    assert path.stat().st_size < 1_000_000

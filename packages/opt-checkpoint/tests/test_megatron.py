@@ -44,7 +44,10 @@ FC1 = "decoder.layers.mlp.linear_fc1.weight"
 @pytest.fixture(params=FORMS)
 def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder with the directory and the truth about it."""
-    with zipfile.ZipFile(GOLDEN / f"{request.param}.zip") as archive:
+    path = GOLDEN / f"{request.param}.zip"
+    if not path.exists():
+        pytest.skip("a source distribution has no checkpoints of Megatron-Core")
+    with zipfile.ZipFile(path) as archive:
         archive.extractall(tmp_path)
     (tmp_path / FORMS[request.param]).rename(tmp_path / "theirs")
     return tmp_path
