@@ -141,15 +141,6 @@ def test_measured_hooks_agree_on_every_backend(name: str, backend: str) -> None:
     assert (~close).double().mean() <= (0.002 if "mask" in name or "cautious" in name else 0)
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
-def test_cautious_decay_that_masks_nothing_has_the_bits_of_the_rule_alone(rule: str) -> None:
-    """Weights and gradients of one sign: every step is towards zero."""
-    start, grads = start_of().abs() + 1, [grad.abs() + 0.1 for grad in gradients()]
-    alone = run(RULES[rule](), Kept().work(RULES[rule](), start), grads)
-    with_hook = run(hooked(RULES[rule](), [CautiousDecay()]), Kept().work(RULES[rule](), start), grads)
-    assert torch.equal(main_of(alone), main_of(with_hook))
-
-
 @needs_compiler
 def test_coupled_decay_on_adamw_is_adam_with_l2() -> None:
     l2 = run(Adam(decoupled=False), Kept().work(Adam(), start_of()), gradients())

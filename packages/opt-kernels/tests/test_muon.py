@@ -207,22 +207,6 @@ def test_momentum_may_be_kept_in_fewer_bits(dtype: torch.dtype, tolerance: float
     assert 0 < float((got - expected).norm() / expected.norm()) < tolerance
 
 
-def test_a_matrix_stored_by_columns_is_the_same_matrix() -> None:
-    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    by_columns = main.mT.contiguous().mT
-    got, state = by_columns.clone(), EXACT.init_state(by_columns)
-    EXACT.update_([Batch(HYPER, [Work(grad=grad, main=got, state=state)])])
-    assert torch.equal(got, moved(EXACT, main, grad))
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_an_update_of_rank_one_keeps_its_sign_with_aol(backend: str) -> None:
-    rule = MuonRule(coefficient_type=CoefficientType.AOL, num_ns_steps=4, backend=backend)
-    grad = tensor(24, 1) @ tensor(1, 40)
-    got = moved(rule, torch.zeros(24, 40), grad, hyper=replace(HYPER, weight_decay=0.0))
-    assert float((got * grad).sum()) < 0
-
-
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
 def test_16_bit_products_have_the_dtype_that_suits_the_device(device: str, dtype: torch.dtype) -> None:
     inputs = MuonRule().orthogonalization.inputs(

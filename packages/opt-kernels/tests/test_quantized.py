@@ -239,12 +239,6 @@ def test_sharing_between_processes_is_refused() -> None:
         model_of("blockwise")[0].share_memory()
 
 
-def test_a_conversion_that_would_lose_the_codes_is_refused() -> None:
-    model, _ = model_of("tensorwise")
-    with pytest.raises(QuantizationError, match="convert the model first, then quantise it"):
-        model.to(torch.bfloat16)
-
-
 def test_a_module_moves_to_another_device_with_codes_and_scales() -> None:
     model, _ = model_of("delayed")
     weight = model.to("meta")[0].weight

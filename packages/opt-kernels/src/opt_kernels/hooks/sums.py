@@ -1,6 +1,6 @@
 """Sums over the elements of a work, from which factors follow. The sums of all parts of a parameter are added."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,13 +36,17 @@ def sums_of(works: Sequence[Work], updates: Sequence[Tensor], needed: Collection
     found = torch.zeros(len(works), NUM_SUMS, dtype=torch.float64, device=device)
     for row, work, update in zip(map(Sums._make, found.unbind()), works, updates):
         row.numel.fill_(update.numel())
+        u = in_memory_order(update)
         if "u_squares" in needed:
-            row.u_squares.add_(_squares(in_memory_order(update)))
-        if "p_squares" in needed or "products" in needed:
-            for u, p in _pieces(work, update):
-                row.p_squares.add_(_squares(p))
-                if "products" in needed:
-                    row.products.add_(_product(p, u))
+            row.u_squares.add_(_squares(u))
+        if "p_squares" not in needed and "products" not in needed:
+            continue
+        for begin in range(0, u.numel(), PIECE_NUMEL):
+            piece = slice(begin, begin + PIECE_NUMEL)
+            p = _main(work, piece).to(u.dtype)
+            row.p_squares.add_(_squares(p))
+            if "products" in needed:
+                row.products.add_(_product(p, u[piece]))
     return found
 
 
@@ -51,17 +55,12 @@ def columns(sums: Tensor) -> Sums:
     return Sums(*sums.unbind(1))
 
 
-def _pieces(work: Work, update: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Update and main, flat and in the update's dtype, piece by piece."""
-    u = in_memory_order(update)
+def _main(work: Work, piece: slice) -> Tensor:
+    """Elements of the main in its order of memory, joined from its remainder if need be."""
     anchor = work.main if work.main is not None else work.out
     assert anchor is not None
-    p = flat(anchor, anchor, "main")
-    lower = None if work.remainder is None else flat(work.remainder, anchor, "remainder")
-    for begin in range(0, u.numel(), PIECE_NUMEL):
-        piece = slice(begin, begin + PIECE_NUMEL)
-        main = p[piece] if lower is None else remainder.join(p[piece], lower[piece])
-        yield u[piece], main.to(u.dtype)
+    p = flat(anchor, anchor, "main")[piece]
+    return p if work.remainder is None else remainder.join(p, flat(work.remainder, anchor, "remainder")[piece])
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.matrices.stacks import scaled_grads, stacks
 from opt_kernels.works import Batch, MatrixSpec, StateSpec, Task
 
 
@@ -140,15 +139,3 @@ def check_states(
 def keeps_parts(rule: Rule) -> bool:
     """Whether the state of a parameter depends on how its rows are split."""
     return any(spec.by_part for spec in rule.state_specs)
-
-
-def update_in_phases_(
-    rule: MatrixRule, batches: Sequence[Batch], *, grad_scale: float | Tensor, skip: Tensor | None
-) -> None:
-    """`Rule.update_` of a rule with three phases, for works that are whole matrices."""
-    for tasks in stacks(batches):
-        inputs = scaled_grads(tasks, grad_scale)
-        for grad, task in zip(inputs, tasks):
-            rule.prepare_(task, grad, skip)
-        for update, task in zip(rule.transform_(tasks, inputs, skip), tasks):
-            rule.apply_(task, update, skip)

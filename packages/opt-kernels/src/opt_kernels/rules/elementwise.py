@@ -37,12 +37,17 @@ class ElementwiseRule:
 
     def __post_init__(self) -> None:
         check_backend(self.backend, "update")
-        object.__setattr__(self, "state_dtypes", tuple(dict(self.state_dtypes).items()))
+        dtypes = dict(self.state_dtypes)
+        object.__setattr__(self, "state_dtypes", tuple(dtypes.items()))
         names = [state.name for state in self.formula.declared]
-        for name, dtype in dict(self.state_dtypes).items():
+        for name, dtype in dtypes.items():
             if name not in names:
                 raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
-        object.__setattr__(self, "codecs", self._codecs())
+        codecs = {
+            state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)
+            for state in self.formula.states
+        }
+        object.__setattr__(self, "codecs", codecs)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
@@ -58,13 +63,6 @@ class ElementwiseRule:
     def hyper_names(self) -> tuple[str, ...]:
         """The numbers that it reads from `Hyper.own`."""
         return self.formula.own_numbers
-
-    def _codecs(self) -> dict[str, StateCodec]:
-        dtypes = dict(self.state_dtypes)
-        return {
-            state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)
-            for state in self.formula.states
-        }
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:

@@ -11,8 +11,8 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.formulas.numbers import Number
 from opt_kernels.matrices.muon import decay_of
-from opt_kernels.matrices.stacks import check, check_shape, read_main, write_main_
-from opt_kernels.rules.base import MatrixRule, Needs, check_states, update_in_phases_
+from opt_kernels.matrices.stacks import check, check_shape, read_main, scaled_grads, stacks, write_main_
+from opt_kernels.rules.base import MatrixRule, Needs, check_states
 from opt_kernels.works import Batch, Task
 
 
@@ -63,7 +63,12 @@ class WholeMatrices(MatrixRule):
                 check(work)
                 wide = work.main is not None and work.main.dtype is torch.float64
                 check_states(self, work.state, work.grad.shape, work.matrix, wide=wide)
-            update_in_phases_(self, [batch], grad_scale=grad_scale, skip=None)
+            for tasks in stacks([batch]):
+                inputs = scaled_grads(tasks, grad_scale)
+                for grad, task in zip(inputs, tasks):
+                    self.prepare_(task, grad, None)
+                for update, task in zip(self.transform_(tasks, inputs, None), tasks):
+                    self.apply_(task, update, None)
 
     def apply_(self, task: Task, update: Tensor, skip: Tensor | None) -> None:
         """p <- p - lr wd p - lr update."""
