@@ -1,25 +1,30 @@
-"""Which rule should I use? A small GPT, trained by each rule with the same budget and the same effort of tuning.
+"""Which rule should I use? A small GPT, trained by each rule with two learning rates and the same effort of tuning.
 
-Every rule is trained with three learning rates, a factor of 3 apart, around its usual one. As long as the best one is
-the smallest or the largest, another rate is tried beyond it, up to five in all. The best rate is then trained with two
-more seeds. All runs have the same batches, warmup and linear decay, and a weight decay of 0.1. Finished runs are kept
-in DIR and not repeated, so an interrupted leaderboard continues where it stopped.
+Every rule has a learning rate for hidden matrices and another for all other parameters, which matrix rules update with
+AdamW. The grid is the same for all rules: five rates, a factor of 3 apart, around the usual one, in both directions.
+Its 25 pairs are halved three times: trained for 1/32, the better half for 1/16, and so on to 1/4 of the full length.
+The best pair is then trained in full with three seeds, and the first four rules with five. All runs have about 20
+tokens a parameter (in full), the same batches, warmup, linear decay and weight decay. Finished runs are kept as lines
+of DIR/RULE.jsonl and not repeated, so an interrupted leaderboard continues where it stopped.
 
-    python examples/leaderboard.py --dir runs/leaderboard --jobs 2          # tune and train: minutes a rule
-    python examples/leaderboard.py --dir runs/leaderboard --times           # time the updates, on a quiet machine
-    python examples/leaderboard.py --dir runs/leaderboard --report FOLDER   # leaderboard.{json,md,svg}
+    python examples/leaderboard.py --jobs 2          # tune and train: about a quarter of an hour a rule
+    python examples/leaderboard.py --times           # time the updates, on a quiet machine
+    python examples/leaderboard.py --report FOLDER   # leaderboard.{json,md,svg}
 """
 
 import argparse
-import hashlib
 import json
 import math
 import multiprocessing
 import os
+import re
 import statistics
 import sys
 import time
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,95 +34,83 @@ from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
 from opt_kernels import optim
 from opt_scheduler import linear, warmup
 
+STEPS, BATCH, WARMUP, DECAY = 3600, 16, 0.1, 0.1  # warmup as a part of a run's steps
+MODEL = {"dim": 96, "depth": 3, "num_heads": 4}
+FACTOR, EXPONENTS, HALVINGS, SEEDS, SEEDS_OF_FIRST, FIRST = 3.0, (-2, -1, 0, 1, 2), 3, 3, 5, 4
+BETAS = (0.9, 0.95)
+BASELINE = "AdamW"
+LENGTH = "length of the run"  # an option with this value is given the number of steps
+DEFAULT_DIR = Path(__file__).parents[1] / "kernels" / "results" / "leaderboard"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A drop-in optimizer with the options that its paper recommends, and the first learning rate of its tuning."""
+    """A drop-in optimizer with the options that its paper recommends, and its usual learning rates."""
 
     name: str
     optimizer: str  # of opt_kernels.optim
-    lr: float
+    lr: float  # of hidden matrices: the middle of the grid
+    rest_lr: float = 9e-3  # of the other parameters
     options: dict[str, Any] = field(default_factory=dict)
-    matrices: bool = False  # takes the model; non-matrix parameters use Adam
+    matrices: bool = False  # a matrix rule: the other parameters use Adam
     is_scheduled: bool = True  # False: a constant learning rate
 
-    def build(self, model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
-        kind = getattr(optim, self.optimizer)
+    def build(self, model: torch.nn.Module, rates: tuple[float, float], steps: int) -> torch.optim.Optimizer:
+        hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
+        ids = set(map(id, hidden))
+        rest = [p for p in model.parameters() if id(p) not in ids]
+        groups: list[dict[str, Any]] = [{"params": hidden, "lr": rates[0]}, {"params": rest, "lr": rates[1]}]
+        options: dict[str, Any] = {"weight_decay": DECAY}
         if self.matrices:
-            return kind(model, lr=lr, **{"weight_decay": DECAY, "scalar_optimizer": "adam", **self.options})
-        return kind(model.parameters(), lr=lr, **{"weight_decay": DECAY, **self.options})
+            groups[1] |= {"use_matrix_rule": False}
+            options["scalar_optimizer"] = "adam"
+        for name, value in self.options.items():
+            if value == LENGTH:
+                value = round(steps * WARMUP) if name == "warmup_steps" else steps
+            options[name] = getattr(torch, value) if name.endswith("_dtype") else value
+        return getattr(optim, self.optimizer)(groups, lr=rates[0], **options)
+
+    @property
+    def file_name(self) -> str:
+        return re.sub(r"\W+", "_", self.name).lower() + ".jsonl"
 
 
-STEPS, BATCH, WARMUP, DECAY = 200, 16, 20, 0.1
-MODEL = {"dim": 96, "depth": 3, "num_heads": 4}
-FACTOR, MOST_RATES, SEEDS = 3.0, 5, (0, 1, 2)
-EVAL_EVERY = 10
-BETAS = (0.9, 0.95)
-BASELINE = "AdamW"
+def adam_like(name: str, optimizer: str, **options: Any) -> Contender:
+    return Contender(name=name, optimizer=optimizer, lr=3e-3, options=options)
 
+
+def matrix_rule(name: str, optimizer: str, lr: float = 9e-3, **options: Any) -> Contender:
+    return Contender(name=name, optimizer=optimizer, lr=lr, options=options, matrices=True)
+
+
+DECOUPLED = {"betas": BETAS, "decoupled_weight_decay": True}
 CONTENDERS = [
-    Contender(name=BASELINE, optimizer="AdamW", lr=3e-3, options={"betas": BETAS}),
-    Contender(name="SGD, Nesterov", optimizer="SGD", lr=0.3, options={"momentum": 0.9, "nesterov": True}),
-    Contender(name="Lion", optimizer="Lion", lr=5e-4),
-    Contender(name="Signum", optimizer="Signum", lr=5e-4),
-    Contender(name="NAdam", optimizer="NAdam", lr=3e-3, options={"betas": BETAS, "decoupled_weight_decay": True}),
-    Contender(name="RAdam", optimizer="RAdam", lr=3e-3, options={"betas": BETAS, "decoupled_weight_decay": True}),
-    Contender(name="LaProp", optimizer="LaProp", lr=1e-3, options={"betas": BETAS}),
-    Contender(name="Adan", optimizer="Adan", lr=3e-3),
-    Contender(
-        name="AdEMAMix",
-        optimizer="AdEMAMix",
-        lr=3e-3,
-        options={"betas": (*BETAS, 0.99), "alpha_steps": STEPS, "beta3_steps": STEPS},
-    ),
-    Contender(name="MARS-AdamW", optimizer="MARSAdamW", lr=3e-3),
+    adam_like(BASELINE, "AdamW", betas=BETAS),
+    matrix_rule("Muon", "Muon", adjust_lr_fn="match_rms_adamw", betas=BETAS),
+    matrix_rule("NorMuon", "AdaptiveMuon", moment2_method="normuon", extra_scale_factor=0.2, nesterov=True),
+    matrix_rule("NAMO", "NAMO", extra_scale_factor=0.2, nesterov=True),
+    matrix_rule("MuonH", "MuonH", lr=3e-2, betas=BETAS, weight_decay=0.0),
+    Contender(name="Lion", optimizer="Lion", lr=1e-3, rest_lr=1e-3),
     Contender(
         name="schedule-free AdamW",
         optimizer="AdamWScheduleFree",
         lr=3e-3,
-        options={"betas": BETAS, "warmup_steps": WARMUP},
+        options={"betas": BETAS, "warmup_steps": LENGTH},
         is_scheduled=False,
     ),
-    Contender(
-        name="AdamW, 8-bit",
-        optimizer="AdamW",
-        lr=3e-3,
-        options={"betas": BETAS, "exp_avg_dtype": "int8", "exp_avg_sq_dtype": "uint8"},
-    ),
-    Contender(
-        name="Muon",
-        optimizer="Muon",
-        lr=3e-3,
-        options={"adjust_lr_fn": "match_rms_adamw", "betas": BETAS},
-        matrices=True,
-    ),
-    Contender(
-        name="NorMuon",
-        optimizer="AdaptiveMuon",
-        lr=3e-3,
-        options={"moment2_method": "normuon", "extra_scale_factor": 0.2, "nesterov": True},
-        matrices=True,
-    ),
-    Contender(name="SOAP", optimizer="SOAP", lr=3e-3, matrices=True),
-    Contender(
-        name="SOAP, Megatron-Core's order", optimizer="SOAP", lr=3e-3, options={"order": "megatron"}, matrices=True
-    ),
-    Contender(name="SOAP, plain factors", optimizer="SOAP", lr=3e-3, options={"use_kl_shampoo": False}, matrices=True),
-    Contender(name="SOAP-Muon", optimizer="SOAPMuon", lr=3e-3, matrices=True),
-    Contender(
-        name="MuonH",
-        optimizer="MuonH",
-        lr=1e-2,
-        options={"betas": BETAS, "weight_decay": 0.0},
-        matrices=True,
-    ),
-    Contender(
-        name="NAMO",
-        optimizer="NAMO",
-        lr=3e-3,
-        options={"extra_scale_factor": 0.2, "nesterov": True},
-        matrices=True,
-    ),
+    adam_like("NAdam", "NAdam", **DECOUPLED),
+    adam_like("AdamW, 8-bit", "AdamW", betas=BETAS, exp_avg_dtype="int8", exp_avg_sq_dtype="uint8"),
+    adam_like("AdEMAMix", "AdEMAMix", betas=(*BETAS, 0.99), alpha_steps=LENGTH, beta3_steps=LENGTH),
+    adam_like("MARS-AdamW", "MARSAdamW"),
+    adam_like("LaProp", "LaProp", betas=BETAS),
+    adam_like("RAdam", "RAdam", **DECOUPLED),
+    adam_like("Adan", "Adan"),
+    Contender(name="Signum", optimizer="Signum", lr=1e-3, rest_lr=1e-3),
+    Contender(name="SGD, Nesterov", optimizer="SGD", lr=0.1, rest_lr=0.1, options={"momentum": 0.9, "nesterov": True}),
+    matrix_rule("SOAP", "SOAP"),
+    matrix_rule("SOAP, Megatron-Core's order", "SOAP", order="megatron"),
+    matrix_rule("SOAP, plain factors", "SOAP", use_kl_shampoo=False),
+    matrix_rule("SOAP-Muon", "SOAPMuon", lr=2.7e-2),
 ]
 
 
@@ -126,67 +119,82 @@ CONTENDERS = [
 
 @dataclass(frozen=True)
 class Run:
-    """One training run: a contender, a learning rate and a seed. Its results are stored under a hash of these
-    fields."""
+    """One training run of a contender: its learning rates, number of steps and seed."""
 
     contender: Contender
-    lr: float
+    rates: tuple[float, float]
+    steps: int
     seed: int
 
-    def key(self) -> str:
-        settings = [asdict(self.contender), self.lr, self.seed, STEPS, BATCH, WARMUP, DECAY, MODEL, EVAL_EVERY]
-        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that a result depends on, as JSON has it."""
+        settings = asdict(self) | {"batch": BATCH, "warmup": WARMUP, "decay": DECAY, "model": MODEL, "text": text_id()}
+        return json.loads(json.dumps(settings))
+
+
+@cache
+def text_id() -> int:
+    """A checksum of the text, which is another one on another version of Python."""
+    return zlib.crc32(stdlib_text().numpy().tobytes())
+
+
+class Results:
+    """The finished runs of one contender, one line of JSON each."""
+
+    def __init__(self, contender: Contender, directory: Path):
+        self.path = directory / contender.file_name
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        self._found = [json.loads(line) for line in lines]
+
+    def of(self, run: Run) -> dict[str, Any] | None:
+        settings = run.settings
+        return next((found for found in self._found if found["run"] == settings), None)
+
+    def add(self, run: Run, result: dict[str, Any]) -> dict[str, Any]:
+        found = {"run": run.settings, **result}
+        with self.path.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        self._found.append(found)
+        return found
 
 
 def setup(run: Run) -> tuple[CharGPT, torch.optim.Optimizer]:
     torch.set_num_threads(1)
     torch.manual_seed(run.seed)
     model = CharGPT(**MODEL)
-    options = {
-        name: getattr(torch, value) if name.endswith("_dtype") else value
-        for name, value in run.contender.options.items()
-    }
-    return model, Contender(**{**vars(run.contender), "options": options}).build(model, run.lr)
+    return model, run.contender.build(model, run.rates, run.steps)
 
 
-def train(run: Run, directory: Path) -> None:
-    """Train, and write the held-out losses (nats per character) by step. A non-finite loss ends the run."""
+def train(run: Run) -> dict[str, Any]:
+    """Train. Return the held-out losses (bits per character) by step; a non-finite loss ends the run."""
     model, optimizer = setup(run)
     text = stdlib_text()
     train_text, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
-    checks = batch_at(0, held_out, size=32, context=CONTEXT)
-    schedule = warmup(linear(run.lr, run.lr / 20, steps=STEPS - WARMUP), steps=WARMUP)
+    checks = batch_at(0, held_out, size=64, context=CONTEXT)
+    first = max(round(run.steps * WARMUP), 1)
+    schedule = warmup(linear(1.0, 0.05, steps=run.steps - first), steps=first)
+    every = max(STEPS // 90, 1) if run.steps == STEPS else run.steps
     curve: list[tuple[int, float]] = []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step + 1) if run.contender.is_scheduled else run.lr
+    for step in range(run.steps):
+        for group, rate in zip(optimizer.param_groups, run.rates, strict=True):
+            group["lr"] = rate * schedule(step + 1) if run.contender.is_scheduled else rate
         loss = model(batch_at(step + STEPS * run.seed, train_text, size=BATCH, context=CONTEXT))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % EVAL_EVERY == 0:
-            curve.append((step + 1, held_out_loss(model, optimizer, checks)))
+        if (step + 1) % every == 0 or not loss.isfinite():
+            curve.append((step + 1, round(held_out_bits(model, optimizer, checks), 5)))
             if not math.isfinite(curve[-1][1]):
                 break
-    found = {
-        "name": run.contender.name,
-        "lr": run.lr,
-        "seed": run.seed,
-        "curve": curve,
-        "state_bytes": state_bytes(model, optimizer),
-    }
-    path = directory / f"{run.key()}.json"
-    path.with_suffix(".tmp").write_text(json.dumps(found))
-    path.with_suffix(".tmp").rename(path)
-    print(
-        f"{run.contender.name:>24}  lr {run.lr:<9.3g} seed {run.seed}  {curve[-1][1] / math.log(2):.3f} bits",
-        flush=True,
-    )
+    print(f"{run.contender.name:>28}  {run.rates[0]:.2g} {run.rates[1]:.2g}  {run.steps:5} steps  {curve[-1][1]:.4f}")
+    sys.stdout.flush()
+    return {"curve": curve, "state_bytes": state_bytes(model, optimizer)}
 
 
-def held_out_loss(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torch.Tensor) -> float:
-    """Switch to the evaluation weights; a schedule-free optimizer trains different ones."""
+def held_out_bits(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torch.Tensor) -> float:
+    """The held-out loss with the weights for evaluation; a schedule-free optimizer trains different ones."""
     for_evaluation, for_training = getattr(optimizer, "eval", None), getattr(optimizer, "train", None)
     if for_evaluation:
         for_evaluation()
@@ -194,10 +202,10 @@ def held_out_loss(model: CharGPT, optimizer: torch.optim.Optimizer, checks: torc
         loss = model(checks).item()
     if for_training:
         for_training()
-    return loss
+    return loss / math.log(2)
 
 
-def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
+def state_bytes(model: CharGPT, optimizer: torch.optim.Optimizer) -> float:
     """Bytes of optimizer state per parameter."""
     stored = sum(
         value.numel() * value.element_size()
@@ -211,48 +219,70 @@ def state_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> flo
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def result(run: Run, directory: Path) -> dict | None:
-    path = directory / f"{run.key()}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+def final(found: dict[str, Any]) -> float:
+    bits = found["curve"][-1][1]
+    return bits if math.isfinite(bits) else math.inf
 
 
-def final(found: dict) -> float:
-    loss = found["curve"][-1][1]
-    return loss if math.isfinite(loss) else math.inf
+def grid(contender: Contender) -> list[tuple[float, float]]:
+    """The pairs of learning rates that are tried: for hidden matrices and for the rest."""
+    return [
+        (contender.lr * FACTOR**of_matrices, contender.rest_lr * FACTOR**of_rest)
+        for of_matrices in EXPONENTS
+        for of_rest in EXPONENTS
+    ]
 
 
-def next_runs(contender: Contender, directory: Path) -> list[Run]:
-    """The remaining runs; empty when the contender is done."""
-    rates = {exponent: Run(contender, contender.lr * FACTOR**exponent, 0) for exponent in (-1, 0, 1)}
-    while True:
-        found = {exponent: result(run, directory) for exponent, run in rates.items()}
-        missing = [rates[exponent] for exponent, value in found.items() if value is None]
-        if missing:
-            return missing
-        best = min(rates, key=lambda exponent: final(found[exponent]))
-        if len(rates) == MOST_RATES or best not in (min(rates), max(rates)):
-            break
-        beyond = best + (1 if best == max(rates) else -1)
-        rates[beyond] = Run(contender, contender.lr * FACTOR**beyond, 0)
-    more = [Run(contender, rates[best].lr, seed) for seed in SEEDS]
-    return [run for run in more if result(run, directory) is None]
+def halved(contender: Contender, results: Results) -> Iterator[Run]:
+    """The runs of tuning, each to be finished before the next is asked for. The best pair is `best_rates`."""
+    pairs = grid(contender)
+    for halving in range(HALVINGS, -1, -1):
+        runs = [Run(contender, pair, max(STEPS // (4 << halving), 1), seed=0) for pair in pairs]
+        yield from runs
+        scored = sorted(runs, key=lambda run: final(results.of(run) or {"curve": [(0, math.inf)]}))
+        pairs = [run.rates for run in scored[: max(len(runs) // 2, 1)]]
 
 
-def tuned(contender: Contender, directory: Path) -> list[dict]:
-    """The runs of all seeds at the best learning rate; empty for an unfinished contender."""
-    runs = [result(Run(contender, contender.lr * FACTOR**exponent, 0), directory) for exponent in range(-4, 5)]
-    tried = [run for run in runs if run]
-    if not tried or next_runs(contender, directory):
-        return []
-    best = min(tried, key=final)
-    return [found for seed in SEEDS if (found := result(Run(contender, best["lr"], seed), directory))]
+def best_rates(contender: Contender, results: Results) -> tuple[float, float] | None:
+    """The best pair after tuning; None if runs are missing."""
+    runs = []
+    for run in halved(contender, results):
+        if results.of(run) is None:
+            return None
+        runs.append(run)
+    last = [run for run in runs if run.steps == max(STEPS // 4, 1)]
+    return min(last, key=lambda run: final(results.of(run) or {})).rates
 
 
-def work(args: tuple[Contender, Path]) -> None:
-    contender, directory = args
-    while runs := next_runs(contender, directory):
-        for run in runs:
-            train(run, directory)
+def full_runs(contender: Contender, results: Results, num_seeds: int) -> list[dict[str, Any]]:
+    """The full runs of the best pair, of at most `num_seeds` seeds, that are finished."""
+    rates = best_rates(contender, results)
+    runs = [] if rates is None else [Run(contender, rates, STEPS, seed) for seed in range(num_seeds)]
+    return [found for run in runs if (found := results.of(run))]
+
+
+def work(args: tuple[Contender, Path, int]) -> None:
+    """Finish the missing runs of a contender."""
+    contender, directory, num_seeds = args
+    results = Results(contender, directory)
+    for run in halved(contender, results):
+        if results.of(run) is None:
+            results.add(run, train(run))
+    rates = best_rates(contender, results)
+    assert rates is not None
+    for seed in range(num_seeds):
+        run = Run(contender, rates, STEPS, seed)
+        if results.of(run) is None:
+            results.add(run, train(run))
+
+
+def first_four(contenders: list[Contender], directory: Path) -> list[Contender]:
+    """The contenders with the lowest mean loss over the seeds that all have."""
+
+    def mean(contender: Contender) -> float:
+        return statistics.mean(map(final, full_runs(contender, Results(contender, directory), SEEDS)))
+
+    return sorted(contenders, key=mean)[:FIRST]
 
 
 # --- times and report -------------------------------------------------------------------------------------------------
@@ -260,7 +290,7 @@ def work(args: tuple[Contender, Path]) -> None:
 
 def update_seconds(contender: Contender) -> float:
     """The median time in seconds of one update of the model, on one thread."""
-    model, optimizer = setup(Run(contender, contender.lr, 0))
+    model, optimizer = setup(Run(contender, (contender.lr, contender.rest_lr), STEPS, seed=0))
     for param in model.parameters():
         param.grad = torch.randn_like(param) * 1e-3
     times = []
@@ -271,20 +301,38 @@ def update_seconds(contender: Contender) -> float:
     return statistics.median(times[2:])
 
 
-def row(contender: Contender, directory: Path, target: float) -> dict | None:
-    runs = tuned(contender, directory)
-    if not runs:
+# The 97.5 % quantile of Student's t by degrees of freedom.
+T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
+
+
+def differ(one: list[float], other: list[float]) -> bool:
+    """Whether the means of two rules' final losses differ by more than their seeds explain (t-test, 5 %)."""
+    freedom = len(one) + len(other) - 2
+    squares = sum((x - statistics.mean(losses)) ** 2 for losses in (one, other) for x in losses)
+    error = math.sqrt(squares / freedom * (1 / len(one) + 1 / len(other)))
+    return abs(statistics.mean(one) - statistics.mean(other)) > T_QUANTILES[freedom] * error
+
+
+def row(contender: Contender, directory: Path, target: float) -> dict[str, Any] | None:
+    """A line of the table; None if the contender is not finished."""
+    results = Results(contender, directory)
+    runs = full_runs(contender, results, SEEDS_OF_FIRST)
+    if len(runs) < SEEDS:
         return None
-    finals = [final(run) / math.log(2) for run in runs]
+    bits = [final(run) for run in runs]
     reached = [next((step for step, loss in run["curve"] if loss <= target), None) for run in runs]
     times = directory / "times.json"
     seconds = json.loads(times.read_text()) if times.exists() else {}
+    rates = runs[0]["run"]["rates"]
+    limits = [(grid(contender)[0][i], grid(contender)[-1][i]) for i in (0, 1)]
     return {
         "rule": contender.name,
         "options": contender.options,
-        "lr": runs[0]["lr"],
-        "bits": statistics.mean(finals),
-        "spread": max(finals) - min(finals),
+        "rates": rates,
+        "at_the_end_of_the_grid": any(rate in ends for rate, ends in zip(rates, limits, strict=True)),
+        "finals": bits,
+        "bits": statistics.mean(bits),
+        "error": statistics.stdev(bits) / math.sqrt(len(bits)),
         "steps_to_target": None if None in reached else statistics.mean(reached),
         "update_ms": 1e3 * seconds[contender.name] if contender.name in seconds else None,
         "state_bytes": runs[0]["state_bytes"],
@@ -295,43 +343,53 @@ def row(contender: Contender, directory: Path, target: float) -> dict | None:
 def report(directory: Path, folder: Path) -> None:
     """Write leaderboard.json, .md and .svg to `folder`: the finished contenders, best first."""
     baseline = next(contender for contender in CONTENDERS if contender.name == BASELINE)
-    of_baseline = tuned(baseline, directory)
-    if not of_baseline:
+    of_baseline = full_runs(baseline, Results(baseline, directory), SEEDS)
+    if len(of_baseline) < SEEDS:
         sys.exit(f"{BASELINE} is not done: its final loss is the target of the others")
-    target = statistics.mean(final(run) for run in of_baseline)
+    target = statistics.mean(map(final, of_baseline))
     rows = [found for contender in CONTENDERS if (found := row(contender, directory, target))]
     rows.sort(key=lambda found: found["bits"])
-    settings = {"steps": STEPS, "batch": BATCH, "warmup": WARMUP, "weight_decay": DECAY, "model": MODEL, "seeds": SEEDS}
-    about = {"torch": torch.__version__, "target_bits": target / math.log(2), **settings}
+    settings = {"steps": STEPS, "batch": BATCH, "warmup": WARMUP, "weight_decay": DECAY, "model": MODEL}
+    about = {"torch": torch.__version__, "target_bits": target, **settings}
     (folder / "leaderboard.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     (folder / "leaderboard.md").write_text(table(rows, target))
     draw(rows, target, folder / "leaderboard.svg")
 
 
-def table(rows: list[dict], target: float) -> str:
+def place(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """The places that a rule may have, given what the seeds' deviations allow."""
+    others = [other for other in rows if differ(found["finals"], other["finals"])]
+    first = 1 + sum(other["bits"] < found["bits"] for other in others)
+    last = len(rows) - sum(other["bits"] > found["bits"] for other in others)
+    return str(first) if first == last else f"{first}–{last}"
+
+
+def table(rows: list[dict[str, Any]], target: float) -> str:
     def cell(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
     lines = [
-        f"Held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters: the mean of {len(SEEDS)} "
-        f"seeds, and the largest minus the smallest. Steps until {BASELINE}'s final {target / math.log(2):.3f} bits "
-        "are reached. Milliseconds of one update on one thread. Bytes of state per parameter. Matrix rules (NorMuon, "
-        "Muon, SOAP, NAMO, ...) train embeddings and vectors with AdamW at the rate of their row; "
-        f"{BASELINE} has one rate for all.",
+        f"Held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters, the mean of {SEEDS} to",
+        f"{SEEDS_OF_FIRST} seeds and its standard error. Place: rules whose difference is within what the seeds",
+        "explain (t-test, 5 %) share places. Learning rates: of hidden matrices, and of all other parameters, which",
+        "matrix rules update with AdamW; * at the end of the grid, so a better one may lie outside. Steps: until",
+        f"{BASELINE}'s final {target:.3f} bits are reached. Update: one, on one thread. State: bytes per parameter.",
+        "It is one small model on one data set: it cannot say how rules compare on larger models or longer runs.",
         "",
-        f"| rule | lr | bits | spread | steps to {BASELINE}'s | update, ms | state, bytes |",
-        "|---|---|---|---|---|---|---|",
+        f"| place | rule | bits | lr, matrices | lr, rest | steps to {BASELINE}'s | update, ms | state |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for found in rows:
+        mark = " *" if found["at_the_end_of_the_grid"] else ""
         lines.append(
-            f"| {found['rule']} | {found['lr']:.2g} | {found['bits']:.3f} | {found['spread']:.3f} | "
-            f"{cell(found['steps_to_target'], '.0f')} | {cell(found['update_ms'], '.1f')} | "
-            f"{found['state_bytes']:.2f} |"
+            f"| {place(found, rows)} | {found['rule']}{mark} | {found['bits']:.3f} ± {found['error']:.3f} | "
+            f"{found['rates'][0]:.2g} | {found['rates'][1]:.2g} | {cell(found['steps_to_target'], '.0f')} | "
+            f"{cell(found['update_ms'], '.1f')} | {found['state_bytes']:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: list[dict], target: float, path: Path) -> None:
+def draw(rows: list[dict[str, Any]], target: float, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -342,17 +400,18 @@ def draw(rows: list[dict], target: float, path: Path) -> None:
     colours = plt.get_cmap("tab20")
     for index, found in enumerate(rows):
         steps = [step for step, _ in found["curves"][0]]
-        mean = [statistics.mean(run[i][1] for run in found["curves"]) / math.log(2) for i in range(len(steps))]
+        curves = [run for run in found["curves"] if len(run) == len(steps)]
+        mean = [statistics.mean(run[i][1] for run in curves) for i in range(len(steps))]
         axis.plot(steps, mean, label=f"{found['rule']}  {found['bits']:.3f}", color=colours(index % 20))
-    axis.axhline(target / math.log(2), color="0.6", linestyle=":", linewidth=1)
-    axis.set(xlabel="step", ylabel="held-out bits per character", ylim=(None, 5.0))
+    axis.axhline(target, color="0.6", linestyle=":", linewidth=1)
+    axis.set(xlabel="step", ylabel="held-out bits per character", ylim=(None, target + 1.0))
     axis.legend(frameon=False, fontsize=8, ncols=2)
     figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("runs/leaderboard"))
+    parser.add_argument("--dir", type=Path, default=DEFAULT_DIR, help="of finished runs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="rules that are run at the same time")
     parser.add_argument("--only", nargs="*", help="rules by name; all by default")
     parser.add_argument("--times", action="store_true", help="time the updates instead of training")
@@ -367,10 +426,13 @@ def main() -> None:
         report(args.dir, args.report)
     elif args.times:
         seconds = {contender.name: update_seconds(contender) for contender in chosen}
-        (args.dir / "times.json").write_text(json.dumps(seconds))
+        (args.dir / "times.json").write_text(json.dumps(seconds, indent=1) + "\n")
     else:
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
-            pool.map(work, [(contender, args.dir) for contender in chosen], chunksize=1)
+            pool.map(work, [(contender, args.dir, SEEDS) for contender in chosen], chunksize=1)
+            if chosen == CONTENDERS:
+                first = first_four(chosen, args.dir)
+                pool.map(work, [(contender, args.dir, SEEDS_OF_FIRST) for contender in first], chunksize=1)
 
 
 if __name__ == "__main__":
