@@ -428,7 +428,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def leaderboard(session: nox.Session) -> None:
-    """Which rule should I use: every rule tuned and trained on a small GPT, minutes a rule; resumes where it was."""
+    """Which rule should I use: every rule tuned and trained on a small GPT; resumes where it was. Six hours."""
     install(session, groups=("examples",))
     for options in [session.posargs] if session.posargs else ([], ["--times"], ["--report", "kernels/results"]):
         session.run("python", "examples/leaderboard.py", *options)

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture
 def board(small_example: Callable[..., ModuleType]) -> ModuleType:
@@ -26,7 +28,6 @@ def finish(board: ModuleType, contender: object, directory: Path, best: tuple[fl
     board.work((contender, directory, seeds))
 
 
-@pytest.mark.nightly
 def test_every_contender_trains(board: ModuleType) -> None:
     for contender in board.CONTENDERS:
         run = board.Run(contender, (contender.lr, contender.rest_lr), board.STEPS, 0)
