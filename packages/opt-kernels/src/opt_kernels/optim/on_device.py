@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends import tables
 from opt_kernels.backends.grad_stats import grad_stats
-from opt_kernels.backends.triton import multi_tensor
 from opt_kernels.dtensor import local
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import HookedUpdate
@@ -65,11 +65,11 @@ class GroupsOnDevice:
             self._tables[device] = HyperTable(
                 self._names,
                 device=device,
-                upload=lambda host: multi_tensor.to_device(host, device),
+                upload=lambda host: tables.to_device(host, device),
                 choosing=self._choosing,
             )
         table = self._tables[device]
-        if multi_tensor.is_capturing(device):
+        if tables.is_capturing(device):
             self._captured = self._frozen()
         elif device not in self._fresh:
             table.refresh_(groups)
@@ -79,7 +79,7 @@ class GroupsOnDevice:
     @property
     def is_capturing(self) -> bool:
         """Whether the current step is being captured."""
-        return any(map(multi_tensor.is_capturing, self._tables))
+        return any(map(tables.is_capturing, self._tables))
 
     @property
     def is_captured(self) -> bool:

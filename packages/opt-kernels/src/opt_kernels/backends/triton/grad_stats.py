@@ -16,16 +16,15 @@ from opt_kernels import devices
 from opt_kernels.backends.layouts import Layouts
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats
+from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, pointer
 from opt_kernels.backends.triton.multi_tensor import (
     Column,
-    DeviceTables,
     Extents,
     chunk_elements,
     chunk_records,
-    to_device,
 )
 from opt_kernels.backends.triton.sweep import processors
 

@@ -12,26 +12,18 @@ Tables depend only on addresses and sizes, and are cached by these. If parameter
 (flat buffers always do), a step builds and copies nothing.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.devices import is_cuda, launching_on
-
-T = TypeVar("T")
 LINE = 8  # int64 per 64-byte memory line; a record takes one line, or two
 TRAILING = 3  # elements, row, first: after the addresses
 MIN_CHUNK = 2048
 MAX_CHUNK = 16384
 PROGRAMS_PER_PROCESSOR = 16  # enough that the last, partly filled wave of programs costs little
-
-
-class ChunkTableError(ValueError):
-    """A table would have to be built and copied to the device while a CUDA graph is captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,97 +107,3 @@ def chunk_records(
     records[:, -2] = rows[chunks.run]
     records[:, -1] = firsts[chunks.run] + chunks.start
     return records
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether launches on `device` are being captured in a CUDA graph."""
-    if not is_cuda(device):
-        return False
-    with launching_on(device):
-        return torch.cuda.is_current_stream_capturing()
-
-
-def current_stream(device: torch.device) -> int:
-    """The current stream of `device`; 0 on a CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if is_cuda(device) else 0
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copy `host` to `device` without synchronizing. Raises ChunkTableError while a graph is captured."""
-    if is_capturing(device):
-        raise ChunkTableError(
-            "a table would have to be copied to the device while a graph is captured, because a tensor has moved since "
-            "the last step, or there was none; run one step before the capture and keep gradients in place "
-            "(zero_grad(set_to_none=False), or flat buffers)"
-        )
-    return host.pin_memory().to(device, non_blocking=True) if is_cuda(device) else host.to(device)
-
-
-class DeviceTables(Generic[T]):
-    """LRU cache of tables on one device.
-
-    Keeps at most `capacity` tables and at most `room` bytes, as counted by `bytes_of`, but always the last table.
-
-    Each stream has tables of its own: a copy issued on one stream may not have finished when another stream reads it,
-    and its memory may be reused while the other stream still reads. A capture, which starts after all streams are
-    synchronized, uses the tables of any stream.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        capacity: int = 64,
-        room: int = 1 << 28,
-        bytes_of: Callable[[T], int] = lambda table: 0,
-    ) -> None:
-        self._device = device
-        self._capacity = capacity
-        self._room = room
-        self._bytes_of = bytes_of
-        self._bytes = 0
-        self._tables: OrderedDict[tuple[int, Hashable], T] = OrderedDict()  # by stream and key
-        self._last: tuple[tuple[int, Hashable], T] | None = None
-        # A captured graph reads its tables for as long as it can be replayed, which is unknown here: tables that a
-        # capture used are never freed.
-        self._captured: list[T] = []
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def get(self, key: Hashable, build: Callable[[], T], *, holds: Callable[[T], bool] | None = None) -> T:
-        """The table of `key`, built by `build` if it is missing or if `holds` returns False for it."""
-        capturing = is_capturing(self._device)
-        place = (current_stream(self._device), key)
-        table = self._found(place)
-        if table is None and capturing:
-            table = next((other for (_, known), other in self._tables.items() if known == key), None)
-        if table is None or (holds is not None and not holds(table)):
-            table = build()
-            self._keep(place, table)
-        if capturing and not any(table is kept for kept in self._captured):
-            self._captured.append(table)
-        return table
-
-    def _keep(self, place: tuple[int, Hashable], table: T) -> None:
-        if place in self._tables:
-            self._bytes -= self._bytes_of(self._tables[place])
-        self._tables[place] = table
-        self._tables.move_to_end(place)
-        self._last = (place, table)
-        self._bytes += self._bytes_of(table)
-        while len(self._tables) > self._capacity or (len(self._tables) > 1 and self._bytes > self._room):
-            _, oldest = self._tables.popitem(last=False)
-            self._bytes -= self._bytes_of(oldest)
-
-    def _found(self, place: tuple[int, Hashable]) -> T | None:
-        # Most steps repeat the last one, and comparing a key of a thousand addresses is cheaper than hashing it.
-        # Keeping the caller's key, not an equal one, makes the next comparison one of object identity.
-        if self._last is not None and self._last[0] == place:
-            self._last = (place, self._last[1])
-            return self._last[1]
-        table = self._tables.get(place)
-        if table is not None:
-            self._tables.move_to_end(place)
-            self._last = (place, table)
-        return table

@@ -1,8 +1,8 @@
 """The scalar block: all numbers of a parameter group that a sweep needs, computed on the device by one small kernel.
 
-One row of 16 float32 per group, one memory line. Learning rate, weight decay, step, gradient scale and skip flag may be
-device tensors: no synchronization is needed, and a captured step uses their current values. Bias corrections and
-products are computed in float64 and rounded once, as a host would.
+One row of float32 per group: 8 for Muon; for a formula those of its scalars, see `kernels`. Learning rate, weight decay,
+step, gradient scale and skip flag may be device tensors: no synchronization is needed, and a captured step uses their
+current values. Bias corrections and products are computed in float64 and rounded once, as a host would.
 """
 
 from array import array
@@ -14,30 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton import multi_tensor
+from opt_kernels.backends import tables
+from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.jit import jit, tl
-from opt_kernels.backends.triton.multi_tensor import DeviceTables, to_device
 from opt_kernels.works import Hyper
 
-WIDTH: tl.constexpr = tl.constexpr(16)
+WIDTH: tl.constexpr = tl.constexpr(8)
 PROCEED: tl.constexpr = tl.constexpr(0)  # 0 if the step is skipped, else 1
 GRAD_SCALE: tl.constexpr = tl.constexpr(1)
 LR: tl.constexpr = tl.constexpr(2)
 WEIGHT_DECAY: tl.constexpr = tl.constexpr(3)
-BETA1: tl.constexpr = tl.constexpr(4)
-ONE_MINUS_BETA1: tl.constexpr = tl.constexpr(5)
-BETA2: tl.constexpr = tl.constexpr(6)
-ONE_MINUS_BETA2: tl.constexpr = tl.constexpr(7)
-EPS: tl.constexpr = tl.constexpr(8)
-CORRECTION1: tl.constexpr = tl.constexpr(9)  # 1 - beta1^step
-CORRECTION2: tl.constexpr = tl.constexpr(10)  # 1 - beta2^step
-ROOT_CORRECTION2: tl.constexpr = tl.constexpr(11)  # sqrt(1 - beta2^step)
-STEP_SIZE: tl.constexpr = tl.constexpr(12)  # lr / (1 - beta1^step)
-LR_DECAY: tl.constexpr = tl.constexpr(13)  # lr * weight_decay
-MOMENTUM: tl.constexpr = tl.constexpr(14)
-STEP: tl.constexpr = tl.constexpr(15)  # an int32 in the float's bits
-
-HOST_WIDTH: tl.constexpr = tl.constexpr(8)  # float64 numbers per row that the host provides
+LR_DECAY: tl.constexpr = tl.constexpr(4)  # lr * weight_decay
+MOMENTUM: tl.constexpr = tl.constexpr(5)
 
 
 class FrozenHyperError(ValueError):
@@ -46,42 +34,27 @@ class FrozenHyperError(ValueError):
 
 @jit
 def fill_scalars(
-    block: tl.tensor,  # (rows, 16) float32, written
-    host: tl.tensor,  # (rows, 8) float64: lr, weight decay, step, grad scale, beta1, beta2, eps, momentum
+    block: tl.tensor,  # (rows, 8) float32, written
+    host: tl.tensor,  # (rows, 5) float64: lr, weight decay, step, gradient scale, momentum
     lr: tl.tensor,  # (rows,), or None: then the host's
     weight_decay: tl.tensor,
-    step: tl.tensor,
+    step: tl.tensor,  # not read
     grad_scale: tl.tensor,  # (1,), or None: then the host's
     skip: tl.tensor,  # (1,), or None: then nothing is skipped
 ) -> None:
-    """Write one row of the block; one program per row."""
+    """Write one row of Muon's block; one program per row."""
     row = tl.program_id(0)
-    source = host + row * HOST_WIDTH
+    source = host + row * 5
     target = block + row * WIDTH
     lr64 = tl.load(source + 0) if lr is None else tl.load(lr + row).to(tl.float64)
     decay64 = tl.load(source + 1) if weight_decay is None else tl.load(weight_decay + row).to(tl.float64)
-    count = tl.load(source + 2).to(tl.int64) if step is None else tl.load(step + row).to(tl.int64)
     scale64 = tl.load(source + 3) if grad_scale is None else tl.load(grad_scale).to(tl.float64)
-    beta1 = tl.load(source + 4)
-    beta2 = tl.load(source + 5)
-    correction1 = 1.0 - power(beta1, count)
-    correction2 = 1.0 - power(beta2, count)
     tl.store(target + PROCEED, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))
     tl.store(target + GRAD_SCALE, scale64.to(tl.float32))
     tl.store(target + LR, lr64.to(tl.float32))
     tl.store(target + WEIGHT_DECAY, decay64.to(tl.float32))
-    tl.store(target + BETA1, beta1.to(tl.float32))
-    tl.store(target + ONE_MINUS_BETA1, (1.0 - beta1).to(tl.float32))
-    tl.store(target + BETA2, beta2.to(tl.float32))
-    tl.store(target + ONE_MINUS_BETA2, (1.0 - beta2).to(tl.float32))
-    tl.store(target + EPS, tl.load(source + 6).to(tl.float32))
-    tl.store(target + CORRECTION1, correction1.to(tl.float32))
-    tl.store(target + CORRECTION2, correction2.to(tl.float32))
-    tl.store(target + ROOT_CORRECTION2, tl.sqrt(correction2).to(tl.float32))
-    tl.store(target + STEP_SIZE, (lr64 / correction1).to(tl.float32))
     tl.store(target + LR_DECAY, (lr64 * decay64).to(tl.float32))
-    tl.store(target + MOMENTUM, tl.load(source + 7).to(tl.float32))
-    tl.store(target + STEP, count.to(tl.int32).to(tl.float32, bitcast=True))
+    tl.store(target + MOMENTUM, tl.load(source + 4).to(tl.float32))
 
 
 @jit
@@ -126,11 +99,11 @@ def scalar_block(
     skip: Tensor | None,  # 0-d
     device: torch.device,
 ) -> Tensor:
-    """The scalar block of `hypers`, (rows, 16) float32 on `device`, computed without synchronizing.
+    """Muon's block for `hypers`, (rows, 8) float32 on `device`, computed without synchronizing.
 
     Raises FrozenHyperError if a CUDA graph is being captured and lr, weight decay or step is a host number.
     """
-    rows = [(h.lr, h.weight_decay, h.step, grad_scale, *h.betas[:2], h.eps, h.momentum) for h in hypers]
+    rows = [(h.lr, h.weight_decay, h.step, grad_scale, h.momentum) for h in hypers]
     block = torch.empty((len(rows), WIDTH.value), dtype=torch.float32, device=device)
     fill_scalars[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
     return block
@@ -154,7 +127,7 @@ def fill_arguments(rows: Sequence[Row], *, skip: Tensor | None, device: torch.de
     numbers: list[Any] = list(chain.from_iterable(rows))
     if not _OF_HOST.issuperset(map(type, numbers)):
         return (*_mixed(rows, device), skip)
-    if multi_tensor.is_capturing(device):
+    if tables.is_capturing(device):
         _refuse_host_numbers(lr=None, weight_decay=None, step=None)
     # Not cached: the numbers include the step.
     host = torch.frombuffer(array("d", numbers), dtype=torch.float64)
@@ -166,7 +139,7 @@ def _mixed(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """`fill_arguments` without the skip flag, of rows with device tensors. The host's numbers are 0 in their place."""
     lr, weight_decay, step = (_on_device(column, device) for column in islice(zip(*rows), NUM_CHANGING))
-    if multi_tensor.is_capturing(device):
+    if tables.is_capturing(device):
         _refuse_host_numbers(lr=lr, weight_decay=weight_decay, step=step)
     given = rows[0][NUM_CHANGING]  # one gradient scale for all rows
     columns = (lr, weight_decay, step, given.to(device) if isinstance(given, Tensor) else None)

@@ -12,32 +12,30 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.layouts import Layouts
-from opt_kernels.backends.triton.columns import (
-    Call,
-    Item,
-    call_of,
-    check_item,
-    items_of,
+from opt_kernels.backends.columns import (
+    Columns,
+    check_work,
+    columns_of,
     lies_in_order,
     names_of_columns,
-    pieces_of,
+    parts_of,
+    tensors_of,
 )
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.layouts import Layouts
+from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
 from opt_kernels.backends.triton.multi_tensor import (
     ChunkTable,
     Column,
-    DeviceTables,
     Extents,
     chunk_elements,
     chunk_records,
     cut,
     moved,
-    to_device,
 )
 from opt_kernels.codecs import StateCodec
-from opt_kernels.works import Batch, Works
+from opt_kernels.works import Batch, Work, Works
 
 CALLS = 1024  # a step has one per launch group, Muon one per round; calls that do not fit are rebuilt every step
 PROCESSORS_OF_A_CPU = 1  # the interpreter runs programs one after the other
@@ -145,39 +143,30 @@ def sweeps(batches: Sequence[Batch], codecs: Mapping[str, StateCodec]) -> Launch
     Columns: main or remainder, out, the states, then the scales of the states that have scales. Raises LayoutError if
     tensors are on different devices or not contiguous.
     """
-    found = cut_sweeps(pieces_of(batches), codecs)
+    found = cut_sweeps(parts_of(batches), codecs)
     if found is None:
         raise LayoutError("a work has tensors that are not contiguous; pass contiguous tensors")
     return found
 
 
 def cut_sweeps(
-    pieces: list[tuple[int, Works]],  # with their rows of the scalar block
+    parts: list[tuple[int, Works]],  # with their rows of the scalar block
     codecs: Mapping[str, StateCodec],
     cutting: Cutting | None = None,  # None: every work is one run
 ) -> Launches | None:
     """Like `sweeps`, for works that are cut by `cutting`. None if a tensor is not contiguous."""
-    return _found(pieces, codecs, cutting).launches
-
-
-def _found(pieces: list[tuple[int, Works]], codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _Found:
-    """The launches of works at any address, from the cache of the process."""
-    call = call_of(pieces, codecs)
-    if not call.grads:
-        return _Found(Launches([]))
-    known = _known(call, codecs, cutting)
-    return known.launches.get(call.grads_at, lambda: _launches(known, call, codecs, cutting))
-
-
-def _known(call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _KnownCall:
-    """The cached data of a call, for tensors that other code may have swept with another layout."""
-    device = call.grads[0].device
-    kinds = tuple([(row, len(w), w.mains is None, w.outs is None, w.firsts) for row, w in call.pieces])
-    return known_calls(device).get(
-        (call.others_at, kinds, tuple(codecs.items()), None if cutting is None else cutting.key),
-        lambda: _KnownCall(device, Layouts(call.tensors), {}, DeviceTables(device, capacity=8)),
-        holds=lambda known: known.layouts.same(call.tensors),
+    columns = columns_of(parts, codecs)
+    if not columns.grads:
+        return Launches([])
+    # Other code may have swept tensors of another layout at these addresses.
+    device = columns.grads[0].device
+    known = known_calls(device).get(
+        (columns.key(codecs), None if cutting is None else cutting.key),
+        lambda: _KnownCall(device, Layouts(columns.tensors), {}, DeviceTables(device, capacity=8)),
+        holds=lambda known: known.layouts.same(columns.tensors),
     )
+    found = known.launches.get(columns.grads_at, lambda: _Found(_launches(known, columns, codecs, cutting)))
+    return found.launches
 
 
 @cache
@@ -186,25 +175,32 @@ def known_calls(device: torch.device) -> DeviceTables[_KnownCall]:
     return DeviceTables(device, capacity=CALLS)
 
 
+class _Item(NamedTuple):
+    """One work of a call."""
+
+    row: int
+    work: Work
+    columns: list[Tensor | None]
+
+
 def _parts(
-    call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
+    columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
     """The works by format, with their records on the device. None if some cannot be swept without a copy."""
-    items = items_of(call, codecs)
-    if not all(lies_in_order(tensor) for item in items for tensor in (item.grad, *item.columns) if tensor is not None):
+    if not all(map(lies_in_order, columns.tensors)):
         return None
+    items = [_Item(row, work, tensors_of(work, codecs)) for row, work in columns.works()]
     by_formats: dict[LaunchFormats, list[Cut]] = {}
-    for index, item in enumerate(items):
-        if item.grad.numel():
-            check_item(item, codecs, device)
-            numel = item.grad.numel()
-            cuts = [Cut(index, 0, numel, item.first)] if cutting is None else list(cutting(index, numel))
-            by_formats.setdefault(_formats(item, cuts, codecs), []).extend(cuts)
+    for index, (_, work, _) in enumerate(items):
+        if numel := work.grad.numel():
+            check_work(work, codecs, device)
+            cuts = [Cut(index, 0, numel, work.first)] if cutting is None else list(cutting(index, numel))
+            by_formats.setdefault(_formats(items[index], cuts, codecs), []).extend(cuts)
     tagged = cutting is not None
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]
 
 
-def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
+def _addresses(item: _Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list[int]:
     """Address of the first element of the run in each column."""
     return [
         0 if tensor is None else tensor.data_ptr() + piece.begin // elements * tensor.itemsize
@@ -212,27 +208,27 @@ def _addresses(item: Item, piece: Cut, codecs: Mapping[str, StateCodec]) -> list
     ]
 
 
-def _formats(item: Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
+def _formats(item: _Item, cuts: Sequence[Cut], codecs: Mapping[str, StateCodec]) -> LaunchFormats:
     """The formats common to all runs of a work. Block scales are read one at a time, so they need no alignment."""
     main, out, *states = item.columns
     assert main is not None
-    kept = 2 + len(codecs)
+    grad, kept = item.work.grad, 2 + len(codecs)
     places = [at for c in cuts for at in (*_addresses(item, c, codecs)[:kept], c.beside)]
-    places += [item.grad.data_ptr() + c.begin * item.grad.itemsize for c in cuts]
+    places += [grad.data_ptr() + c.begin * grad.itemsize for c in cuts]
     return LaunchFormats(
-        grad=item.grad.dtype,
+        grad=grad.dtype,
         main=main.dtype,
         out=None if out is None else out.dtype,
         states=tuple(state.dtype for state in states[: len(codecs)] if state is not None),
         aligned=reduce(or_, places) % ALIGNMENT == 0,
-        remainder=item.remainder,
+        remainder=item.work.main is None,
     )
 
 
 def _part(
     formats: LaunchFormats,
     cuts: tuple[Cut, ...],
-    items: Sequence[Item],
+    items: Sequence[_Item],
     codecs: Mapping[str, StateCodec],
     device: torch.device,
     tagged: bool,
@@ -261,21 +257,21 @@ def _part(
     )
 
 
-def _launches(known: _KnownCall, call: Call, codecs: Mapping[str, StateCodec], cutting: Cutting | None) -> _Found:
+def _launches(
+    known: _KnownCall, columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None
+) -> Launches | None:
     """The launches of all parts, with the current addresses of gradients."""
     aligned = None
-    if reduce(or_, call.grads_at) % ALIGNMENT:
-        aligned = tuple([at % ALIGNMENT == 0 for at in call.grads_at])
+    if reduce(or_, columns.grads_at) % ALIGNMENT:
+        aligned = tuple([at % ALIGNMENT == 0 for at in columns.grads_at])
     if aligned not in known.parts:
-        known.parts[aligned] = _parts(call, codecs, cutting, known.device)
+        known.parts[aligned] = _parts(columns, codecs, cutting, known.device)
     parts = known.parts[aligned]
     if parts is None:
-        return _Found(None)
-    grads_at = torch.tensor(call.grads_at)
-    columns = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device) for part in parts]
-    return _Found(
-        Launches(
-            Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
-            for part, column in zip(parts, columns)
-        )
+        return None
+    grads_at = torch.tensor(columns.grads_at)
+    addresses = [to_device(grads_at[part.work_of_chunk] + part.bytes_to_chunk, known.device) for part in parts]
+    return Launches(
+        Launch(part.formats, ChunkTable(part.records, column, part.chunk), part.cuts)
+        for part, column in zip(parts, addresses)
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.triton.columns import in_order, pieces_of
+from opt_kernels.backends.columns import in_order, parts_of
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
@@ -34,7 +34,7 @@ def update_(
 
     Raises LayoutError for a dtype that Triton cannot sweep, and FrozenHyperError for host numbers in a capture.
     """
-    launches = cut_sweeps(pieces_of(batches), codecs)
+    launches = cut_sweeps(parts_of(batches), codecs)
     if launches is None:
         batches = in_order(batches)  # tables hold addresses only: the copies live until the launch
         launches = sweeps(batches, codecs)

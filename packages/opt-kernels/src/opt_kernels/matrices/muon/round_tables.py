@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import triton_dtype
-from opt_kernels.backends.triton.multi_tensor import ChunkTable, DeviceTables, to_device
+from opt_kernels.backends.triton.multi_tensor import ChunkTable
 from opt_kernels.backends.triton.quantize import GROUP, scheme
 from opt_kernels.backends.triton.sweep import CALLS, Cut, Launches, launch_options
 from opt_kernels.codecs import StateCodec

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from opt_kernels.backends.columns import lies_in_order, uniform
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.columns import lies_in_order, uniform
 from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs

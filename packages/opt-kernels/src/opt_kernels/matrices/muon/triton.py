@@ -61,7 +61,7 @@ def momentum_tile(
 def momentum_sweep(
     records: tl.tensor,  # (chunks, WIDTH) int64: main or remainder, out, momentum, its scales ... n, row, place in u
     grads: tl.tensor,  # (chunks,) int64
-    block: tl.tensor,  # (rows, 16) float32
+    block: tl.tensor,  # (rows, 8) float32
     u: tl.tensor,  # all matrices of the round, written
     u_scales: tl.tensor,  # (chunks, CHUNK / 128) float32, written where SCHEME_U has scales
     sums: tl.tensor,  # (chunks,) float64, written: of the squares of u
@@ -175,7 +175,7 @@ def descent_tile(
 @jit
 def descent_sweep(
     records: tl.tensor,  # those of `momentum_sweep`, of some chunks
-    block: tl.tensor,  # (rows, 16) float32
+    block: tl.tensor,  # (rows, 8) float32
     directions: tl.tensor,  # of the matrices of one stack
     origin: tl.tensor,  # place of that stack in u
     factors: tl.tensor,  # (slots,) float32
