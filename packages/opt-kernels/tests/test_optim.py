@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
-from opt_kernels.optim.on_device import scaling_of
+from opt_kernels.optim.gradients import scaling_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -202,7 +202,7 @@ def test_tiny_gradients_are_clipped_as_torch_clips_them() -> None:
     # torch divides by the norm + 1e-6, which norms of this size show.
     param, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     param.grad, plain.grad = torch.full((4,), 1e-6), torch.full((4,), 1e-6)
-    scale, _, _ = scaling_of([param.grad], found_inf=None, loss_scale=None, max_norm=1e-6)
+    scale, _, _ = scaling_of([param], found_inf=None, loss_scale=None, max_norm=1e-6)
     nn.utils.clip_grad_norm_([plain], 1e-6)
     optim.SGD([param], lr=1.0, max_norm=1e-6).step()
     assert plain.grad is not None
@@ -217,7 +217,7 @@ def test_an_overflow_that_the_scaler_found_skips_a_clipped_step() -> None:
     param.grad = torch.ones(4)
     for found in (1.0, 0.0):
         optimizer.found_inf, optimizer.grad_scale = torch.tensor(found), torch.ones(())  # type: ignore[attr-defined]
-        _, skip, _ = scaling_of([param.grad], found_inf=torch.tensor([found]), loss_scale=None, max_norm=1.0)
+        _, skip, _ = scaling_of([param], found_inf=torch.tensor([found]), loss_scale=None, max_norm=1.0)
         assert skip is not None
         assert bool(skip) is bool(found)  # with capturable=True
         optimizer.step()

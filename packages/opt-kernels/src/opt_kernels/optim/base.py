@@ -1,5 +1,6 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, overload
@@ -8,18 +9,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.checked import CheckedOptimizer
-from opt_kernels.optim.gradients import check_norm_spans_no_ranks, clipped, only_makes_state
+from opt_kernels.optim.checked import CheckedOptimizer, spans_of
+from opt_kernels.optim.gradients import only_makes_state, scaling_of
 from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loaded_groups, params_with_groups
 from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
 from opt_kernels.optim.mains import parse_mains
-from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, scaling_of
-from opt_kernels.optim.param_rows import ParamRows, params_of
-from opt_kernels.optim.params import check_available, spans_of
-from opt_kernels.optim.rows import Member, Sweep
+from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses
+from opt_kernels.optim.rows import Member, Rows, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper
@@ -62,7 +62,7 @@ class RuleOptimizer(CheckedOptimizer):
     ) -> None:
         self.capturable = flags.get("capturable") is True
         check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
-        check_available(rule)
+        check_installed(getattr(rule, "backend", None))
         self.rule = rule
         self._on_device: GroupsOnDevice | None = None  # created in the first capturable step
         self._captured_at: list[int | None] = []  # addresses of the gradients in the captured step
@@ -72,7 +72,7 @@ class RuleOptimizer(CheckedOptimizer):
         check_names(self.hooks, self.rules)
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
-        self._param_rows: ParamRows | None = None  # rebuilt whenever parameters, gradients or states changed
+        self._rows: Rows | None = None  # rebuilt whenever parameters, gradients or states changed
         self._entries = None
         check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
@@ -128,7 +128,7 @@ class RuleOptimizer(CheckedOptimizer):
         super().zero_grad(set_to_none)
 
     def _forget_rows(self) -> None:
-        self._param_rows = None
+        self._rows = None
 
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them.
@@ -177,72 +177,58 @@ class RuleOptimizer(CheckedOptimizer):
             after(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state | {"_param_rows": None})
+        super().__setstate__(state | {"_rows": None})
         self.defaults.pop("differentiable", None)  # added by torch; no group has it
         self._entries = self._new_entries()
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("rule", "mains", "max_norm", "grad_norm", "hooks", "capturable")
         own = {name: getattr(self, name) for name in kept}
-        return super().__getstate__() | own | {"_param_rows": None, "_on_device": None, "_captured_at": []}
+        return super().__getstate__() | own | {"_rows": None, "_on_device": None, "_captured_at": []}
 
     def _update_(self) -> None:
         self._adopt_changes()
         if not self.state and only_makes_state(self.param_groups):
-            self._param_rows = self._new_rows()
+            self._rows = self._new_rows()
             return
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if self.capturable:
-            self._update_on_device_(found_inf, loss_scale)
-            return
-        if found_inf is not None and bool(found_inf):
-            return
-        scale = 1.0 if loss_scale is None else 1 / float(loss_scale)
-        if self.max_norm is not None:
-            self.grad_norm, clipping = clipped(params_of(self.param_groups), scale, self.max_norm)
-            if clipping is None:
-                return
-            scale = clipping
-        for sweep, batches in self._batches().items():
-            sweep.rule.update_(batches, grad_scale=scale)
-        self._end_update_()
-
-    def _update_on_device_(self, found_inf: Tensor | None, loss_scale: Tensor | None) -> None:
-        if self.max_norm is not None:
-            check_norm_spans_no_ranks(params_of(self.param_groups), self.max_norm)
-        grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
-        scale, skip, norm = scaling_of(grads, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
-        self.grad_norm = norm
-        if self._on_device is None:
+        if self.capturable and self._on_device is None:
             self._on_device = GroupsOnDevice.of_rules(self.rules)
-        self._on_device.begin_step()
+        if self._on_device is not None:
+            self._on_device.begin_step()
+        elif found_inf is not None and bool(found_inf):
+            return
+        params = params_of(self.param_groups)
+        scale, skip, norm = scaling_of(params, found_inf=found_inf, loss_scale=loss_scale, max_norm=self.max_norm)
+        self.grad_norm = norm
+        if not self.capturable:
+            scale, skip, self.grad_norm = float(scale), None, None if norm is None else float(norm)
+            if self.grad_norm is not None and not self.grad_norm < math.inf:
+                return
         for sweep, batches in self._batches(made=None if skip is None else ~skip).items():
             sweep.rule.update_(batches, grad_scale=scale, skip=skip)
-        self._end_update_()
-        if self._on_device.is_capturing:
-            self._captured_at = addresses([param.grad for param in params_of(self.param_groups)])
+        if self._rows is not None:
+            self._rows.mains.end_update_()
+        if self._on_device is not None and self._on_device.is_capturing:
+            self._captured_at = addresses([param.grad for param in params])
 
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         """The works of this step by rule and device, in batches by parameter group and step. Counts the step of each
         parameter, unless `made` (0-d, on the device) is zero."""
         rows = self._current_rows()
         if rows is None:
-            rows = self._param_rows = self._new_rows()
-        rows.written.begin_update_()
+            rows = self._rows = self._new_rows()
+        rows.mains.begin_update_()
         return rows.batches(self._hyper_of, made)
 
-    def _end_update_(self) -> None:
-        if self._param_rows is not None:
-            self._param_rows.written.end_update_()
+    def _new_rows(self) -> Rows:
+        before = self._rows
+        return Rows(self.param_groups, self.state, self._member_of, steps_on_device=self.capturable, before=before)
 
-    def _new_rows(self) -> ParamRows:
-        before = self._param_rows
-        return ParamRows(self.param_groups, self.state, self._member_of, steps_on_device=self.capturable, before=before)
-
-    def _current_rows(self) -> ParamRows | None:
+    def _current_rows(self) -> Rows | None:
         """The rows of the last step, if they are up to date."""
-        rows = self._param_rows
+        rows = self._rows
         return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:

@@ -1,17 +1,22 @@
-"""`CheckedOptimizer`: checks parameter groups when they are added or loaded, and when they change between steps."""
+"""`CheckedOptimizer`: chooses the rule of each parameter, and checks parameters and groups, also between steps."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import ClassVar
+from dataclasses import fields, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from opt_kernels.backends.elements import is_dense
+from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.entries import SCHEDULED, GroupEntries
 from opt_kernels.optim.groups import (
+    HOOKS,
     NEUTRAL,
+    SCHEDULED,
+    GroupEntries,
     ParamGroup,
     check_apart,
     check_distinct,
@@ -20,11 +25,15 @@ from opt_kernels.optim.groups import (
     check_keys,
     check_options,
 )
-from opt_kernels.optim.hooks import HOOKS, check_names, check_param_hooks, checked_hooks, with_hooks
-from opt_kernels.optim.mains import Mains, is_narrow
+from opt_kernels.optim.hooks import check_names, check_param_hooks, checked_hooks, with_hooks
+from opt_kernels.optim.mains import Mains, init_main, is_narrow
 from opt_kernels.optim.on_device import check_capturable
-from opt_kernels.optim.params import check_param, for_dtype, rounds_stochastically
+from opt_kernels.quantized.adapters import is_quantized
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import MatrixSpec
 
 
@@ -151,3 +160,76 @@ class CheckedOptimizer(torch.optim.Optimizer, ABC):
     def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
         """The rule that updates `param`, with its hooks."""
         return with_hooks(self.rule_of(group, param), group.get(HOOKS, self.hooks))
+
+
+def for_dtype(rule: Rule, param: Tensor) -> Rule:
+    """`rule` for the dtype of `param`: as in torch.optim, float64 parameters have float64 instead of float32 states.
+
+    Triton and C++ sweeps do not support float64, so the torch backend is used unless another one is set.
+    """
+    if param.dtype is not torch.float64:
+        return rule
+    if isinstance(rule, ElementwiseRule):
+        return rule.in_float64()
+    if not isinstance(rule, MuonRule):
+        return rule
+    kept = [field.name for field in fields(rule) if field.name.endswith("_dtype")]
+    wide: dict[str, Any] = {name: torch.float64 for name in kept if getattr(rule, name) is torch.float32}
+    return replace(rule, backend=rule.backend or "torch", **wide)
+
+
+def rounds_stochastically(rule: Rule, mains: Mains, param: Tensor) -> bool:
+    """Whether `param` is rounded stochastically. The noise of an element depends on its number."""
+    return bool(getattr(rule, "stochastic_rounding", False)) and mains is Mains.PARAM and param.dtype is torch.bfloat16
+
+
+def spans_of(rule: Rule, mains: Mains, param: Tensor) -> tuple[Span, ...]:
+    """The local elements of `param` in spans of consecutive indices, for stochastic rounding."""
+    return (spans(param) or ()) if rounds_stochastically(rule, mains, param) else (Span(0, param.numel(), 0),)
+
+
+def check_param(param: Tensor, rule: Rule, mains: Mains) -> None:
+    """Raise ValueError for a parameter that `rule` cannot update."""
+    shard = local(param).detach()
+    if not param.is_floating_point():
+        remedy = "pass torch.view_as_real(param)" if param.is_complex() else "exclude it from the optimizer"
+        raise ValueError(f"a parameter of {param.dtype}: only real floating-point parameters are updated; {remedy}")
+    if is_quantized(shard) or hasattr(type(shard), "__tensor_flatten__"):
+        raise ValueError(
+            f"a parameter of type {type(shard).__name__}, whose elements are not in memory of its own dtype, where the "
+            "sweeps update them; pass a dense parameter, or train parameters in fp8 with opt_stack.get_optimizer and "
+            "OptimizerConfig(fp8_recipe=...)"
+        )
+    if shard.is_neg() or not is_dense(shard):
+        raise ValueError(
+            f"a parameter of shape {tuple(shard.shape)} and strides {tuple(shard.stride())} has holes, overlapping "
+            "elements or its negative bit set; allowed are elements that fill their memory, in any order of "
+            "dimensions; make it contiguous: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
+        )
+    if param.dtype is torch.float64 and isinstance(rule, AdaptiveMuonRule | SOAPRule):
+        raise ValueError(f"a parameter of torch.float64, but {rule.name} keeps float32 states; pass float32 parameters")
+    init_main(mains, shard.to("meta"))
+    if rounds_stochastically(rule, mains, param):
+        _check_spans(param, rule)
+    if getattr(rule, "stochastic_rounding", False) and mains is Mains.PARAM and param.dtype is torch.float16:
+        raise ValueError(
+            "stochastic_rounding=True with a float16 parameter: only bfloat16 is rounded stochastically; pass "
+            "mains='float32', or stochastic_rounding=False"
+        )
+
+
+def _check_spans(param: Tensor, rule: Rule) -> None:
+    """Raise ValueError for a shard whose elements cannot be numbered as in the whole parameter."""
+    local_spans = spans(param)
+    scaled = [name for name, codec in rule.codecs.items() if codec.block]
+    if local_spans is not None and (len(local_spans) <= 1 or not scaled):
+        return
+    placements = param.placements if is_dtensor(param) else ()
+    reason = (
+        f"its states {', '.join(scaled)} share scales across rows" if local_spans else "its elements cannot be numbered"
+    )
+    raise ValueError(
+        f"stochastic_rounding=True with a DTensor of shape {tuple(param.shape)} placed {placements}: {reason}, so it "
+        "would be rounded unlike the whole parameter; shard it by rows (Shard(0)), keep its states in float32 "
+        "or bfloat16, or pass mains='remainder'"
+    )

@@ -14,8 +14,8 @@ from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
 from opt_kernels.formulas.numbers import Choice, Constant, Number, unknown
 from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
-from opt_kernels.optim.entries import SCHEDULED
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
+from opt_kernels.optim.groups import SCHEDULED
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.whole_matrices import WholeMatrices
 

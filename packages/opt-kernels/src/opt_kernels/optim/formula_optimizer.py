@@ -9,8 +9,8 @@ from torch import Tensor
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
-from opt_kernels.optim.groups import ParamGroup, bound_arguments
-from opt_kernels.optim.hooks import HOOKS, checked_hooks, with_hooks
+from opt_kernels.optim.groups import HOOKS, ParamGroup, bound_arguments
+from opt_kernels.optim.hooks import checked_hooks, with_hooks
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 
 FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of torch.optim that choose an implementation

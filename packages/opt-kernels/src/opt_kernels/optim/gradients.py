@@ -1,42 +1,51 @@
-"""The gradients of an optimizer: their total norm, and whether a step only creates state."""
+"""The gradients of an optimizer: their factor and total norm, and whether a step only creates state."""
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.optim.param_rows import params_of
+from opt_kernels.optim.rows import params_of
 
 
-def norm_of_gradients(params: Sequence[Tensor], max_norm: float) -> float:
-    """The total norm over all devices, read on the host. Infinite or NaN if any gradient is.
+class Scaling(NamedTuple):
+    """The factor of the gradients, and whether the step is skipped."""
 
-    Raises ValueError for a DTensor parameter."""
-    check_norm_spans_no_ranks(params, max_norm)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in [param.grad for param in params if param.grad is not None]:
-        by_device.setdefault(grad.device, []).append(grad)
-    sums = [grad_stats(grads, count_zeros=False).sum_of_squares for grads in by_device.values()]
-    return math.sqrt(sum(float(total) for total in sums))
+    scale: float | Tensor  # 0-d float64
+    skip: Tensor | None  # 0-d bool
+    norm: Tensor | None = None  # 0-d float64, if gradients are clipped; infinite or NaN if any gradient is
 
 
-def clipped(params: Sequence[Tensor], scale: float, max_norm: float) -> tuple[float, float | None]:
-    """The total norm of the gradients times `scale`, and the factor that also clips it; None if it is not finite."""
-    norm = scale * norm_of_gradients(params, max_norm)
-    return norm, scale * min(1.0, max_norm / (norm + 1e-6)) if norm < math.inf else None
+def scaling_of(
+    params: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
+) -> Scaling:
+    """The factor, skip flag and norm that follow from `GradScaler` and clipping, without synchronizing the host.
 
-
-def check_norm_spans_no_ranks(params: Sequence[Tensor], max_norm: float) -> None:
-    """Raise ValueError for a DTensor parameter, whose norm spans ranks."""
+    Raises ValueError for `max_norm` with a DTensor parameter, whose norm spans ranks.
+    """
+    skip = None if found_inf is None else found_inf.reshape(()) != 0
+    scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
+    if max_norm is None:
+        return Scaling(scale, skip)
     if any(map(is_dtensor, params)):
         raise ValueError(
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
             "communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
         )
+    grads = [param.grad for param in params if param.grad is not None]
+    by_device: dict[torch.device, list[Tensor]] = {device: [] for device in {grad.device for grad in grads}}
+    for grad in grads:
+        by_device[grad.device].append(grad)
+    first = grads[0].device if grads else None
+    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(first) for same in by_device.values()]
+    norm = (torch.stack(sums).sum().sqrt() if sums else torch.zeros((), dtype=torch.float64)) * scale
+    is_bad = ~(norm < torch.inf)
+    # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.
+    coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
+    return Scaling(coefficient * scale, is_bad if skip is None else skip | is_bad, norm)
 
 
 def only_makes_state(groups: Sequence[Mapping[str, Any]]) -> bool:

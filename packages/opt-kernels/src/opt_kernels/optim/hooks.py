@@ -19,10 +19,8 @@ from opt_kernels.hooks import (
     hooks_of,
     shape_problem,
 )
-from opt_kernels.optim.groups import ParamGroup
+from opt_kernels.optim.groups import HOOKS, ParamGroup
 from opt_kernels.rules.base import Rule
-
-HOOKS = "hooks"  # entry of a group: its own hooks; in a state_dict, a record of them
 
 logger = logging.getLogger(__name__)
 

@@ -1,14 +1,25 @@
-"""Mains: the form in which an optimizer keeps a parameter between steps."""
+"""Mains: the form in which an optimizer keeps a parameter between steps.
 
+A float32 main is a copy: after `model.load_state_dict`, `torch.nn.utils.vector_to_parameters`, `param.data = ...`, or
+any other write to a bfloat16 or float16 parameter, the next update of its old main would restore the old weights. torch
+counts writes (`_version`), and an assignment moves the parameter; only after either are parameters and mains compared,
+and mains take the new weights. A write through `param.data`, such as `param.data.fill_(0)`, is not seen.
+"""
+
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from operator import is_
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import flat
+from opt_kernels.backends.writes import Mark, Writes, is_unwritten
 from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.dtensor import is_dtensor, local
 
 MAIN, REMAINDER = "main", "remainder"  # names in the state
+CHUNK_NUMEL = 1 << 22  # elements that are compared at a time
 
 
 class Mains(Enum):
@@ -68,3 +79,60 @@ def load_main_(param: Tensor, state: dict[str, Tensor], saved: Tensor) -> None:
     if MAIN in state:
         state[MAIN].copy_(saved)
     param.copy_(saved)
+
+
+class FollowingMains:
+    """The float32 mains of parameters that are updated together. They follow the writes of other code."""
+
+    def __init__(self, params: Sequence[tuple[Tensor, Mapping[str, Tensor]]], followed: Mapping[Tensor, Mark]):
+        """`params` with their states. `followed` are the marks of parameters that mains have followed in earlier steps.
+
+        Also counts the updates of parameters without a main: kernels write memory that autograd does not watch, and a
+        backward pass through an older graph must raise.
+        """
+        # Nothing counts writes to tensors that were made in torch.inference_mode().
+        self._counted = [param for param, _ in params if not param.is_inference()]
+        self._copied = [param for param, state in params if MAIN in state]
+        self._states = [state for _, state in params if MAIN in state]
+        self._followed_before = followed
+        self._writes: Writes | None = None  # None: before the first update
+
+    @property
+    def followed(self) -> dict[Tensor, Mark]:
+        """The marks of the parameters that mains have followed."""
+        marks = [] if self._writes is None else self._writes.marks
+        return {**self._followed_before, **dict(zip(self._copied, marks))}
+
+    def begin_update_(self) -> None:
+        """Let mains take the values of parameters that other code wrote, and count the writes of the update. The host
+        reads no tensor."""
+        with torch.no_grad():  # else `to_local` returns an alias with a version of its own
+            is_sharded = any(map(is_dtensor, self._copied))
+            shards = list(map(local, self._copied)) if is_sharded else self._copied  # those of DTensors may be replaced
+        before = self._writes
+        is_same = before is not None and all(map(is_, before.tensors, shards))
+        if before is None or not is_same or not before.are_all_own():
+            followed = self.followed
+            for param, state, shard in zip(self._copied, self._states, shards, strict=True):
+                mark = followed.get(param)
+                if mark is None or not is_unwritten(shard, mark):
+                    follow_(state[MAIN], shard)
+            self._writes = Writes(shards)
+        torch.autograd.graph.increment_version(self._counted)
+        self.end_update_()
+
+    def end_update_(self) -> None:
+        """Count what torch's operations have written in the update, so that the next one does not take it for writes
+        of other code."""
+        if self._writes is not None:
+            self._writes.accept()
+
+
+@torch.no_grad()
+def follow_(main: Tensor, param: Tensor) -> None:
+    """Copy each element of `param` to `main` unless it is the rounded main. NaNs are equal to NaNs."""
+    of_param, of_main = flat(param.detach(), param, "param"), flat(main, param, MAIN)
+    for new, kept in zip(torch.split(of_param, CHUNK_NUMEL), torch.split(of_main, CHUNK_NUMEL), strict=True):
+        rounded = kept.to(new.dtype)
+        is_kept = (rounded == new) | (rounded.isnan() & new.isnan())
+        kept.copy_(torch.where(is_kept, kept, new.to(kept.dtype)))

@@ -16,9 +16,9 @@ from opt_kernels.hooks import GivenHooks
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
 from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
 from opt_kernels.optim.modules import groups_of, warn_of_suspects
-from opt_kernels.optim.params import for_dtype
 from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
 from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.works import MatrixSpec, Work

@@ -6,13 +6,12 @@ Steps are counted on the device. The loss scale, the overflow flag and the gradi
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends import tables
-from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.dtensor import local
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import HookedUpdate
@@ -25,14 +24,6 @@ DEVICES = ("cuda", "meta")  # devices with graphs; a meta tensor may still move 
 
 class CaptureError(ValueError):
     """A replay of the captured step would not update the current parameters, gradients or groups."""
-
-
-class Scaling(NamedTuple):
-    """The factor of the gradients, and whether the step is skipped."""
-
-    scale: float | Tensor  # 0-d float64
-    skip: Tensor | None  # 0-d bool
-    norm: Tensor | None = None  # 0-d float64, if gradients are clipped
 
 
 class GroupsOnDevice:
@@ -138,23 +129,3 @@ def check_capturable(param: Tensor, rule: Rule) -> None:
         )
     if getattr(rule, "backend", None) not in (None, "triton"):
         raise ValueError("capturable=True with a backend that reads numbers on the host; pass backend=None or 'triton'")
-
-
-def scaling_of(
-    grads: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
-) -> Scaling:
-    """The factor, skip flag and norm that follow from `GradScaler` and clipping, without synchronizing the host."""
-    skip = None if found_inf is None else found_inf.reshape(()) != 0
-    scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
-    if max_norm is None or not grads:
-        return Scaling(scale, skip)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    first = grads[0].device
-    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(first) for same in by_device.values()]
-    norm = torch.stack(sums).sum().sqrt() * scale
-    is_bad = ~(norm < torch.inf)
-    # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.
-    coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
-    return Scaling(coefficient * scale, is_bad if skip is None else skip | is_bad, norm)

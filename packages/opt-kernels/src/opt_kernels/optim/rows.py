@@ -1,15 +1,23 @@
-"""Rows: parameters that are updated together, stored as columns, with a common step count."""
+"""Rows: parameters that are updated together, as columns. They are kept until something about them changes.
 
-from typing import NamedTuple
+A step over hundreds of parameters would otherwise spend more time on grouping them than on launching the update.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.dtensor import Span
-from opt_kernels.optim.mains import REMAINDER
+from opt_kernels.dtensor import Span, is_dtensor, local
+from opt_kernels.optim.mains import MAIN, REMAINDER, FollowingMains
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import MatrixSpec, Works
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Works
+
+_GRAD, _LAYOUT, _PARAMS = attrgetter("grad"), attrgetter("layout"), itemgetter("params")
 
 
 class Sweep(NamedTuple):
@@ -62,37 +70,47 @@ class Steps:
         return self._all[0] if before is None else before
 
 
-class Row(NamedTuple):
-    """Parameters of one sweep, group, step count and kind of mains, as columns."""
+class _Row:
+    """Parameters of one sweep, group, step count and kind of mains."""
 
-    sweep: Sweep
-    group: int
-    kind: str | None  # MAIN, REMAINDER, or None
-    positions: tuple[int, ...]  # among all parameters
-    params: list[Tensor]
-    states: list[dict[str, Tensor]]
-    matrices: list[MatrixSpec]
-    firsts: tuple[int, ...]  # numbers of the first elements: of the parameters with `spans`, else of the local elements
-    spans: list[tuple[Span, ...]] | None  # None: every parameter is one span
-    steps: Steps
+    def __init__(self, sweep: Sweep, members: Sequence[Member], *, step: float, on_device: bool) -> None:
+        self.sweep, self.group = sweep, members[0].group
+        self.params = [member.param for member in members]
+        self.states = [member.state for member in members]
+        self.kind = _kind(members[0])
+        self.steps = Steps(step, len(members), sweep.device if on_device else None)
+        for state, element in zip(self.states, self.steps.elements):
+            state[STEP] = element
+        self._matrices = [member.matrix for member in members]
+        # With spans, numbers of the first elements of the parameters; else those of the local elements.
+        self._spans = [member.spans for member in members] if any(len(m.spans) > 1 for m in members) else None
+        is_numbered = self._spans is None
+        self._firsts = tuple(m.first + (m.spans[0].first if is_numbered and m.spans else 0) for m in members)
 
-    def holds(self, grad: Tensor | None) -> bool:
+    def holds(self) -> bool:
         """Whether all have the same step count, and are on the device of their first gradient."""
+        grad = self.params[0].grad
         return self.steps.are_as_counted() and grad is not None and grad.device == self.sweep.device
 
-    def works(self, params: list[Tensor], grads: list[Tensor]) -> Works:
-        """The works of these tensors, which are the local shards of DTensors."""
-        if self.spans is not None:
-            return self._works_by_span(params, grads, self.spans)
-        kept = params if self.kind is None else [state[self.kind] for state in self.states]
+    def works(self) -> Works:
+        """The works of the row, for tensors at any address. Raises ValueError for a gradient that is not dense."""
+        params: list[Tensor] = self.params
+        grads: list[Any] = list(map(_GRAD, params))
+        for grad in () if set(map(_LAYOUT, grads)) <= {torch.strided} else grads:
+            _check(grad)
+        if any(map(is_dtensor, params)):
+            params, grads = list(map(local, params)), list(map(local, grads))
+        if self._spans is not None:
+            return self._works_by_span(params, grads, self._spans)
+        mains = params if self.kind is None else [state[self.kind] for state in self.states]
         return Works(
             grads,
-            mains=None if self.kind == REMAINDER else kept,
+            mains=None if self.kind == REMAINDER else mains,
             states=self.states,
             outs=None if self.kind is None else params,
-            remainders=kept if self.kind == REMAINDER else None,
-            matrices=self.matrices,
-            firsts=self.firsts,
+            remainders=mains if self.kind == REMAINDER else None,
+            matrices=self._matrices,
+            firsts=self._firsts,
         )
 
     def _works_by_span(self, params: list[Tensor], grads: list[Tensor], spans: list[tuple[Span, ...]]) -> Works:
@@ -110,5 +128,93 @@ class Row(NamedTuple):
                 {name: cut(state, span) for name, state in self.states[index].items() if name != STEP}
                 for index, span in cuts
             ],
-            firsts=tuple(self.firsts[index] + span.first for index, span in cuts),
+            firsts=tuple(self._firsts[index] + span.first for index, span in cuts),
+        )
+
+
+class Rows:
+    """The parameters that currently have gradients, in rows."""
+
+    def __init__(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, dict[str, Tensor]],
+        member_of: Callable[[int, int, Tensor, int], Member],  # arguments: position, group, parameter, first
+        *,
+        steps_on_device: bool = False,
+        before: "Rows | None" = None,  # the rows of the last step, if there are any
+    ) -> None:
+        """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
+        self._params = params_of(groups)
+        self._sizes = [len(group["params"]) for group in groups]
+        self._missing = [param.grad is None for param in self._params]
+        members = []
+        position = first = 0
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                if param.grad is not None:
+                    _check(param.grad)
+                    members.append(member_of(position, index, param, first))
+                position, first = position + 1, first + param.numel()
+        by_row: dict[tuple[Sweep, int, str | None, float], list[Member]] = {}
+        for member in members:
+            sweep = Sweep(member.rule, member.param.grad.device)  # type: ignore[union-attr]  # members have gradients
+            by_row.setdefault((sweep, member.group, _kind(member), float(member.state[STEP])), []).append(member)
+        self._rows = [_Row(key[0], row, step=key[3], on_device=steps_on_device) for key, row in by_row.items()]
+        followed = {} if before is None else before.mains.followed
+        self.mains: FollowingMains = FollowingMains(
+            [(member.param, member.state) for member in members],
+            {param: followed[param] for param in self._params if param in followed},
+        )
+        self._states = list(state.values())
+        self._of_members = [member.state for member in members]
+        self._steps = [state[STEP] for state in self._of_members]
+
+    def hold(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
+        """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
+        and step counts."""
+        return (
+            list(map(len, map(_PARAMS, groups))) == self._sizes
+            and _same(params_of(groups), self._params)
+            and list(map(is_, map(_GRAD, self._params), repeat(None))) == self._missing
+            and _same(list(state.values()), self._states)
+            and _same([of_member.get(STEP) for of_member in self._of_members], self._steps)
+            and all(row.holds() for row in self._rows)
+        )
+
+    def batches(
+        self, hyper: Callable[[int, Sweep, float | Tensor], Hyper], made: Tensor | None = None
+    ) -> dict[Sweep, list[Batch]]:
+        """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
+        `Hyper`; `made` is passed to `Steps.count`."""
+        found: dict[Sweep, list[Batch]] = {}
+        all_works = [row.works() for row in self._rows]  # raises before any step is counted
+        for row, works in zip(self._rows, all_works, strict=True):
+            step = row.steps.count(made)
+            found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
+        return found
+
+
+def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """All parameters, in order."""
+    return list(chain.from_iterable(map(_PARAMS, groups)))
+
+
+def _kind(member: Member) -> str | None:
+    """MAIN, REMAINDER, or None."""
+    return next((name for name in (REMAINDER, MAIN) if name in member.state), None)
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _check(grad: Tensor) -> None:
+    """Raise ValueError unless the gradient is dense and real."""
+    if grad.is_sparse:
+        raise ValueError("a sparse gradient: only dense gradients are supported; pass dense ones, as with sparse=False")
+    if not grad.is_floating_point():
+        raise ValueError(
+            f"a gradient of {grad.dtype}: only real floating-point gradients are supported; pass "
+            "torch.view_as_real(param) for complex parameters"
         )

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from opt_kernels.dtensor import local
+from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.formula_optimizer import FormulaOptimizer
 from opt_kernels.optim.groups import ParamGroup
-from opt_kernels.optim.params import for_dtype
 from opt_kernels.optim.rows import Member, Sweep
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Rule

@@ -1,6 +1,6 @@
 """The scalar block: all numbers of a parameter group that a sweep needs, computed on the device by one small kernel.
 
-One row of float32 per group: 8 for Muon; for a formula those of its scalars, see `kernels`. Learning rate, weight decay,
+One row of float32 per group: 8 for Muon; for a formula those of its scalars, see `kernels`. Learning rate, decay,
 step, gradient scale and skip flag may be device tensors: no synchronization is needed, and a captured step uses their
 current values. Bias corrections and products are computed in float64 and rounded once, as a host would.
 """
