@@ -15,8 +15,8 @@ from torch import Tensor
 
 from opt_kernels.backends.triton.grad_stats import grad_stats
 from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.launches import launch_options, sweeps
 from opt_kernels.backends.triton.scalars import fill_arguments
-from opt_kernels.backends.triton.sweep import launch_options, sweeps
 from opt_kernels.backends.triton.update import state_options, update_
 from opt_kernels.codecs import Plain, codec_for
 from opt_kernels.codecs.remainder import split_

@@ -15,7 +15,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.step.mains import Numbers as Format
-from opt_kernels.codecs.short_remainder import join_short, split_short_
+from opt_kernels.codecs.remainder import join_short, split_short_
 from opt_stack import Optimizer, get_optimizer
 
 SHORT = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}

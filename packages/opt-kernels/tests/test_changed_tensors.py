@@ -18,7 +18,7 @@ from opt_kernels.optim import SGD, AdamW, Muon
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from opt_kernels.backends.triton import grad_stats, sweep
+from opt_kernels.backends.triton import grad_stats, launches
 from opt_kernels.matrices.muon import round_tables
 
 pytestmark = pytest.mark.needs_extra
@@ -37,7 +37,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 def forget(optimizer: Any) -> None:
     optimizer._forget_rows()
-    for tables in (sweep.known_calls, grad_stats.known_tables, round_tables.known_tables):
+    for tables in (launches.known_calls, grad_stats.known_tables, round_tables.known_tables):
         tables.cache_clear()
 
 

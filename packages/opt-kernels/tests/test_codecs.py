@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from opt_kernels.backends.torch_native import remainder as fast_remainder
-from opt_kernels.backends.torch_native import rounding as fast_rounding
+from opt_kernels.backends.torch_native import narrow_mains as fast
 from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, scale_name
 from opt_kernels.codecs import remainder as remainder
 from opt_kernels.codecs import rounding as rounding
@@ -182,7 +181,7 @@ ON_MAINS = pytest.mark.parametrize("main", [MODERATE, EVERY_UPPER_HALF], ids=["m
 def fast_split(main: Tensor) -> tuple[Tensor, Tensor]:
     """By the version for tiles."""
     weight, rest = torch.empty(main.numel(), dtype=torch.bfloat16), torch.empty(main.numel(), dtype=torch.int16)
-    fast_remainder.split_([weight], [rest], main.clone(), words=torch.empty(main.numel(), dtype=torch.int32))
+    fast.split_([weight], [rest], main.clone(), words=torch.empty(main.numel(), dtype=torch.int32))
     return weight, rest
 
 
@@ -196,7 +195,7 @@ def reference_split(main: Tensor) -> tuple[Tensor, Tensor]:
 def fast_join(weight: Tensor, rest: Tensor) -> Tensor:
     """By the version for tiles."""
     main = torch.empty(weight.numel())
-    fast_remainder.join_([main], [weight], [rest])
+    fast.join_([main], [weight], [rest])
     return main
 
 
@@ -242,7 +241,7 @@ def test_both_splits_agree_on_any_words(bit_patterns: list[int]) -> None:
 def test_fast_stochastic_rounding_has_the_bits_of_the_reference(first: int, x: Tensor) -> None:
     one, other = (torch.empty(x.numel(), dtype=torch.bfloat16) for _ in range(2))
     rounding.round_(one, x, first=first, step=7)
-    fast_rounding.round_(other, x, first=first, step=7)
+    fast.round_(other, x, first=first, step=7)
     assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 

@@ -133,7 +133,9 @@ def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPa
         Adam(backend="cpp").update_([batch])
     calls: list[ctypes.CDLL] = []
     run = threads.run
-    monkeypatch.setattr("opt_kernels.backends.cpp.sweep.run", lambda lib, **call: (calls.append(lib), run(lib, **call)))
+    monkeypatch.setattr(
+        "opt_kernels.backends.cpp.update.run", lambda lib, **call: (calls.append(lib), run(lib, **call))
+    )
     Adam(backend="cpp").update_(batches)
     assert len(calls) == 1
     for (_, ours), (_, theirs) in zip(batches, expected, strict=True):

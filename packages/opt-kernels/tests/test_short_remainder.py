@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.codecs.short_remainder import join_short, split_short_
+from opt_kernels.codecs.remainder import join_short, split_short_
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 

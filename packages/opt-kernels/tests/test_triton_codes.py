@@ -15,8 +15,7 @@ from opt_kernels.backends.triton.formats import triton_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import nearest
 from opt_kernels.backends.triton.quantize import from_fp8, read_state, scheme, to_fp8, write_state
-from opt_kernels.backends.triton.remainder import join, lower_half, upper_half
-from opt_kernels.backends.triton.rounding import noise
+from opt_kernels.backends.triton.storage import join, lower_half, noise, upper_half
 from opt_kernels.codecs import Scaled, StateCodec, codec_for
 from opt_kernels.codecs import remainder as remainder_reference
 from opt_kernels.codecs import rounding as rounding_reference

@@ -23,7 +23,7 @@ from sweep_works import (
 )
 
 from opt_kernels.backends.triton.formats import LaunchFormats
-from opt_kernels.backends.triton.sweep import _constants, sweeps
+from opt_kernels.backends.triton.launches import _constants, sweeps
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.codecs.remainder import join
 from opt_kernels.works import Batch, Work, Works

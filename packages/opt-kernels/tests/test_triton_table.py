@@ -120,7 +120,7 @@ def test_large_tables_make_room_before_the_count_is_reached() -> None:
     for key in range(6):
         tables.get(key, lambda: torch.zeros(10))
     assert len(tables) == 2
-    tables.get(5, lambda: torch.ones(10), holds=lambda table: False)  # built anew in the place of the other
+    tables.get(5, lambda: torch.ones(10), of=[torch.ones(1)])  # built anew in the place of the other
     assert len(tables) == 2
     tables.get("larger than the room", lambda: torch.zeros(40))
     assert len(tables) == 1
@@ -168,15 +168,15 @@ def test_a_capture_uses_the_tables_of_the_step_before_it(monkeypatch: pytest.Mon
     assert tables.get("a", Table) is first
 
 
-def test_a_table_that_no_longer_holds_is_built_anew() -> None:
+def test_a_table_of_other_layouts_is_built_anew() -> None:
     tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
-    first = tables.get("a", Table)
-    assert tables.get("a", Table, holds=lambda table: table is first) is first
-    assert tables.get("a", Table, holds=lambda table: table is not first) is not first
+    first = tables.get("a", Table, of=[torch.zeros(2, 3)])
+    assert tables.get("a", Table, of=[torch.ones(2, 3)]) is first
+    assert tables.get("a", Table, of=[torch.zeros(3, 2)]) is not first
 
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from opt_kernels.backends.triton import scalars, sweep  # noqa: E402
+from opt_kernels.backends.triton import launches, scalars  # noqa: E402
 
 pytestmark = pytest.mark.needs_extra
 
@@ -240,12 +240,13 @@ def test_numbers_on_the_device_are_not_read() -> None:
 def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     main, grad = torch.zeros(8), torch.ones(8)
     pieces = [(0, Works([grad], mains=[main], states=[{}]))]
-    sweep.cut_sweeps(pieces, {})
+    launches.cut_sweeps(pieces, {})
     monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
-    [launch] = sweep.cut_sweeps(pieces, {}) or []
+    [launch] = launches.cut_sweeps(pieces, {}) or []
     table = weakref.ref(launch.table.grads)
     monkeypatch.setattr(backend_tables, "is_capturing", lambda device: False)
-    sweep.known_calls(main.device)._tables.clear()  # as if other works had used all room
+    launches.known_calls(main.device)._entries.clear()  # as if other works had used all room
+    launches.known_calls(main.device)._last = (None, None)
     del launch
     pieces.clear()
     gc.collect()

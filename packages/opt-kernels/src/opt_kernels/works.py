@@ -5,7 +5,7 @@ memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, nev
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple, overload
 
@@ -145,6 +145,7 @@ class Work:
     )
 
 
+@dataclass(slots=True, eq=False)
 class Works(Sequence[Work]):
     """Works of one kind, stored as columns. Indexing creates a `Work`.
 
@@ -152,26 +153,14 @@ class Works(Sequence[Work]):
     host's work. A column that none of the works has is None.
     """
 
-    __slots__ = ("firsts", "grads", "mains", "matrices", "outs", "remainders", "states")
-
-    def __init__(
-        self,
-        grads: Sequence[Tensor],
-        *,
-        mains: Sequence[Tensor] | None,
-        states: Sequence[Mapping[str, Tensor]],
-        outs: Sequence[Tensor] | None = None,
-        remainders: Sequence[Tensor] | None = None,
-        matrices: Sequence[MatrixSpec] | None = None,
-        firsts: tuple[int, ...] | None = None,  # None: all begin at 0
-    ) -> None:
-        self.grads = grads
-        self.mains = mains
-        self.states = states
-        self.outs = outs
-        self.remainders = remainders
-        self.matrices = matrices
-        self.firsts = firsts
+    grads: Sequence[Tensor]
+    _: KW_ONLY
+    mains: Sequence[Tensor] | None
+    states: Sequence[Mapping[str, Tensor]]
+    outs: Sequence[Tensor] | None = None
+    remainders: Sequence[Tensor] | None = None
+    matrices: Sequence[MatrixSpec] | None = None
+    firsts: tuple[int, ...] | None = None  # None: all begin at 0
 
     def __len__(self) -> int:
         return len(self.states)

@@ -5,15 +5,17 @@ step builds and copies nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.layouts import Layouts
 from opt_kernels.devices import is_cuda, launching_on
 
 T = TypeVar("T")
+_Place = tuple[int, Hashable]  # stream and key
 
 
 class ChunkTableError(ValueError):
@@ -44,6 +46,13 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if is_cuda(device) else host.to(device)
 
 
+class _Entry(NamedTuple, Generic[T]):
+    """A table, and the layouts that it was built for."""
+
+    layouts: Layouts
+    table: T
+
+
 class DeviceTables(Generic[T]):
     """LRU cache of tables on one device.
 
@@ -62,49 +71,46 @@ class DeviceTables(Generic[T]):
         room: int = 1 << 28,
         bytes_of: Callable[[T], int] = lambda table: 0,
     ) -> None:
-        self._device = device
-        self._capacity = capacity
-        self._room = room
-        self._bytes_of = bytes_of
+        self._device, self._capacity, self._room, self._bytes_of = device, capacity, room, bytes_of
         self._bytes = 0
-        self._tables: OrderedDict[tuple[int, Hashable], T] = OrderedDict()  # by stream and key
-        self._last: tuple[object, T | None] = (None, None)
+        self._entries: OrderedDict[_Place, _Entry[T]] = OrderedDict()
+        self._last: tuple[_Place | None, _Entry[T] | None] = (None, None)
         # A captured graph reads its tables for as long as it can be replayed, which is unknown here: tables that a
         # capture used are never freed.
         self._captured: list[T] = []
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self._entries)
 
-    def get(self, key: Hashable, build: Callable[[], T], *, holds: Callable[[T], bool] | None = None) -> T:
-        """The table of `key`, built by `build` if it is missing or if `holds` returns False for it."""
+    def get(self, key: Hashable, build: Callable[[], T], *, of: Sequence[Tensor] = ()) -> T:
+        """The table of `key`, built by `build` if it is missing, or was built for other layouts than those of the
+        tensors `of`: other code may have used tensors of another shape at the same addresses."""
         capturing = is_capturing(self._device)
         place = (current_stream(self._device), key)
         if place == self._last[0]:  # most steps repeat the last one: comparing a thousand addresses, without hashing
-            table: T | None = self._last[1]
+            entry = self._last[1]
         else:
-            table = self._tables.get(place)
-            if table is None and capturing:
-                table = next((other for (_, known), other in self._tables.items() if known == key), None)
-        if table is None or (holds is not None and not holds(table)):
-            table = self._built(place, build)
-        elif table is not self._last[1] and place in self._tables:
-            self._tables.move_to_end(place)
-            self._last = (place, table)
-        if capturing and not any(table is kept for kept in self._captured):
-            self._captured.append(table)
-        return table
+            entry = self._entries.get(place)
+            if entry is None and capturing:
+                entry = next((other for (_, known), other in self._entries.items() if known == key), None)
+        if entry is None or not entry.layouts.same(of):
+            entry = self._built(place, _Entry(Layouts(of), build()))
+        elif entry is not self._last[1] and place in self._entries:
+            self._entries.move_to_end(place)
+            self._last = (place, entry)
+        if capturing and not any(entry.table is kept for kept in self._captured):
+            self._captured.append(entry.table)
+        return entry.table
 
-    def _built(self, place: tuple[int, Hashable], build: Callable[[], T]) -> T:
-        """A new table, in place of those that were unused longest if there is no room."""
-        table = build()
-        if place in self._tables:
-            self._bytes -= self._bytes_of(self._tables[place])
-        self._tables[place] = table
-        self._tables.move_to_end(place)
-        self._last = (place, table)
-        self._bytes += self._bytes_of(table)
-        while len(self._tables) > self._capacity or (len(self._tables) > 1 and self._bytes > self._room):
-            _, oldest = self._tables.popitem(last=False)
-            self._bytes -= self._bytes_of(oldest)
-        return table
+    def _built(self, place: "_Place", entry: "_Entry[T]") -> "_Entry[T]":
+        """Keep a new table, in place of those that were unused longest if there is no room."""
+        if place in self._entries:
+            self._bytes -= self._bytes_of(self._entries[place].table)
+        self._entries[place] = entry
+        self._entries.move_to_end(place)
+        self._last = (place, entry)
+        self._bytes += self._bytes_of(entry.table)
+        while len(self._entries) > self._capacity or (len(self._entries) > 1 and self._bytes > self._room):
+            _, oldest = self._entries.popitem(last=False)
+            self._bytes -= self._bytes_of(oldest.table)
+        return entry

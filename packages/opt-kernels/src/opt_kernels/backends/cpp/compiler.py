@@ -80,8 +80,6 @@ class Source(NamedTuple):
 
     name: str
     text: str
-    is_sweep: bool = True  # starts with `elements.h`
-    flags: tuple[str, ...] = ()  # in addition to those of all sources
 
 
 def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
@@ -90,15 +88,6 @@ def attempt(source: Path | Source, **macros: str | int) -> ctypes.CDLL | None:
     Steps then use torch operations, so a full disk or a failing compiler does not stop training.
     """
     return _attempt(source, _sorted(macros))
-
-
-def quietly(source: Source) -> ctypes.CDLL | None:
-    """The library, for code that only saves time on the host. None if it cannot be compiled, or must not be."""
-    try:
-        return None if _is_disabled() else library(source)
-    except (CompilerError, OSError, subprocess.SubprocessError) as error:
-        _LOG.info("%s is not compiled: %s", source.name, error)
-        return None
 
 
 def library(source: Path | Source, **macros: str | int) -> ctypes.CDLL:
@@ -136,9 +125,9 @@ def _warn_once(reason: str) -> None:
 
 @cache
 def _library(source: Path | Source, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL:
-    name, content, is_sweep, own = source if isinstance(source, Source) else Source(source.stem, source.read_text())
-    text = f"{ELEMENTS.read_text()}\n{content}" if is_sweep else content
-    flags = (*_flags(), *(f"-D{name}={value}" for name, value in macros), *own)
+    name, content = source if isinstance(source, Source) else Source(source.stem, source.read_text())
+    text = f"{ELEMENTS.read_text()}\n{content}"
+    flags = (*_flags(), *(f"-D{name}={value}" for name, value in macros))
     stem = f"{name}-{_digest(text, flags)}"
     with _compiling(os.getpid()):
         return ctypes.CDLL(str(on_disk.find(stem) or _compile(text, flags, stem)))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import attempt
-from opt_kernels.backends.cpp.sweep import C_TYPES
 from opt_kernels.backends.cpp.threads import run
+from opt_kernels.backends.cpp.update import C_TYPES
 from opt_kernels.backends.elements import in_memory_order
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats, check_norm_type

@@ -46,7 +46,7 @@ def _update(formula: Formula) -> list[str]:
 
 
 def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
-    """The struct `Run`, in the order of the columns of `cpp/sweep.py`."""
+    """The struct `Run`, in the order of the columns of `update.py`."""
     kept = [f"using Codec{i} = {codec};" for i, codec in enumerate(codecs)]
     fields = ["MAIN *main", "OUT *out", "const GRAD *grad"]
     for i in range(len(formula.states)):

@@ -1,15 +1,120 @@
-"""A formula in one compiled pass over memory. Formats that no sweep supports use torch operations."""
+"""A formula in one compiled pass over memory: a call for each combination of formats, over all groups.
 
-from collections.abc import Mapping, Sequence
+Formats that no sweep supports use torch operations.
+"""
 
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from opt_kernels.backends.cpp import sweep
-from opt_kernels.backends.elements import skipped
+from opt_kernels.backends.columns import Columns, check_work, columns_of, in_order, lies_in_order, parts_of, tensors_of
+from opt_kernels.backends.cpp.compiler import Source, attempt
+from opt_kernels.backends.cpp.threads import run
+from opt_kernels.backends.cpp.translate import has_codes, source_of
+from opt_kernels.backends.elements import LayoutError, skipped
+from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.backends.torch_native import update as torch_native
-from opt_kernels.codecs import StateCodec
+from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch
+from opt_kernels.works import Batch, Hyper, Work
+
+C_TYPES: Mapping[torch.dtype, str] = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # of every source
+UPDATE_TYPES = {**C_TYPES, torch.float16: "half"}  # of update.h
+HEADERS = ("formats.h", "update.h")
+HEADERS_OF_CODES = ("formats.h", "codecs.h", "narrow.h", "integers.h", "update.h")
+REMAINDER_TYPES: Mapping[torch.dtype, str] = {torch.int16: "int16_t", torch.int8: "int8_t"}
+SHARE_NUMEL = 1 << 15  # minimum number of elements of a thread
+CALLS = 1024  # a step has one per bucket; calls that do not fit are checked anew in every step
+
+
+class Formats(NamedTuple):
+    """The formats that a sweep is compiled for: the dtype of each column."""
+
+    grad: torch.dtype
+    main: torch.dtype | None  # None: the main is joined from out and remainder
+    remainder: torch.dtype | None
+    out: torch.dtype | None
+    states: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, work: Work, names: Iterable[str]) -> "Formats":
+        main, remainder, out = (
+            None if tensor is None else tensor.dtype for tensor in (work.main, work.remainder, work.out)
+        )
+        return cls(work.grad.dtype, main, remainder, out, tuple([work.state[name].dtype for name in names]))
+
+    def codec_types(self, codecs: Iterable[StateCodec]) -> tuple[str, ...] | None:
+        """The types of `update.h` for states with these `codecs`; None if no sweep supports them."""
+        given = (self.grad, self.main, self.out)
+        is_main = self.main is not None or (self.remainder in REMAINDER_TYPES and self.out is torch.bfloat16)
+        if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
+            return None
+        types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
+        known = tuple(one for one in types if one is not None)
+        return known if len(known) == len(types) else None
+
+    def macros(self, *, stochastic_rounding: bool) -> dict[str, str | int]:
+        """The macros of `update.h`. A missing out gets a type that is not used."""
+        main = self.remainder if self.main is None else self.main
+        assert main is not None
+        return {
+            "GRAD": UPDATE_TYPES[self.grad],
+            "MAIN": {**UPDATE_TYPES, **REMAINDER_TYPES}[main],
+            "OUT": "bfloat16" if self.out is None else UPDATE_TYPES[self.out],
+            "HAS_OUT": int(self.out is not None),
+            "STOCHASTIC_ROUNDING": int(stochastic_rounding and self.main is torch.bfloat16),
+        }
+
+
+def codec_type(codec: StateCodec, dtype: torch.dtype) -> str | None:
+    """The type of `update.h` for a state of `dtype` with this `codec`, or None."""
+    if isinstance(codec, Plain):
+        return f"Plain<{UPDATE_TYPES[dtype]}>" if dtype in UPDATE_TYPES else None
+    if dtype is not codec.dtype:
+        return None
+    match codec:
+        case Scaled(dtype=torch.float16, block=128, exponent=15, signed=signed):
+            return f"ScaledHalf<{str(signed).lower()}>"
+        case Scaled(dtype=torch.float8_e4m3fn, block=128, exponent=8, signed=signed):
+            return f"ScaledE4M3<{str(signed).lower()}>"
+        case Scaled(dtype=torch.float8_e5m2, block=128, exponent=15, signed=signed):
+            return f"ScaledE5M2<{str(signed).lower()}>"
+        case Companded(block=128):
+            return "Companded"
+        case Root(block=128):
+            return "Root"
+    return None
+
+
+@cache
+def sweep_source(formula: Formula, codecs: tuple[str, ...]) -> Source:
+    """The source of a formula's sweep.
+
+    Most of the time to compile a sweep without codes would go into the compiler's intrinsics that `codecs.h` includes.
+    """
+    headers = [Path(__file__).with_name(name) for name in (HEADERS_OF_CODES if has_codes(codecs) else HEADERS)]
+    return Source(formula.name, "\n".join((*(header.read_text() for header in headers), source_of(formula, codecs))))
+
+
+class _Sweep(NamedTuple):
+    """The works of a call in one combination of formats, and their table as the C++ side reads it."""
+
+    formats: Formats
+    codecs: tuple[str, ...] | None  # types of `update.h`; None: no sweep supports them
+    works: list[int]  # their numbers in the call
+    before: bytes  # addresses of mains and outs, before those of gradients
+    after: bytes  # addresses of the codes and scales of each state; then sizes, rows and first elements
+    numel: int
+
+
+@cache
+def _known_sweeps() -> DeviceTables[list[_Sweep] | None]:
+    return DeviceTables(torch.device("cpu"), capacity=CALLS)
 
 
 def update_(
@@ -21,10 +126,96 @@ def update_(
     grad_scale: float | Tensor = 1.0,
     skip: Tensor | None = None,
 ) -> None:
-    """Same as `reference.update_`, except for the last bits."""
+    """Same as `reference.update_`, except for the last bits. Works whose sweep cannot be compiled use torch, too.
+
+    Raises LayoutError for tensors that cannot be swept.
+    """
     if skipped(skip):
         return
     scale = float(grad_scale)
-    others = sweep.update_(batches, formula, codecs, grad_scale=scale, stochastic_rounding=stochastic_rounding)
+    columns = columns_of(parts_of(batches), codecs)
+    sweeps = _sweeps_of(columns, codecs)
+    if sweeps is None:
+        columns = columns_of(parts_of(in_order(batches, tuple(codecs))), codecs)
+        sweeps = _sweeps_of(columns, codecs)
+    if sweeps is None:
+        raise LayoutError("scales of a state are not contiguous; pass contiguous ones, as init_state makes them")
+    rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, scale)])
+    others: list[int] = []
+    for sweep in sweeps:
+        is_swept = sweep.codecs is not None and not (stochastic_rounding and sweep.formats.main is torch.float16)
+        if not (is_swept and _swept(sweep, columns, formula, rows, stochastic_rounding)):
+            others += sweep.works
     if others:
-        torch_native.update_(others, formula, codecs, stochastic_rounding=stochastic_rounding, grad_scale=scale)
+        works = list(columns.works())
+        rest = [Batch(batches[works[i][0]].hyper, [works[i][1]]) for i in others]
+        torch_native.update_(rest, formula, codecs, stochastic_rounding=stochastic_rounding, grad_scale=scale)
+
+
+def _swept(sweep: _Sweep, columns: Columns, formula: Formula, rows: "array[float]", stochastic_rounding: bool) -> bool:
+    """Update the works of a sweep on as many threads as torch uses. False if it cannot be compiled."""
+    assert sweep.codecs is not None
+    macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
+    compiled = attempt(sweep_source(formula, sweep.codecs), **macros)
+    if compiled is None:
+        return False
+    at = columns.grads_at
+    grads = array("q", at if len(at) == len(sweep.works) else [at[i] for i in sweep.works])
+    table = array("q", sweep.before + grads.tobytes() + sweep.after)
+    run(
+        compiled,
+        table=table.buffer_info()[0],
+        num_runs=len(sweep.works),
+        extra=rows.buffer_info()[0],
+        total=sweep.numel,
+        least=SHARE_NUMEL,
+    )
+    return True
+
+
+def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]:
+    """`struct Row` of the formula's sweep. The step is split in two, because a float holds integers up to 2^24 only."""
+    step = int(hyper.step)
+    return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
+
+
+def _sweeps_of(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+    """The sweeps of a call. None if some tensor is not in row-major order."""
+    return _known_sweeps().get(columns.key(codecs), lambda: _sweeps(columns, codecs), of=columns.tensors)
+
+
+def _sweeps(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+    works = list(columns.works())
+    if not all(map(lies_in_order, columns.tensors)) or not all(_has_one_shape(work, codecs) for _, work in works):
+        return None
+    by_formats: dict[Formats, list[int]] = {}
+    for index, (_, work) in enumerate(works):
+        by_formats.setdefault(Formats.of(work, codecs), []).append(index)
+    return [_sweep(formats, numbers, works, codecs) for formats, numbers in by_formats.items()]
+
+
+def _has_one_shape(work: Work, codecs: Mapping[str, StateCodec]) -> bool:
+    tensors = tensors_of(work, codecs)[: 2 + len(codecs)]
+    return all(tensor is None or tensor.shape == work.grad.shape for tensor in tensors)
+
+
+def _sweep(
+    formats: Formats, numbers: list[int], works: Sequence[tuple[int, Work]], codecs: Mapping[str, StateCodec]
+) -> _Sweep:
+    types = formats.codec_types(codecs.values())
+    chosen = [works[i] for i in numbers]
+    for _, work in chosen if types is not None else ():
+        check_work(work, codecs, torch.device("cpu"))
+    columns = zip(*([0 if t is None else t.data_ptr() for t in tensors_of(work, codecs)] for _, work in chosen))
+    mains, outs, *others = map(list, columns)
+    codes, scales = others[: len(codecs)], iter(others[len(codecs) :])
+    nothing = [0] * len(numbers)
+    of_states = [(of, next(scales) if codec.block else nothing) for of, codec in zip(codes, codecs.values())]
+    numels = [work.grad.numel() for _, work in chosen]
+    rows, firsts = [row for row, _ in chosen], [work.first for _, work in chosen]
+    after = [column for pair in of_states for column in pair] + [numels, rows, firsts]
+    return _Sweep(formats, types, numbers, _joined([mains, outs]), _joined(after), sum(numels))
+
+
+def _joined(columns: Sequence[Sequence[int]]) -> bytes:
+    return b"".join(array("q", column).tobytes() for column in columns)

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from opt_kernels.backends.elements import Run, compute_dtype, dense_run_of, rounds_stochastically
-from opt_kernels.backends.torch_native import remainder as remainder
-from opt_kernels.backends.torch_native import rounding as rounding
+from opt_kernels.backends.torch_native.narrow_mains import join_, round_, split_
 from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.works import Work
 
@@ -149,19 +148,19 @@ class _Stage:
         if mains:
             torch._foreach_copy_(parts, mains)
         else:
-            remainder.join_(parts, self._outs(), self._remainders())
+            join_(parts, self._outs(), self._remainders())
         return parts
 
     def store_mains_(self, values: list[Tensor], stochastic_step: int | None) -> None:
         if self.pieces[0].main is None:
             # The sweep has finished with the gradients, so their row, which is in the cache, is reused.
             row, words = self._row("main", self.dtype), self._row("grad", self.dtype).view(torch.int32)
-            remainder.split_(self._outs(), self._remainders(), row, words=words)
+            split_(self._outs(), self._remainders(), row, words=words)
             return
         for piece, value in zip(self.pieces, values):
             assert piece.main is not None
             if stochastic_step is not None and rounds_stochastically(piece):
-                rounding.round_(piece.main, value, first=piece.first, step=stochastic_step)
+                round_(piece.main, value, first=piece.first, step=stochastic_step)
             elif value is not piece.main:
                 piece.main.copy_(value)
         if self.pieces[0].out is not None:

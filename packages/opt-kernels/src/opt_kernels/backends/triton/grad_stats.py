@@ -13,20 +13,19 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.layouts import Layouts
 from opt_kernels.backends.reference import grad_stats as reference
 from opt_kernels.backends.reference.grad_stats import GradStats
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, pointer
+from opt_kernels.backends.triton.launches import processors
 from opt_kernels.backends.triton.multi_tensor import (
     Column,
     Extents,
     chunk_elements,
     chunk_records,
 )
-from opt_kernels.backends.triton.sweep import processors
 
 # Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
 SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)
@@ -109,14 +108,16 @@ def stats_sweep(
 
 
 @jit
-def stats_of_chunks(
+def stats_total(
     sums: tl.tensor,  # (chunks,) float64
     counts: tl.tensor,  # (chunks, 2) int32
+    power: tl.tensor,  # (1,) float64, written
+    totals: tl.tensor,  # (2,) int64, written: non-finite, zeros
     num_chunks: tl.tensor,
     MAXIMUM: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The statistics of all chunks: their power, float64, and the int64 counts of non-finite elements and of zeros."""
+) -> None:
+    """Add the statistics of all chunks, in one program and therefore in a fixed order."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float64)
     zeros = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -128,25 +129,9 @@ def stats_of_chunks(
         total = tl.maximum(total, of_chunks) if MAXIMUM else total + of_chunks
         zeros += tl.load(counts + at * 2, mask=inside, other=0).to(tl.int64)
         nonfinite += tl.load(counts + at * 2 + 1, mask=inside, other=0).to(tl.int64)
-    power = tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0)
-    return power, tl.sum(nonfinite, axis=0), tl.sum(zeros, axis=0)
-
-
-@jit
-def stats_total(
-    sums: tl.tensor,  # (chunks,) float64
-    counts: tl.tensor,  # (chunks, 2) int32
-    power: tl.tensor,  # (1,) float64, written
-    totals: tl.tensor,  # (2,) int64, written: non-finite, zeros
-    num_chunks: tl.tensor,
-    MAXIMUM: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Add the statistics of all chunks, in one program and therefore in a fixed order."""
-    total, nonfinite, zeros = stats_of_chunks(sums, counts, num_chunks, MAXIMUM, BLOCK)
-    tl.store(power, total)
-    tl.store(totals, nonfinite)
-    tl.store(totals + 1, zeros)
+    tl.store(power, tl.max(total, axis=0) if MAXIMUM else tl.sum(total, axis=0))
+    tl.store(totals, tl.sum(nonfinite, axis=0))
+    tl.store(totals + 1, tl.sum(zeros, axis=0))
 
 
 class _Format(NamedTuple):
@@ -204,26 +189,11 @@ def _options(table: "_Table") -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _KnownGrads(NamedTuple):
-    """The cached tables of gradients that stay in place."""
-
-    layouts: Layouts
-    tables: list[_Table] | None
-
-
 def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
     """A chunk table per dtype and alignment. None if a gradient is not contiguous."""
     if not grads:
         return []
-    return (
-        known_tables(grads[0].device)
-        .get(
-            tuple(map(Tensor.data_ptr, grads)),
-            lambda: _KnownGrads(Layouts(grads), _built(grads)),
-            holds=lambda known: known.layouts.same(grads),
-        )
-        .tables
-    )
+    return known_tables(grads[0].device).get(tuple(map(Tensor.data_ptr, grads)), lambda: _built(grads), of=grads)
 
 
 def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
@@ -247,14 +217,14 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
 
 
 @cache
-def known_tables(device: torch.device) -> DeviceTables[_KnownGrads]:
-    """The cache of gradient tables on `device`, shared by the whole process: a table depends only on its key."""
-    return DeviceTables(device, capacity=CALLS, bytes_of=_bytes_of)
+def known_tables(device: torch.device) -> DeviceTables[list[_Table] | None]:
+    """The cache of gradient tables on `device`, shared by the whole process: a table depends only on its key.
 
-
-def _bytes_of(known: _KnownGrads) -> int:
-    """Device memory of the tables. It is limited, because gradients that move add a table in every step."""
-    return sum(table.records.nbytes for table in known.tables or ())
+    Its memory is limited, because gradients that move add a table in every step.
+    """
+    return DeviceTables(
+        device, capacity=CALLS, bytes_of=lambda tables: sum(table.records.nbytes for table in tables or ())
+    )
 
 
 def tile_elements(dtype: torch.dtype) -> int:

@@ -11,9 +11,9 @@ from opt_kernels import devices
 from opt_kernels.backends.columns import in_order, parts_of
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_arguments
-from opt_kernels.backends.triton.sweep import cut_sweeps, launch_options, sweeps
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.works import Batch

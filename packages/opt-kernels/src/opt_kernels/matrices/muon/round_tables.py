@@ -11,9 +11,9 @@ from torch import Tensor
 
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import triton_dtype
+from opt_kernels.backends.triton.launches import CALLS, Cut, Launches, launch_options
 from opt_kernels.backends.triton.multi_tensor import ChunkTable
 from opt_kernels.backends.triton.quantize import GROUP, scheme
-from opt_kernels.backends.triton.sweep import CALLS, Cut, Launches, launch_options
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon.rounds import Round, Stack
 

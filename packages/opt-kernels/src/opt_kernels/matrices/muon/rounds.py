@@ -14,7 +14,7 @@ import torch
 
 from opt_kernels.backends.columns import lies_in_order, uniform
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.sweep import Cut, Launches, cut_sweeps
+from opt_kernels.backends.triton.launches import Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs
 from opt_kernels.matrices.stacks import compute_dtype, stacks

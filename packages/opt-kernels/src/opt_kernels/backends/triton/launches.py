@@ -22,7 +22,6 @@ from opt_kernels.backends.columns import (
     tensors_of,
 )
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.layouts import Layouts
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, LaunchFormats, triton_dtype, value_dtype
 from opt_kernels.backends.triton.multi_tensor import (
@@ -94,19 +93,12 @@ class _Part(NamedTuple):
     bytes_to_chunk: Tensor  # (num_chunks,) int64 on the host, from the start of the gradient
 
 
-class _Found(NamedTuple):
-    """All launches of a call; None if some tensor is not in row-major order."""
-
-    launches: Launches | None
-
-
 class _KnownCall(NamedTuple):
     """Cached data of a call, valid while its tensors, except the gradients, stay in place."""
 
     device: torch.device
-    layouts: Layouts  # of all tensors, gradients included
     parts: dict[tuple[bool, ...] | None, list[_Part] | None]  # key: whether each gradient is aligned; None if all are
-    launches: DeviceTables[_Found]  # by the addresses of the gradients
+    launches: DeviceTables[Launches | None]  # by the addresses of the gradients
 
 
 def launch_options(formats: LaunchFormats, table: ChunkTable) -> dict[str, Any]:
@@ -158,15 +150,13 @@ def cut_sweeps(
     columns = columns_of(parts, codecs)
     if not columns.grads:
         return Launches([])
-    # Other code may have swept tensors of another layout at these addresses.
     device = columns.grads[0].device
     known = known_calls(device).get(
         (columns.key(codecs), None if cutting is None else cutting.key),
-        lambda: _KnownCall(device, Layouts(columns.tensors), {}, DeviceTables(device, capacity=8)),
-        holds=lambda known: known.layouts.same(columns.tensors),
+        lambda: _KnownCall(device, {}, DeviceTables(device, capacity=8)),
+        of=columns.tensors,
     )
-    found = known.launches.get(columns.grads_at, lambda: _Found(_launches(known, columns, codecs, cutting)))
-    return found.launches
+    return known.launches.get(columns.grads_at, lambda: _launches(known, columns, codecs, cutting))
 
 
 @cache
