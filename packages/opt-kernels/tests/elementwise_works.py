@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -69,19 +70,34 @@ KEPT: Mapping[str, Kept] = {
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
 ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
-FAST = {name: name for name in ("torch", *(["cpp"] if usable() else []))}
-BACKENDS = {"reference": "reference", **FAST}
 ON_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
 NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
-ON_FAST = pytest.mark.parametrize("backend", ["torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
-ON_BACKENDS = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
+NEEDS_TRITON = [
+    pytest.mark.needs_extra,
+    pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
+]
+MARKS = {"cpp": NEEDS_COMPILER, "triton": NEEDS_TRITON}
+FAST = {name: name for name in ("torch", "cpp", "triton")}
+BACKENDS = {"reference": "reference", **FAST}
+ON_FAST = pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in FAST])
+ON_BACKENDS = pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in BACKENDS])
+
+
+def device_of(backend: str | None) -> torch.device:
+    """Where works of this backend are."""
+    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
 def on_pairs_of(**axes: Mapping[str, object]) -> pytest.MarkDecorator:
     """Parametrize by enough cases that every two values of these arguments meet; by all at night."""
     cases = list(product(*(axis.items() for axis in axes.values())))
+    names = [[name for name, _ in case] for case in cases]
+    cases = [case for case, of in zip(cases, names) if not {"triton", "fp64"} <= {*of}]  # Triton sweeps no float64
     cases = sampled(cases, lambda case: [(at, name) for at, (name, _) in enumerate(case)])
-    named = [pytest.param(*(value for _, value in case), id="-".join(name for name, _ in case)) for case in cases]
+    named = []
+    for case in cases:
+        marks = next((MARKS[name] for name, _ in case if name in MARKS), ())
+        named.append(pytest.param(*(value for _, value in case), id="-".join(name for name, _ in case), marks=marks))
     return pytest.mark.parametrize(",".join(axes), named)
 
 
@@ -96,14 +112,14 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> lis
 def run(rule: Rule, work: Work, *, scale: float | Tensor = 1.0, steps: int = 3) -> Work:
     """`work` after so many steps."""
     for step, grad in enumerate(gradients(tuple(work.grad.shape), work.grad.dtype, steps), start=1):
-        work = replace(work, grad=grad)
+        work = replace(work, grad=grad.to(work.grad.device))
         rule.update_([Batch(replace(HYPER, step=step), [work])], grad_scale=scale)
     return work
 
 
-def start_of(shape: tuple[int, ...]) -> Tensor:
+def start_of(shape: tuple[int, ...], backend: str | None = None) -> Tensor:
     """Weights that bfloat16 represents exactly, so that all storage formats start equal."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double().to(device_of(backend))
 
 
 def written(work: Work) -> list[Tensor]:
@@ -112,12 +128,12 @@ def written(work: Work) -> list[Tensor]:
 
 
 def main_of(work: Work) -> Tensor:
-    """The main values, in float64."""
+    """The main values, in float64, on the host."""
     if work.main is not None:
-        return work.main.double()
+        return work.main.double().cpu()
     assert work.out is not None
     assert work.remainder is not None
-    return join(work.out, work.remainder).double()
+    return join(work.out, work.remainder).double().cpu()
 
 
 def cut(work: Work, part: slice, block: int = 1) -> Work:

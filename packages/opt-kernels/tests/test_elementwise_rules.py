@@ -13,12 +13,14 @@ from elementwise_works import (
     FAST,
     HYPER,
     KEPT,
+    NEEDS_COMPILER,
     ON_BACKENDS,
-    ON_RULES,
+    ON_FAST,
     RULES,
     Kept,
     Make,
     cut,
+    device_of,
     gradients,
     main_of,
     on_pairs_of,
@@ -34,6 +36,7 @@ from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
+IN_FLOAT64 = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 SIZES = [0, 1, 63, 1025, 65537]
 TORCH: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)),
@@ -50,7 +53,8 @@ TORCH: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 def test_every_backend_and_dtype_agrees_with_the_float64_reference(
     make: Make, kept: Kept, backend: str, size: int
 ) -> None:
-    work = run(make(backend=backend), kept.work(make(), start_of((size,))), scale=0.5)
+    size = min(size, 5000) if backend == "triton" else size  # an interpreter takes its time
+    work = run(make(backend=backend), kept.work(make(), start_of((size,), backend)), scale=0.5)
     exact = make(backend="reference")
     truth = run(exact, KEPT["fp64"].work(exact, start_of((size,))), scale=0.5)
     # Three steps: a rounding of the main each (2^-24, 2^-17 in 24 bits, or 2^-9 for a bfloat16 main), and the moments'
@@ -64,7 +68,7 @@ def test_every_backend_and_dtype_agrees_with_the_float64_reference(
 
 
 @pytest.mark.parametrize("name", TORCH)
-@ON_BACKENDS
+@IN_FLOAT64
 def test_the_formula_is_torchs_where_torch_has_it(name: str, backend: str) -> None:
     rule = RULES[name](backend=backend)
     work = KEPT["fp64"].work(rule, start_of((1025,)))
@@ -105,26 +109,39 @@ def test_narrow_moments_stay_close_and_are_cut_at_blocks_without_a_trace(
 ) -> None:
     first, second, rounding = narrow
     rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend=backend)
-    size, start = 128 * 21 + 5, start_of((128 * 21 + 5,))
+    size, start = 128 * 21 + 5, start_of((128 * 21 + 5,), backend)
     whole, pieces = kept.work(rule, start), kept.work(rule, start)
     whole = run(rule, whole, scale=0.5)
     for step, grad in enumerate(gradients((size,), kept.grad), start=1):
         parts = [slice(0, 128), slice(128, 128 * 20), slice(128 * 20, size)]
-        works = [cut(replace(pieces, grad=grad), part, 128) for part in parts]
+        works = [cut(replace(pieces, grad=grad.to(device_of(backend))), part, 128) for part in parts]
         rule.update_([Batch(replace(HYPER, step=step), works)], grad_scale=0.5)
     for one, other in zip(written(whole), written(pieces), strict=True):
         assert torch.equal(one, other)
-    exact = run(Adam(backend="reference"), KEPT["fp64"].work(Adam(), start), scale=0.5)
+    exact = run(Adam(backend="reference"), KEPT["fp64"].work(Adam(), start_of((size,))), scale=0.5)
     # Two of three steps see rounded moments, each within `rounding` of its block's largest; an element far below it
     # moves by at most as much as a large one, lr.
     typical = (main_of(whole) - main_of(exact)).abs().median()
     assert typical < 1e-2 * (4 * rounding) + (2.0**-8 if kept.main is torch.bfloat16 else 0)
 
 
+@ON_FAST
+def test_backends_store_the_same_narrow_moments(backend: str) -> None:
+    for first, second, _ in NARROW.values():
+        works = []
+        for name in ("reference", backend):
+            rule = Adam(exp_avg_dtype=first, exp_avg_sq_dtype=second, backend=name)
+            works.append(run(rule, KEPT["fp32"].work(rule, start_of((300,), name)), steps=1))
+        reference, fast = ([work.state[name].float().cpu() for name in ("exp_avg", "exp_avg_sq")] for work in works)
+        for one, other in zip(reference, fast):
+            # The last bit of a float32 moment may tip a code to its neighbour, rarely.
+            assert (one != other).float().mean() < 0.02
+
+
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
-    work = kept.work(rule, start_of((70,)))
+    work = kept.work(rule, start_of((70,), backend))
     work.grad.fill_(1.0)[[3, 69]] = torch.nan
     rule.update_([Batch(HYPER, [work])])
     for weight in (main_of(work), work.out):
@@ -132,18 +149,21 @@ def test_a_lost_gradient_reaches_the_weight(make: Make, kept: Kept, backend: str
 
 
 @ON_BACKENDS
-@ON_RULES
-def test_an_infinite_parameter_at_rest_stays_without_weight_decay(make: Make, backend: str) -> None:
-    rule = make(backend=backend)
-    work = KEPT["fp32"].work(rule, torch.full((70,), -torch.inf, dtype=torch.float64))
-    rule.update_([Batch(replace(HYPER, weight_decay=0.0), [work])])
-    assert bool((main_of(work) == -torch.inf).all())
+def test_an_infinite_parameter_stays_infinite_without_weight_decay_or_with_a_decoupled_one(backend: str) -> None:
+    infinite = torch.full((70,), -torch.inf, dtype=torch.float64, device=device_of(backend))
+    for name, make in RULES.items():
+        for decay in (0.0, 0.1) if name in ("adamw", "lion") else (0.0,):
+            rule = make(backend=backend)
+            work = KEPT["fp32"].work(rule, infinite)
+            rule.update_([Batch(replace(HYPER, weight_decay=decay), [work])])
+            assert bool((main_of(work) == -torch.inf).all()), (name, decay)
 
 
 @ON_BACKENDS
 def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     # As the gradient of an imaginary part may be.
-    lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,))), grad=torch.ones(70)) for _ in range(2))
+    ones = torch.ones(70, device=device_of(backend))
+    lazy, plain = (replace(KEPT["fp32"].work(SGD(), start_of((70,), backend)), grad=ones) for _ in range(2))
     SGD(backend=backend).update_([Batch(HYPER, [replace(lazy, grad=torch._neg_view(-lazy.grad))])])
     SGD(backend=backend).update_([Batch(HYPER, [plain])])
     assert torch.equal(main_of(lazy), main_of(plain))
@@ -159,10 +179,10 @@ def test_block_scales_are_declared_and_counted() -> None:
 def test_stochastic_rounding_is_right_on_average_whatever_the_cut(backend: str) -> None:
     rule = Adam(stochastic_rounding=True, backend=backend)
     size, hyper = 64 * 50, replace(HYPER, lr=1e-4, weight_decay=0.0)
-    start = torch.full((size,), 1.0, dtype=torch.float64)
+    start = torch.full((size,), 1.0, dtype=torch.float64, device=device_of(backend))
     whole, pieces = (KEPT["bf16"].work(rule, start) for _ in range(2))
     for step in range(1, 21):
-        grad = torch.ones(size, dtype=torch.bfloat16)
+        grad = torch.ones(size, dtype=torch.bfloat16, device=device_of(backend))
         works = [cut(replace(pieces, grad=grad), part) for part in (slice(0, 64 * 7), slice(64 * 7, size))]
         rule.update_([Batch(replace(hyper, step=step), [replace(whole, grad=grad)])])
         rule.update_([Batch(replace(hyper, step=step), works)])

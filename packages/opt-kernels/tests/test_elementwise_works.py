@@ -6,6 +6,7 @@ Pairs of rules, formats and backends; all combinations at night.
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from elementwise_works import (
     Kept,
     Make,
     cut,
+    device_of,
     gradients,
     on_pairs_of,
     run,
@@ -37,7 +39,7 @@ from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.works import Batch, Work
+from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -50,11 +52,11 @@ def bits(tensor: Tensor) -> list[int]:
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_gradients_and_neighbours_are_never_written(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
-    frame = kept.work(rule, start_of((3 * 1025,)))
+    frame = kept.work(rule, start_of((3 * 1025,), backend))
     inner = slice(1025, 2050)
     states = {name: tensor[inner] for name, tensor in frame.state.items()}
     work = Work(
-        grad=gradients((1025,), kept.grad)[0],
+        grad=gradients((1025,), kept.grad)[0].to(device_of(backend)),
         main=None if frame.main is None else frame.main[inner],
         out=None if frame.out is None else frame.out[inner],
         remainder=None if frame.remainder is None else frame.remainder[inner],
@@ -69,40 +71,46 @@ def test_gradients_and_neighbours_are_never_written(make: Make, kept: Kept, back
 
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS)
 def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend: str) -> None:
-    rule = make(backend=backend)
-    work = replace(run(rule, kept.work(rule, start_of((130,)))), grad=torch.full((130,), torch.nan, dtype=kept.grad))
+    rule, device = make(backend=backend), device_of(backend)
+    lost = torch.full((130,), torch.nan, dtype=kept.grad, device=device)
+    work = replace(run(rule, kept.work(rule, start_of((130,), backend))), grad=lost)
     before = [bits(tensor) for tensor in written(work)]
-    rule.update_([Batch(HYPER, [work])], skip=torch.tensor(1))
+    rule.update_([Batch(HYPER, [work])], skip=torch.tensor(1, device=device))
     assert [bits(tensor) for tensor in written(work)] == before
-    rule.update_(
-        [Batch(replace(HYPER, step=4), [replace(work, grad=torch.full_like(work.grad, 9.0))])], skip=torch.tensor(0)
-    )
+    batch = Batch(replace(HYPER, step=4), [replace(work, grad=torch.full_like(lost, 9.0))])
+    rule.update_([batch], skip=torch.tensor(0, device=device))
     assert [bits(tensor) for tensor in written(work)] != before
 
 
 @on_pairs_of(make=RULES, kept=KEPT, scale={"1": 1.0, "0.3": 0.3}, backend=FAST)
 def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept, scale: float, backend: str) -> None:
     rule = make(backend=backend)
-    size = TILE_NUMEL + 64 * 1000 + 37
-    cuts = [0, 64, 64 * 3, 64 * 501, TILE_NUMEL - 64, TILE_NUMEL + 64, size]
-    whole, pieces = kept.work(rule, start_of((size,))), kept.work(rule, start_of((size,)))
+    tile = 2048 if backend == "triton" else TILE_NUMEL  # an interpreter takes its time
+    size = tile + 64 * 50 + 37
+    cuts = [0, 64, 64 * 3, 64 * 31, tile - 64, tile + 64, size]
+    whole, pieces = (kept.work(rule, start_of((size,), backend)) for _ in range(2))
     whole = run(rule, whole, scale=scale, steps=2)
     for step, grad in enumerate(gradients((size,), kept.grad, 2), start=1):
-        works = [cut(replace(pieces, grad=grad), slice(a, b)) for a, b in pairwise(cuts)]
-        rule.update_([Batch(replace(HYPER, step=step), works)], grad_scale=scale)
+        pieces = replace(pieces, grad=grad.to(device_of(backend)))
+        rule.update_(
+            [Batch(replace(HYPER, step=step), [cut(pieces, slice(a, b)) for a, b in pairwise(sorted(cuts))])],
+            grad_scale=scale,
+        )
     for one, other in zip(written(whole), written(pieces), strict=True):
         assert torch.equal(one, other)
 
 
 @ON_FAST
 def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
-    together: list[Work] = []
-    alone: list[Work] = []
-    for kept in KEPT.values():
-        for works in (together, alone):
-            work = kept.work(Adam(), start_of((200,)))
-            works.append(replace(work, grad=gradients((200,), kept.grad)[0]))
-    rule = Adam(backend=backend)
+    def works() -> list[Work]:
+        made = [kept.work(Adam(), start_of((200,), backend)) for kept in kinds]
+        return [
+            replace(work, grad=gradients((200,), kept.grad)[0].to(device_of(backend)))
+            for work, kept in zip(made, kinds, strict=True)
+        ]
+
+    kinds = [kept for name, kept in KEPT.items() if (backend, name) != ("triton", "fp64")]
+    rule, together, alone = Adam(backend=backend), works(), works()
     rule.update_([Batch(HYPER, together[:5]), Batch(replace(HYPER, lr=0.5), together[5:])], grad_scale=0.5)
     for index, work in enumerate(alone):
         rule.update_([Batch(HYPER if index < 5 else replace(HYPER, lr=0.5), [work])], grad_scale=0.5)
@@ -110,25 +118,54 @@ def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
 
 
+@ON_BACKENDS
+@pytest.mark.parametrize("name", ["fp32-out16", "remainder-g16"])
+def test_works_in_columns_are_swept_as_works_are(name: str, backend: str) -> None:
+    kept, rule = KEPT[name], Adam(backend=backend)
+    listed, others = (
+        [
+            replace(
+                kept.work(rule, start_of((numel,), backend)),
+                grad=gradients((numel,), kept.grad)[0].to(device_of(backend)),
+                first=64 * numel,
+            )
+            for numel in (100, 7)
+        ]
+        for _ in range(2)
+    )
+    columns = Works(
+        [work.grad for work in others],
+        mains=None if kept.main is None else [work.main for work in others if work.main is not None],
+        states=[work.state for work in others],
+        outs=[work.out for work in others if work.out is not None],
+        remainders=None if kept.main is not None else [w.remainder for w in others if w.remainder is not None],
+        firsts=tuple(work.first for work in others),
+    )
+    assert [work.first for work in columns[:2]] == [work.first for work in others]
+    for works in (listed, columns):
+        rule.update_([Batch(HYPER, works)], grad_scale=0.5)
+    for one, other in zip(listed, others, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
+
+
 @ON_RULES
 @ON_BACKENDS
 def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
     rule = make(backend=backend)
-    plain, tensors = (KEPT["fp32"].work(rule, start_of((70,))) for _ in range(2))
-    grad = gradients((70,), torch.float32)[0]
+    plain, tensors = (KEPT["fp32"].work(rule, start_of((70,), backend)) for _ in range(2))
+    grad = gradients((70,), torch.float32)[0].to(device_of(backend))
     rule.update_([Batch(HYPER, [replace(plain, grad=grad)])], grad_scale=0.25)
-    hyper = replace(HYPER, lr=torch.tensor(1e-2, dtype=torch.float64), weight_decay=torch.tensor(0.1).double())
-    hyper = replace(hyper, step=torch.tensor(1))
-    rule.update_([Batch(hyper, [replace(tensors, grad=grad)])], grad_scale=torch.tensor(0.25))
+    lr, decay, scale = torch.tensor([1e-2, 0.1, 0.25], dtype=torch.float64, device=device_of(backend))
+    hyper = replace(HYPER, lr=lr, weight_decay=decay, step=torch.tensor(1, device=device_of(backend)))
+    rule.update_([Batch(hyper, [replace(tensors, grad=grad)])], grad_scale=scale)
     assert all(torch.equal(a, b) for a, b in zip(written(plain), written(tensors), strict=True))
 
 
 @on_pairs_of(make=RULES, kept=KEPT, backend=FAST)
 def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept, backend: str) -> None:
     rule = make(backend=backend)
-    flat, matrix = kept.work(rule, start_of((30 * 8,))), kept.work(rule, start_of((30, 8)))
-    grad = gradients((30 * 8,), kept.grad)[0]
-    small = kept.work(rule, start_of((8,)))
+    flat, matrix, small = (kept.work(rule, start_of(shape, backend)) for shape in ((30 * 8,), (30, 8), (8,)))
+    grad = gradients((30 * 8,), kept.grad)[0].to(device_of(backend))
     works = [replace(matrix, grad=grad.view(30, 8)), replace(small, grad=grad[:8])]
     rule.update_([Batch(HYPER, [replace(flat, grad=grad)])], grad_scale=0.3)
     rule.update_([Batch(HYPER, works)], grad_scale=0.3)
@@ -147,7 +184,7 @@ LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
 @ON_BACKENDS
 def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], same_layout: bool, backend: str) -> None:
     rule = Adam(backend=backend, exp_avg_dtype=torch.bfloat16)
-    start, grad = start_of((30, 8)).float(), gradients((30, 8), torch.float32)[0]
+    start, grad = start_of((30, 8), backend).float(), gradients((30, 8), torch.float32)[0].to(device_of(backend))
     expected, main = arrange(start.clone()), arrange(start.clone())
     shaped = arrange(grad)
     straight = Work(grad=shaped.contiguous(), main=expected.contiguous(), state=rule.init_state(expected.contiguous()))
@@ -158,7 +195,7 @@ def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], same_la
     assert torch.equal(main, straight.main)
 
 
-@ON_BACKENDS
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(backend: str) -> None:
     turned = [torch.randn(2, 2, TILE_NUMEL).transpose(0, 1) for _ in range(2)]
     straight = [tensor.clone(memory_format=torch.contiguous_format) for tensor in turned]
@@ -176,40 +213,61 @@ def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * TILE_NUMEL
 
 
-@ON_BACKENDS
-@pytest.mark.parametrize("part", ["state", "out"])
-def test_tensors_in_another_order_than_their_parameter_are_refused(part: str, backend: str) -> None:
-    main, turned = torch.zeros(4, 3), torch.zeros(3, 4).t()
-    state = Adam().init_state(main) | ({"exp_avg": turned} if part == "state" else {})
-    work = Work(grad=torch.ones(4, 3), main=main, state=state, out=turned if part == "out" else None)
-    with pytest.raises(LayoutError, match="allowed are equal strides"):
-        Adam(backend=backend).update_([Batch(HYPER, [work])])
+def turned() -> Tensor:
+    return torch.zeros(4, 3).t()
+
+
+def flagged() -> Tensor:
+    return torch._neg_view(torch.zeros(3, 4))
+
+
+def with_holes() -> Tensor:
+    return torch.zeros(3, 8)[:, ::2]
+
+
+def halves(out: torch.dtype, remainder: torch.dtype) -> dict[str, Any]:
+    return {"main": None, "out": torch.ones(3, 4, dtype=out), "remainder": torch.zeros(3, 4, dtype=remainder)}
+
+
+# Swept by address, these would be read or written at wrong places, with a wrong sign, or beyond their end.
+REFUSED_TENSORS: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a state in another order": (lambda: {"exp_avg": turned()}, "allowed are equal strides"),
+    "an out in another order": (lambda: {"out": turned()}, "allowed are equal strides"),
+    "a main with its sign in a flag": (lambda: {"main": flagged()}, "resolve_neg"),
+    "a state with its sign in a flag": (lambda: {"exp_avg": flagged()}, "resolve_neg"),
+    "an out with its sign in a flag": (lambda: {"out": flagged()}, "resolve_neg"),
+    "a shorter state": (lambda: {"exp_avg": torch.zeros(3)}, r"has shape \(3,\) where its parameter has \(3, 4\)"),
+    "a longer out": (lambda: {"out": torch.zeros(99)}, r"has shape \(99,\) where its parameter has \(3, 4\)"),
+    "a main with holes": (lambda: {"main": with_holes()}, "make the parameter contiguous"),
+    "a remainder of uint8": (lambda: halves(torch.bfloat16, torch.uint8), "neither a main nor its two halves"),
+    "a remainder of int32": (lambda: halves(torch.bfloat16, torch.int32), "neither a main nor its two halves"),
+    "halves in float16": (lambda: halves(torch.float16, torch.int16), "neither a main nor its two halves"),
+    "halves in float32": (lambda: halves(torch.float32, torch.int16), "neither a main nor its two halves"),
+}
 
 
 @ON_BACKENDS
-@pytest.mark.parametrize("part", ["main", "state", "out"])
-def test_what_would_be_written_without_its_sign_flag_is_refused(part: str, backend: str) -> None:
-    flagged = torch._neg_view(torch.zeros(6))
-    main = flagged if part == "main" else torch.zeros(6)
-    state = Adam().init_state(torch.zeros(6)) | ({"exp_avg": flagged} if part == "state" else {})
-    work = Work(grad=torch.ones(6), main=main, state=state, out=flagged if part == "out" else None)
-    with pytest.raises(LayoutError, match="resolve_neg"):
-        Adam(backend=backend).update_([Batch(HYPER, [work])])
+def test_tensors_that_a_sweep_would_misread_are_refused(backend: str) -> None:
+    device = device_of(backend)
+    for tensors, message in REFUSED_TENSORS.values():
+        with torch.device(device):
+            given = tensors()
+        rule = Lion(backend=backend)
+        main, state = torch.ones(3, 4, device=device), rule.init_state(torch.ones(3, 4, device=device))
+        work = {"grad": torch.ones(3, 4, device=device), "main": main, **given}
+        state |= {key: work.pop(key) for key in given if key in state}
+        with pytest.raises(LayoutError, match=message):
+            rule.update_([Batch(HYPER, [Work(state=state, **work)])])
 
 
-@pytest.mark.parametrize("numel", [3, 4000])
-@pytest.mark.parametrize("of", ["state", "out"])
 @ON_BACKENDS
-def test_what_has_another_number_of_elements_is_refused(of: str, numel: int, backend: str) -> None:
-    # Swept by address it would be read and written beyond its end.
+def test_a_state_of_another_length_is_refused_beside_states_that_are_not_read(backend: str) -> None:
     rule = Adam(backend=backend)
-    work = replace(KEPT["fp32-out16"].work(rule, start_of((100,))), grad=torch.randn(100))
-    other = KEPT["fp32-out16"].work(rule, start_of((numel,)))
-    work = (
-        replace(work, state=other.state | {"step": torch.zeros(())}) if of == "state" else replace(work, out=other.out)
-    )
-    with pytest.raises(LayoutError, match=rf"has shape \({numel},\) where its parameter has \(100,\)"):
-        rule.update_([Batch(HYPER, [work])])
+    for numel in (3, 4000):
+        work = replace(KEPT["fp32"].work(rule, start_of((100,), backend)), grad=torch.randn(100).to(device_of(backend)))
+        state = rule.init_state(torch.zeros(numel, device=device_of(backend))) | {"step": torch.zeros(())}
+        with pytest.raises(LayoutError, match=rf"has shape \({numel},\) where its parameter has \(100,\)"):
+            rule.update_([Batch(HYPER, [replace(work, state=state)])])
 
 
 @NEEDS_COMPILER
@@ -218,14 +276,6 @@ def test_compiled_sweeps_refuse_what_is_in_no_cpu_memory() -> None:
     work = replace(work, grad=torch.randn(100), state=Adam().init_state(torch.empty(100, device="meta")))
     with pytest.raises(LayoutError, match="meta"):
         Adam(backend="cpp").update_([Batch(HYPER, [work])])
-
-
-@ON_BACKENDS
-def test_a_parameter_with_holes_is_refused(backend: str) -> None:
-    main = torch.zeros(10, 4)[:, :2]
-    work = Work(grad=torch.zeros(10, 2), main=main, state=Adam().init_state(main))
-    with pytest.raises(LayoutError, match="make the parameter contiguous"):
-        Adam(backend=backend).update_([Batch(HYPER, [work])])
 
 
 def test_stochastic_rounding_of_float16_is_refused() -> None:

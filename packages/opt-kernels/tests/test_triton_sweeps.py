@@ -1,5 +1,6 @@
-"""Every Triton sweep against its float64 reference, dtype by dtype, and what it must leave alone."""
+"""Triton sweeps: where they may read and write, and what they promise. Their numbers are tested with all backends'."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,162 +8,84 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from elementwise_works import main_of
-from sweep_works import (
-    HYPER,
-    ONE_OF_EACH,
-    STORAGES,
-    SWEEPS,
-    Storage,
-    Sweep,
-    each,
-    make_works,
-    same_bytes,
-    snapshot,
-    tensors,
-)
+from elementwise_works import HYPER, KEPT, gradients, main_of, run, start_of, written
+from torch import Tensor
 
+from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.backends.triton.formats import LaunchFormats
 from opt_kernels.backends.triton.launches import _constants, sweeps
-from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.codecs.remainder import join
+from opt_kernels.backends.triton.quantize import scheme
+from opt_kernels.codecs import Plain
+from opt_kernels.rules.adam import Adam
+from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules.lion import Lion
+from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.needs_extra
 
-HALF_UNIT = 2.0**-24  # of float32, relative
+NUMEL = 1025
+MAKE: dict[str, Callable[..., ElementwiseRule]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
+CODECS = {"exp_avg": Plain()}
 
 
-def in_float64(work: Work, codecs: dict[str, StateCodec]) -> Work:
-    """The same work with float64 mains and states, decoded: what the reference moves without rounding anything."""
-    state = {}
-    for name, codec in codecs.items():
-        values = torch.empty(work.grad.numel(), dtype=torch.float64, device=work.grad.device)
-        codec.decode_(values, work.state[name], work.state.get(f"{name}_scale"))
-        state[name] = values
-    main = work.main
-    if main is None:
-        assert work.out is not None
-        assert work.remainder is not None
-        main = join(work.out, work.remainder)
-    return replace(work, main=main.double(), out=None, remainder=None, state=state, grad=work.grad.double())
+def work_of(rule: ElementwiseRule, name: str = "fp32", numel: int = NUMEL) -> Work:
+    kept = KEPT[name]
+    work = kept.work(rule, start_of((numel,), "triton"))
+    return replace(work, grad=gradients((numel,), kept.grad)[0].to(work.grad.device))
 
 
-# Storage and formula meet in device functions that know nothing of each other: every storage with one sweep of each
-# op, every other sweep with two.
-CASES = {
-    f"{sweep}-{storage}": (SWEEPS[sweep], STORAGES[storage])
-    for sweep in SWEEPS
-    for storage in (STORAGES if sweep in ONE_OF_EACH else ("fp32", "remainder-all-16-bit"))
-}
+def shifted(work: Work, offset: int = 3) -> Work:
+    """The same values, `offset` elements after an aligned address."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        memory = tensor.new_empty(tensor.numel() + offset)[offset:]
+        return memory.copy_(tensor)
+
+    state = {name: moved(tensor) for name, tensor in work.state.items()}
+    others = {name: moved(getattr(work, name)) for name in ("grad", "main", "out", "remainder")}
+    return replace(work, state=state, **others)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("sweep", "storage"), CASES.values(), ids=CASES.keys())
-def test_a_sweep_equals_its_float64_reference(sweep: Sweep, storage: Storage, kernel_device: torch.device) -> None:
-    codecs = sweep.codecs(storage.state)
-    works = make_works(sweep, storage, kernel_device)
-    exact = [in_float64(work, codecs) for work in works]
-    before = [work.main.clone() for work in exact if work.main is not None]
-    wide: dict[str, StateCodec] = {name: Plain(dtype=torch.float64) for name in codecs}
-    sweep.run(sweep.slow, [Batch(HYPER, exact)], wide, grad_scale=0.5)
-    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs, grad_scale=torch.tensor(0.5, device=kernel_device))
-    short = 2.0**-16 if storage.remainder is torch.int8 else 0.0
-    rounding = 2.0**-8 if storage.main is torch.bfloat16 else short
-    for work, true, old in zip(works, exact, before):
-        assert true.main is not None
-        moved = (true.main - old).abs()
-        # A dozen float32 roundings of the update, a few of the sum, and the one of what the main is stored in.
-        # Below 18 bytes an element divisions are the hardware's, two units more each.
-        allowed = 16 * HALF_UNIT * moved + 2 * HALF_UNIT * old.abs() + (HALF_UNIT + rounding) * true.main.abs() + 1e-37
-        assert ((main_of(work) - true.main).abs() <= allowed).all()
-        if work.out is not None and work.main is not None:
-            assert torch.equal(work.out, work.main.to(work.out.dtype))
+@pytest.mark.parametrize("rule", MAKE)
+@pytest.mark.parametrize("name", ["fp32", "fp32-out16", "remainder-g16"])
+def test_runs_without_alignment_give_the_same_bits(rule: str, name: str) -> None:
+    made = MAKE[rule](backend="triton")
+    aligned, unaligned = work_of(made, name), shifted(work_of(made, name))
+    for work in (aligned, unaligned):
+        made.update_([Batch(HYPER, [work])], grad_scale=0.5)
+    assert all(map(torch.equal, written(aligned), written(unaligned)))
 
 
-@each(ONE_OF_EACH)
-@pytest.mark.parametrize("name", ["fp32", "remainder-all-16-bit"])
-def test_many_chunks_are_as_good_as_one(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
-    storage, n = STORAGES[name], 65537
-    [whole], [expected] = (make_works(sweep, storage, kernel_device, sizes=(n,)) for _ in range(2))
-    sweep.run(sweep.fast, [Batch(HYPER, [whole])], sweep.codecs(storage.state))
-    sweep.run(sweep.slow, [Batch(HYPER, [expected])], sweep.codecs(storage.state))
-    # Both compute in float32 and differ by a unit or two; an element of the wrong chunk differs by all of itself.
-    torch.testing.assert_close(main_of(whole), main_of(expected), rtol=1e-5, atol=1e-6)
-
-
-@each(ONE_OF_EACH)
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8], ids=str)
-def test_narrow_states_hold_the_codes_that_their_codec_gives(
-    sweep: Sweep, narrow: torch.dtype, kernel_device: torch.device
-) -> None:
-    storage = Storage(state=narrow)
-    codecs = sweep.codecs(narrow)
-    works, expected = (make_works(sweep, storage, kernel_device) for _ in range(2))
-    sweep.run(sweep.slow, [Batch(HYPER, expected)], codecs)
-    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs)
-    for work, other in zip(works, expected):
-        for name in codecs:
-            # The order of float32 operations is the same but for torch's fused multiply-adds: one value in a
-            # hundred may fall on the other side of a rounding boundary, by one code.
-            codes, others = (w.state[name].view(integers(narrow)).int() for w in (work, other))
-            assert ((codes - others).abs() <= 1).all()
-            assert (codes != others).sum() <= max(1, 0.01 * codes.numel())
-
-
-def integers(narrow: torch.dtype) -> torch.dtype:
-    return torch.int16 if narrow.itemsize == 2 else torch.uint8
-
-
-@each(SWEEPS)
-@pytest.mark.parametrize("name", ["bf16-out", "int8-state-remainder"])
-def test_a_skip_flag_leaves_every_byte_as_it_was(sweep: Sweep, name: str, kernel_device: torch.device) -> None:
-    works = make_works(sweep, STORAGES[name], kernel_device)
-    before = snapshot(works)
-    codecs = sweep.codecs(STORAGES[name].state)
-    sweep.run(sweep.fast, [Batch(HYPER, works)], codecs, skip=torch.tensor(True, device=kernel_device))
-    for old, (label, new) in zip(before, tensors(works)):
-        assert same_bytes(old, new), label
-
-
-@each(ONE_OF_EACH)
-def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(sweep: Sweep, kernel_device: torch.device) -> None:
-    # As the gradient of an imaginary part may be; the sweep read the memory without the sign.
-    plain, lazy = (make_works(sweep, Storage(), kernel_device) for _ in range(2))
-    flagged = [replace(work, grad=torch._neg_view(-work.grad)) for work in lazy]
-    assert all(work.grad.is_neg() for work in flagged)
-    for works in (plain, flagged):
-        sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32))
-    for work, other in zip(plain, lazy):
-        assert same_bytes(main_of(work), main_of(other))
-
-
-@each(ONE_OF_EACH)
-@pytest.mark.parametrize("offset", [0, 3])
-def test_vector_accesses_are_promised_for_aligned_runs_alone(
-    sweep: Sweep, offset: int, kernel_device: torch.device
-) -> None:
+def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
     # The interpreter reads from any address; a GPU faults.
-    works = make_works(sweep, Storage(), kernel_device, sizes=(1025, 2048), offset=offset)
-    found = sweeps([Batch(HYPER, works)], sweep.codecs(torch.float32))
-    assert {(one.formats.aligned, one.formats.vector) for one in found} == {(True, 4) if offset == 0 else (False, 1)}
+    work = work_of(Lion())
+    for given, expected in ((work, (True, 4)), (shifted(work), (False, 1))):
+        [found] = sweeps([Batch(HYPER, [given])], CODECS)
+        assert (found.formats.aligned, found.formats.vector) == expected
 
 
-def test_elements_keep_the_numbers_that_they_are_given_at_each_call(kernel_device: torch.device) -> None:
-    # A table is found again by its tensors; where only the numbers have changed it must not be.
-    sweep = SWEEPS["adamw-torch"]
-    [work] = make_works(sweep, Storage(), kernel_device, sizes=(1025,))
+def test_many_chunks_are_as_good_as_one() -> None:
+    for rule in MAKE.values():
+        ours, expected = (
+            run(rule(backend=backend), KEPT["remainder-g16"].work(rule(), start_of((20000,), backend)), steps=1)
+            for backend in ("triton", "reference")
+        )
+        # Both compute in float32 and differ by a unit or two; an element of the wrong chunk differs by all of itself.
+        torch.testing.assert_close(main_of(ours), main_of(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_elements_keep_the_numbers_that_they_are_given_at_each_call() -> None:
+    # A table is found again by its tensors; if only the numbers have changed it must not be.
+    work = work_of(Lion())
     assert work.main is not None
     for first in (0, 640):
         works = Works([work.grad], mains=[work.main], states=[work.state], firsts=(first,))
-        [found] = sweeps([Batch(HYPER, works)], sweep.codecs(torch.float32))
+        [found] = sweeps([Batch(HYPER, works)], CODECS)
         assert found.table.records[:, -1].tolist() == [first]
-
-
-def test_divisions_are_exact_where_memory_hides_them() -> None:
-    wide = LaunchFormats(torch.float32, torch.float32, None, (torch.float32, torch.float32), True)
-    narrow = LaunchFormats(torch.bfloat16, torch.int16, torch.bfloat16, (torch.int8, torch.uint8), True, remainder=True)
-    assert (wide.bytes_moved, wide.ieee) == (28, True)
-    assert (narrow.bytes_moved, narrow.ieee) == (14, False)
 
 
 @pytest.mark.parametrize("states", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.int8, torch.uint8)], ids=str)
@@ -174,48 +97,63 @@ def test_nothing_is_contracted_or_approximated_where_bits_are_promised(
     """The bits of CPUs are promised from 18 bytes an element on. Triton's own default of fusion varies by version."""
     formats = LaunchFormats(grad, main, None, states, True)
     moved = grad.itemsize + 2 * main.itemsize + 2 * sum(state.itemsize for state in states)
+    assert formats.bytes_moved == moved
     options = _constants(formats)
     assert (options["IEEE"], options["enable_fp_fusion"]) == ((True, False) if moved >= 18 else (False, True))
+    narrow = LaunchFormats(torch.bfloat16, torch.int16, torch.bfloat16, (torch.int8, torch.uint8), True, remainder=True)
+    assert (narrow.bytes_moved, narrow.ieee) == (14, False)
 
 
-@each(SWEEPS)
-def test_gradients_are_never_written(sweep: Sweep, kernel_device: torch.device) -> None:
-    works = make_works(sweep, Storage(), kernel_device)
-    before = [work.grad.clone() for work in works]
-    sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32), grad_scale=0.5)
-    assert all(same_bytes(old, work.grad) for old, work in zip(before, works))
-
-
-def test_stochastic_rounding_draws_the_bits_of_the_reference(kernel_device: torch.device) -> None:
-    sweep, storage = SWEEPS["adamw-torch"], STORAGES["bf16-itself"]
+def test_stochastic_rounding_draws_the_bits_of_the_reference() -> None:
     # The run crosses element number 2^32, where the upper half of the counter changes.
-    fast, slow = (
-        [replace(work, first=2**32 - 640) for work in make_works(sweep, storage, kernel_device, sizes=(1, 5000))]
-        for _ in range(2)
-    )
-    sweep.run(sweep.fast, [Batch(HYPER, fast)], sweep.codecs(torch.float32), stochastic_rounding=True)
-    sweep.run(sweep.slow, [Batch(HYPER, slow)], sweep.codecs(torch.float32), stochastic_rounding=True)
-    for a, b in zip(fast, slow):
-        assert a.main is not None
-        assert b.main is not None
-        # Of a main that differs in its last float32 bit one in 65536 is rounded to the other side.
-        assert (a.main != b.main).sum() <= 1
+    found = []
+    for backend in ("triton", "reference"):
+        rule = Adam(backend=backend, stochastic_rounding=True)
+        work = KEPT["bf16"].work(rule, start_of((5000,), backend))
+        grad = gradients((5000,), torch.bfloat16)[0].to(work.grad.device)
+        rule.update_([Batch(HYPER, [replace(work, first=2**32 - 640, grad=grad)])])
+        found.append(main_of(work))
+    # Of a main that differs in its last float32 bit one in 65536 is rounded to the other side.
+    assert (found[0] != found[1]).sum() <= 1
 
 
-@each(ONE_OF_EACH)
-def test_nan_reaches_the_weight_and_its_remainder(sweep: Sweep, kernel_device: torch.device) -> None:
-    storage = STORAGES["remainder"]
-    works = make_works(sweep, storage, kernel_device, sizes=(70,))
-    works[0].grad[[3, 69]] = torch.nan
-    sweep.run(sweep.fast, [Batch(HYPER, works)], sweep.codecs(torch.float32))
-    assert works[0].out is not None
-    assert works[0].out.isnan().nonzero().flatten().tolist() == [3, 69]
+def test_a_gradient_that_has_moved_is_found_again() -> None:
+    works = [work_of(Lion()) for _ in range(2)]
+    for backend, work in zip(("triton", "torch"), works):
+        for _ in range(3):
+            Lion(backend=backend).update_([Batch(HYPER, [replace(work, grad=work.grad.clone())])])
+    torch.testing.assert_close(main_of(works[0]), main_of(works[1]), rtol=1e-6, atol=1e-7)
 
 
-@each(SWEEPS)
-def test_an_infinite_parameter_stays_without_weight_decay(sweep: Sweep, kernel_device: torch.device) -> None:
-    [work] = make_works(sweep, STORAGES["fp32"], kernel_device, sizes=(2112,))
-    assert work.main is not None
-    work.main.fill_(-torch.inf)
-    sweep.run(sweep.fast, [Batch(replace(HYPER, weight_decay=0.0), [work])], sweep.codecs(torch.float32))
-    assert bool((work.main == -torch.inf).all())
+def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: torch.device) -> None:
+    # As when a parameter is narrowed in place: the table of the wide one would write behind its end.
+    memory = torch.ones(256, device=kernel_device)
+    grad = torch.ones(128, device=kernel_device)
+    for dtype in (torch.float32, torch.bfloat16):
+        main = memory.view(dtype)[:128]
+        work = Work(grad=grad, main=main, state={"exp_avg": torch.zeros(128, device=kernel_device)})
+        memory[64:] = 1.0
+        Lion(backend="triton").update_([Batch(replace(HYPER, lr=0.5, weight_decay=0.0), [work])])
+    assert memory[64:].tolist() == [1.0] * 192
+    assert main.tolist() != [1.0] * 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_dtypes_that_kernels_would_misread_are_refused(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Symptom: the kernels read fp8 bytes as integers, and every gradient was positive."""
+    ones = torch.ones(300, device=kernel_device)
+    for column in ("grad", "main", "out"):
+        tensors = {"grad": ones, "main": ones.clone(), column: ones.to(dtype)}
+        with pytest.raises(LayoutError, match=r"cannot sweep torch.*backend='torch'"):
+            Lion(backend="triton").update_([Batch(HYPER, [Work(state=Lion().init_state(ones), **tensors)])])
+    with pytest.raises(LayoutError, match="cannot sweep torch"):
+        grad_stats([ones.to(dtype)], backend="triton")
+    if dtype.itemsize == 1:
+        with pytest.raises(LayoutError, match="has no sweep for Plain"):
+            scheme(Plain(dtype=dtype))
+
+
+def test_nothing_to_update_is_no_error() -> None:
+    for rule in (Adam(backend="triton"), Lion(backend="triton")):
+        rule.update_([])
+        rule.update_([Batch(HYPER, [])])

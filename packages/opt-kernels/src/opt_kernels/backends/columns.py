@@ -115,6 +115,15 @@ def lies_in_order(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg()
 
 
+def are_in_order(columns: Columns, codecs: Mapping[str, StateCodec]) -> bool:
+    """Whether all tensors are contiguous, and those with an entry per element have the shape of their gradient."""
+    return all(map(lies_in_order, columns.tensors)) and all(
+        tensor is None or tensor.shape == work.grad.shape
+        for _, work in columns.works()
+        for tensor in tensors_of(work, codecs)[: 2 + len(codecs)]
+    )
+
+
 def check_work(work: Work, codecs: Mapping[str, StateCodec], device: torch.device) -> None:
     """Raise LayoutError unless a sweep on `device` can update contiguous tensors of `work`."""
     check_halves(work)

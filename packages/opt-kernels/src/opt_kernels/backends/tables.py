@@ -46,7 +46,7 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if is_cuda(device) else host.to(device)
 
 
-class _Entry(NamedTuple, Generic[T]):
+class _CachedTable(NamedTuple, Generic[T]):
     """A table, and the layouts that it was built for."""
 
     layouts: Layouts
@@ -73,8 +73,8 @@ class DeviceTables(Generic[T]):
     ) -> None:
         self._device, self._capacity, self._room, self._bytes_of = device, capacity, room, bytes_of
         self._bytes = 0
-        self._entries: OrderedDict[_Place, _Entry[T]] = OrderedDict()
-        self._last: tuple[_Place | None, _Entry[T] | None] = (None, None)
+        self._entries: OrderedDict[_Place, _CachedTable[T]] = OrderedDict()
+        self._last: tuple[_Place | None, _CachedTable[T] | None] = (None, None)
         # A captured graph reads its tables for as long as it can be replayed, which is unknown here: tables that a
         # capture used are never freed.
         self._captured: list[T] = []
@@ -94,7 +94,7 @@ class DeviceTables(Generic[T]):
             if entry is None and capturing:
                 entry = next((other for (_, known), other in self._entries.items() if known == key), None)
         if entry is None or not entry.layouts.same(of):
-            entry = self._built(place, _Entry(Layouts(of), build()))
+            entry = self._built(place, _CachedTable(Layouts(of), build()))
         elif entry is not self._last[1] and place in self._entries:
             self._entries.move_to_end(place)
             self._last = (place, entry)
@@ -102,7 +102,7 @@ class DeviceTables(Generic[T]):
             self._captured.append(entry.table)
         return entry.table
 
-    def _built(self, place: "_Place", entry: "_Entry[T]") -> "_Entry[T]":
+    def _built(self, place: "_Place", entry: "_CachedTable[T]") -> "_CachedTable[T]":
         """Keep a new table, in place of those that were unused longest if there is no room."""
         if place in self._entries:
             self._bytes -= self._bytes_of(self._entries[place].table)

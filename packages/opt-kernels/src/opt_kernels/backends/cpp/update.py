@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.columns import Columns, check_work, columns_of, in_order, lies_in_order, parts_of, tensors_of
+from opt_kernels.backends.columns import Columns, are_in_order, check_work, columns_of, in_order, parts_of, tensors_of
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
@@ -185,18 +185,13 @@ def _sweeps_of(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Swee
 
 
 def _sweeps(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
-    works = list(columns.works())
-    if not all(map(lies_in_order, columns.tensors)) or not all(_has_one_shape(work, codecs) for _, work in works):
+    if not are_in_order(columns, codecs):
         return None
+    works = list(columns.works())
     by_formats: dict[Formats, list[int]] = {}
     for index, (_, work) in enumerate(works):
         by_formats.setdefault(Formats.of(work, codecs), []).append(index)
     return [_sweep(formats, numbers, works, codecs) for formats, numbers in by_formats.items()]
-
-
-def _has_one_shape(work: Work, codecs: Mapping[str, StateCodec]) -> bool:
-    tensors = tensors_of(work, codecs)[: 2 + len(codecs)]
-    return all(tensor is None or tensor.shape == work.grad.shape for tensor in tensors)
 
 
 def _sweep(

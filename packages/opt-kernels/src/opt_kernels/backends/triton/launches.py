@@ -14,9 +14,9 @@ from torch import Tensor
 
 from opt_kernels.backends.columns import (
     Columns,
+    are_in_order,
     check_work,
     columns_of,
-    lies_in_order,
     names_of_columns,
     parts_of,
     tensors_of,
@@ -177,7 +177,7 @@ def _parts(
     columns: Columns, codecs: Mapping[str, StateCodec], cutting: Cutting | None, device: torch.device
 ) -> list[_Part] | None:
     """The works by format, with their records on the device. None if some cannot be swept without a copy."""
-    if not all(map(lies_in_order, columns.tensors)):
+    if not are_in_order(columns, codecs):
         return None
     items = [_Item(row, work, tensors_of(work, codecs)) for row, work in columns.works()]
     by_formats: dict[LaunchFormats, list[Cut]] = {}
