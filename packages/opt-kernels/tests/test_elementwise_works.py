@@ -148,6 +148,24 @@ def test_works_in_columns_are_swept_as_works_are(name: str, backend: str) -> Non
         assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
 
 
+@ON_FAST
+@pytest.mark.parametrize("change", ["rows", "firsts"])
+def test_the_same_tensors_may_come_in_another_group_or_with_other_numbers(change: str, backend: str) -> None:
+    # Tables are found again by the addresses of tensors.
+    rule = Adam(backend=backend, stochastic_rounding=True)
+    used, fresh = (KEPT["bf16"].work(rule, start_of((128,), backend)) for _ in range(2))
+    used, fresh = (replace(work, grad=torch.ones_like(work.grad)) for work in (used, fresh))
+    rule.update_([Batch(HYPER, [used])])
+    for tensor, start in zip(written(used), written(fresh), strict=True):
+        tensor.copy_(start)
+    for work in used, fresh:
+        if change == "rows":
+            rule.update_([Batch(replace(HYPER, lr=1e-5), []), Batch(HYPER, [work])])
+        else:
+            rule.update_([Batch(HYPER, [replace(work, first=640)])])
+    assert all(map(torch.equal, written(used), written(fresh)))
+
+
 @ON_RULES
 @ON_BACKENDS
 def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
