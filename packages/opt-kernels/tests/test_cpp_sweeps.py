@@ -15,7 +15,7 @@ from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.lion import Lion
-from opt_kernels.works import Batch, Hyper, Work, Works
+from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
 
@@ -141,21 +141,6 @@ def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPa
     for (_, ours), (_, theirs) in zip(batches, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
-
-
-@needs_compiler
-def test_works_in_columns_are_swept_as_works_are() -> None:
-    listed, columns = ([work_of(100), work_of(7)] for _ in range(2))
-    works = Works(
-        [work.grad for work in columns],
-        mains=[work.main for work in columns if work.main is not None],
-        outs=[work.out for work in columns if work.out is not None],
-        states=[work.state for work in columns],
-    )
-    Adam(backend="cpp").update_([Batch(HYPER, works)])
-    Adam(backend="cpp").update_([Batch(HYPER, listed)])
-    for one, other in zip(listed, columns, strict=True):
-        assert_same(one, other)
 
 
 @needs_compiler

@@ -75,12 +75,6 @@ def test_arguments_of_other_libraries_are_answered_with_ours() -> None:
         optim.AdamW([matrix()], exp_avg_dtype="int8")  # type: ignore[arg-type]
 
 
-def test_remainders_leave_nothing_to_round_stochastically() -> None:
-    narrow = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="stochastic_rounding=True has no effect"):
-        optim.AdamW([narrow], mains="remainder", stochastic_rounding=True)
-
-
 UNKNOWN = {
     "use_muon": (optim.Muon, {"use_muon": False}, r"use_muon=False .* Did you mean 'use_matrix_rule'\?"),
     "bets": (optim.AdamW, {"bets": (0.9, 0.99)}, r"bets=\(0.9, 0.99\) .* Did you mean 'betas'\?"),
@@ -112,12 +106,10 @@ TOLERATED: dict[str, Any] = {
 
 
 @ON_ALL
-@pytest.mark.parametrize("key", TOLERATED)
-def test_keys_of_schedulers_trainers_and_neutral_flags_are_taken(build: Build, key: str) -> None:
-    group = {"params": [matrix()], key: TOLERATED[key]}
-    if key == "param_names":
-        group = {"params": [("w", matrix())]}
-    assert key in build([group]).param_groups[0]
+def test_keys_of_schedulers_trainers_and_neutral_flags_are_taken(build: Build) -> None:
+    for key, value in TOLERATED.items():
+        group = {"params": [("w", matrix())]} if key == "param_names" else {"params": [matrix()], key: value}
+        assert key in build([group]).param_groups[0]
 
 
 @ON_ALL
@@ -160,23 +152,16 @@ FLAGS = ("foreach", "fused", "maximize", "differentiable", "capturable", "amsgra
 
 
 @ON_PEERS
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("value", [None, False])
-def test_flags_that_ask_for_nothing_are_taken(ours: Build, theirs: Build, flag: str, value: bool | None) -> None:
-    if ours is optim.SGD and flag == "amsgrad":
-        with pytest.raises(TypeError, match=flag):  # as torch's SGD
-            ours([matrix()], **{flag: value})
-        return
-    a, b = matrix(), matrix()
-    torch.testing.assert_close(stepped(ours([a], **{flag: value}), a), stepped(theirs([b]), b), rtol=1e-5, atol=1e-6)
-
-
-@ON_PEERS
-@pytest.mark.parametrize("flag", ["foreach", "fused"])
-def test_flags_for_what_is_done_anyway_are_taken(ours: Build, theirs: Build, flag: str) -> None:
-    a, b = matrix(), matrix()
-    theirs_ = stepped(theirs([b], **{flag: True}), b)
-    torch.testing.assert_close(stepped(ours([a], **{flag: True}), a), theirs_, rtol=1e-5, atol=1e-6)
+def test_flags_that_ask_for_nothing_or_for_what_is_done_anyway_are_taken(ours: Build, theirs: Build) -> None:
+    given = [(flag, value) for flag in FLAGS for value in (None, False)] + [("foreach", True), ("fused", True)]
+    for flag, value in given:
+        if ours is optim.SGD and flag == "amsgrad":
+            with pytest.raises(TypeError, match=flag):  # as torch's SGD
+                ours([matrix()], **{flag: value})
+            continue
+        a, b = matrix(), matrix()
+        expected = stepped(theirs([b], **({flag: True} if value else {})), b)
+        torch.testing.assert_close(stepped(ours([a], **{flag: value}), a), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_flags_for_what_is_not_offered_are_refused_by_name() -> None:
@@ -268,6 +253,10 @@ def test_parameters_in_any_dense_order_move_as_torchs(
 
 
 REFUSED_PARAMETERS: Mapping[str, tuple[Build, Callable[[], Tensor], str]] = {
+    "nothing to round": (
+        lambda p: optim.AdamW(p, mains="remainder", stochastic_rounding=True),
+        lambda: matrix(dtype=torch.bfloat16), "stochastic_rounding=True has no effect",
+    ),
     "with holes": (optim.AdamW, lambda: nn.Parameter(torch.ones(6, 4)[:, ::2]), "holes, overlapping"),
     "expanded": (optim.SGD, lambda: nn.Parameter(torch.ones(1, 4).expand(6, 4)), "make it contiguous"),
     "negative bit": (optim.Lion, lambda: nn.Parameter(torch._neg_view(torch.ones(3))), "negative bit"),
@@ -293,60 +282,41 @@ def test_a_parameter_that_no_step_could_update_is_refused_when_built(
         build([param()])
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ({"use_matrix_rule": True}, r"shape \(7,\) is not a matrix"),
-        ({"split_rows": (2, 1)}, r"shape \(7,\) is not a matrix for Muon"),
-    ],
-)
-def test_groups_that_make_matrices_of_what_is_none_are_refused_when_built(group: dict[str, Any], message: str) -> None:
+NO_MATRICES: list[tuple[tuple[int, ...], dict[str, Any], str]] = [
+    ((7,), {"use_matrix_rule": True}, r"shape \(7,\) is not a matrix"),
+    ((7,), {"split_rows": (2, 1)}, r"shape \(7,\) is not a matrix for Muon"),
+    ((6, 4), {"split_rows": (4, 1)}, r"split_rows=\(4, 1\) does not divide the 6 rows"),
+]
+
+
+@pytest.mark.parametrize(("shape", "group", "message"), NO_MATRICES)
+def test_groups_that_are_no_matrices_are_refused_when_built(
+    shape: tuple[int, ...], group: dict[str, Any], message: str
+) -> None:
     with pytest.raises(MatrixError, match=message):
-        optim.Muon([{"params": [matrix(7)], **group}])
-
-
-def test_rows_that_cannot_be_split_are_refused_when_built() -> None:
-    with pytest.raises(MatrixError, match=r"split_rows=\(4, 1\) does not divide the 6 rows"):
-        optim.Muon([{"params": [matrix()], "split_rows": (4, 1)}])
+        optim.Muon([{"params": [matrix(*shape)], **group}])
 
 
 # --- SGD's momentum -------------------------------------------------------------------------------------------------
 
 
-def test_a_group_of_sgd_may_have_a_momentum_where_the_others_have_none() -> None:
+def test_groups_of_sgd_have_their_own_momenta_and_dampenings_also_when_set_later_as_in_torch() -> None:
     results = []
     for build in (optim.SGD, torch.optim.SGD):
-        a, b = matrix(seed=1), matrix(seed=2)
-        optimizer = build([{"params": [a], "momentum": 0.9}, {"params": [b]}], lr=0.1)
-        results.append([stepped(optimizer, a), stepped(optimizer, b)])
-    torch.testing.assert_close(*results)
-
-
-def test_a_momentum_that_is_set_and_unset_later_is_torchs() -> None:
-    results = []
-    for build in (optim.SGD, torch.optim.SGD):
-        param = matrix()
-        optimizer = build([param], lr=0.1)
-        for momentum in (0.0, 0.9, 0.0, 0.5):
-            optimizer.param_groups[0]["momentum"] = momentum
-            stepped(optimizer, param)
-        results.append(param.detach())
-    torch.testing.assert_close(*results)
-
-
-def test_groups_of_sgd_have_their_own_dampening() -> None:
-    results = []
-    for build in (optim.SGD, torch.optim.SGD):
-        a, b = matrix(), matrix()
-        groups = [{"params": [a]}, {"params": [b], "momentum": 0.8, "dampening": 0.5}]
+        a, b, c = (matrix(seed=seed) for seed in range(3))
+        groups = [{"params": [a]}, {"params": [b], "momentum": 0.8, "dampening": 0.5}, {"params": [c], "momentum": 0.0}]
         optimizer = build(groups, lr=0.1, momentum=0.9, dampening=0.25)
-        for number in range(4):
+        late = matrix(seed=3)
+        without = build([late], lr=0.1)
+        for number, momentum in enumerate((0.0, 0.9, 0.0, 0.5)):
             if number == 2:
                 optimizer.param_groups[0]["dampening"] = 0.75
-            for param in (a, b):
+            for param in (a, b, c):
                 param.grad = torch.ones_like(param) * (number + 1)
             optimizer.step()
-        results.append((a.detach(), b.detach()))
+            without.param_groups[0]["momentum"] = momentum
+            stepped(without, late)
+        results.append([param.detach() for param in (a, b, c, late)])
     torch.testing.assert_close(*results)
 
 

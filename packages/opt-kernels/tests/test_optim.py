@@ -79,31 +79,6 @@ def test_it_takes_torchs_steps(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", THEIRS)
-def test_state_dicts_are_exchanged_with_torchs(name: str) -> None:
-    ours, theirs = network(), network()
-    their_optimizer = THEIRS[name](theirs.parameters())
-    train(theirs, their_optimizer, 3)
-    ours.load_state_dict(theirs.state_dict())
-    our_optimizer = OURS[name](ours.parameters())
-    our_optimizer.load_state_dict(their_optimizer.state_dict())
-    one, other = train(ours, our_optimizer, 2, first=3), train(theirs, their_optimizer, 2, first=3)
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_torch_goes_on_from_a_state_dict_of_ours(name: str) -> None:
-    ours, theirs = network(), network()
-    our_optimizer, their_optimizer = OURS[name](ours.parameters()), THEIRS[name](theirs.parameters())
-    train(ours, our_optimizer, 3)
-    theirs.load_state_dict(ours.state_dict())
-    their_optimizer.load_state_dict(copy.deepcopy(our_optimizer.state_dict()))
-    one, other = train(ours, our_optimizer, 2, first=3), train(theirs, their_optimizer, 2, first=3)
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
 KEPT = {"float32": (torch.float32, {})} | {f"bfloat16-{name}": (torch.bfloat16, kept) for name, kept in MAINS.items()}
 
 
@@ -300,32 +275,6 @@ def test_groups_may_be_added_later_and_keep_their_own_numbers_and_steps() -> Non
     assert [float(optimizer.state[p]["step"]) for p in (early, late)] == [2, 1]
 
 
-@ON_OURS
-def test_copies_and_pickles_are_whole(build: Build) -> None:
-    net = network()
-    optimizer = build(net.parameters(), max_norm=1.0)
-    train(net, optimizer, 1)
-    both = copy.deepcopy((net, optimizer))
-    assert_same(train(*both, 2), train(net, optimizer, 2))
-
-
-def test_a_compiled_training_step_is_the_eager_one() -> None:
-    eager, compiled = network(), network()
-    one, other = optim.AdamW(eager.parameters(), lr=1e-2), optim.AdamW(compiled.parameters(), lr=1e-2)
-    x = torch.randn(5, 7)
-
-    def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        net(x).square().mean().backward()
-        optimizer.step()
-
-    fast = torch.compile(step, backend="eager")
-    for _ in range(3):
-        step(eager, one)
-        fast(compiled, other)
-    assert_same(list(eager.parameters()), list(compiled.parameters()))
-
-
 REFUSED: Mapping[str, tuple[Callable[[Tensor], object], str]] = {
     "lr": (lambda p: optim.AdamW([p], lr=-1.0), "lr=-1.0 is not allowed"),
     "beta": (lambda p: optim.Lion([p], betas=(0.9, 1.0)), "below 1"),
@@ -338,13 +287,6 @@ REFUSED: Mapping[str, tuple[Callable[[Tensor], object], str]] = {
 def test_an_illegal_option_is_refused(build: Callable[[Tensor], object], advice: str) -> None:
     with pytest.raises(ValueError, match=advice):
         build(nn.Parameter(torch.ones(2)))
-
-
-def test_a_remainder_needs_bfloat16() -> None:
-    param = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    param.grad = torch.ones(2, dtype=torch.float16)
-    with pytest.raises(ValueError, match="pass mains='float32'"):
-        optim.AdamW([param], mains="remainder").step()
 
 
 def test_a_state_dict_of_another_rule_is_refused() -> None:
