@@ -21,7 +21,7 @@ from opt_kernels.backends import grad_stats as statistics
 from opt_kernels.formulas.numbers import NumberError
 from opt_kernels.optim import on_device
 from opt_kernels.optim.on_device import CaptureError
-from opt_kernels.optim.rows import Steps
+from opt_kernels.optim.param_rows import Steps
 
 STEPS = 6
 BAD_STEP = 3  # a gradient is infinite

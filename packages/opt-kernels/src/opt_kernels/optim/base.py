@@ -19,7 +19,7 @@ from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loa
 from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
 from opt_kernels.optim.mains import parse_mains
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses
-from opt_kernels.optim.rows import Member, Rows, Sweep, params_of
+from opt_kernels.optim.param_rows import Member, Rows, Sweep, params_of
 from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper

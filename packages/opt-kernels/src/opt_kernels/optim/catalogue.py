@@ -6,8 +6,7 @@ from opt_kernels.formulas.nadam import NADAM
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.optim.drop_ins import drop_in
-from opt_kernels.optim.nadam import NAdamOptimizer
-from opt_kernels.optim.sgd import MomentumOptimizer
+from opt_kernels.optim.formula_optimizer import MomentumOptimizer, NAdamOptimizer
 
 globals().update({formula.title: drop_in(formula) for formula in FORMULAS.values()})
 Adam = drop_in(ADAM, decoupled_weight_decay=False)

@@ -5,9 +5,7 @@ from torch import Tensor
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
-from opt_kernels.optim.formula_optimizer import FormulaOptimizer
-from opt_kernels.optim.nadam import NAdamOptimizer
-from opt_kernels.optim.sgd import MomentumOptimizer
+from opt_kernels.optim.formula_optimizer import FormulaOptimizer, MomentumOptimizer, NAdamOptimizer
 
 __all__ = [
     "SGD",

@@ -1,18 +1,29 @@
-"""`FormulaOptimizer`: base class of the drop-in optimizers of elementwise rules."""
+"""`FormulaOptimizer`: base class of the drop-in optimizers of elementwise rules, and those of NAdam and SGD."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from inspect import Signature
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from opt_kernels.dtensor import local
 from opt_kernels.formulas.formula import Formula
+from opt_kernels.formulas.functions import power, q_pochhammer
 from opt_kernels.hooks import check_unread
 from opt_kernels.optim.base import Params, RuleOptimizer
+from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import HOOKS, ParamGroup, bound_arguments
 from opt_kernels.optim.hooks import checked_hooks, with_hooks
+from opt_kernels.optim.param_rows import Member, Sweep
+from opt_kernels.optim.state import STEP
+from opt_kernels.rules.base import Rule
 from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+from opt_kernels.rules.sgd import SGD as sgd_rule
+from opt_kernels.works import Batch
 
+MU_PRODUCT, MOMENTUM = "mu_product", "momentum_buffer"
 FLAGS = ("foreach", "capturable", "differentiable", "fused")  # arguments of torch.optim that choose an implementation
 
 
@@ -63,3 +74,57 @@ class FormulaOptimizer(RuleOptimizer):
     def _check_group(self, group: ParamGroup) -> None:
         self.formula.check_numbers(group)
         super()._check_group(group)
+
+
+class NAdamOptimizer(FormulaOptimizer):
+    """NAdam. It computes the product of mu(1) to mu(t) from t; torch.optim.NAdam needs it in its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's form, with `mu_product` (0-d, float32) of every parameter that has state."""
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            q = 0.96 ** group["momentum_decay"]
+            for state in (packed["state"][index] for index in group["params"] if index in packed["state"]):
+                step = float(state[STEP])
+                product = power(float(group["betas"][0]), step) * q_pochhammer(0.5 * q, q, step)
+                state[MU_PRODUCT] = torch.tensor(float(product), dtype=torch.float32)
+        return packed
+
+
+class MomentumOptimizer(FormulaOptimizer):
+    """SGD. Parameters of groups with momentum 0 have no buffer."""
+
+    rule: ElementwiseRule
+    _have_momentum: tuple[bool, ...] = ()  # whether each group had momentum in the last step
+
+    def rule_with(self, values: Mapping[str, Any]) -> ElementwiseRule:
+        rule = super().rule_with(values)
+        buffered = values["momentum"] != 0
+        checked = sgd_rule(momentum_buffer=buffered, nesterov=values["nesterov"], dampening=values["dampening"])
+        return replace(rule, formula=checked.formula)
+
+    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule with a momentum buffer if the group has momentum, or had it when the state was created."""
+        has_buffer = bool(group["momentum"]) or MOMENTUM in self.state.get(param, {})
+        formula = self.rule.formula.with_constants(has_momentum=has_buffer)
+        return for_dtype(replace(self.rule, formula=formula), param)
+
+    def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
+        have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
+        if have_momentum != self._have_momentum:
+            self._forget_rows()
+            self._have_momentum = have_momentum
+        return super()._batches(made)
+
+    def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
+        """Add a buffer of zeros if the momentum of the group was set after the first step of the parameter."""
+        state, of_group = self.state[param], self.param_groups[group]
+        if state and of_group["momentum"] and MOMENTUM not in state:
+            if of_group["dampening"] and float(state[STEP]):
+                raise ValueError(
+                    f"momentum={of_group['momentum']!r} with dampening={of_group['dampening']!r} was set after the "
+                    "first step: a new buffer would start with a dampened gradient, unlike in torch; set the momentum "
+                    "before the first step, or build the optimizer with dampening=0"
+                )
+            state.update(self.rule_of(of_group, param).init_state(local(param).detach()))
+        return super()._member_of(position, group, param, first)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.optim.rows import params_of
+from opt_kernels.optim.param_rows import params_of
 
 
 class Scaling(NamedTuple):

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.adaptive_muon import NAMO as _NAMO
-from opt_kernels.optim.adaptive_muon import AdaptiveMuon as _AdaptiveMuon
-from opt_kernels.optim.adaptive_muon import NorMuon as _NorMuon
 from opt_kernels.optim.base import Params
-from opt_kernels.optim.muon import Muon as _Muon
-from opt_kernels.optim.muon import MuonH as _MuonH
-from opt_kernels.optim.soap import SOAP as _SOAP
-from opt_kernels.optim.soap import SOAPMuon as _SOAPMuon
+from opt_kernels.optim.matrix_rules import NAMO as _NAMO
+from opt_kernels.optim.matrix_rules import SOAP as _SOAP
+from opt_kernels.optim.matrix_rules import AdaptiveMuon as _AdaptiveMuon
+from opt_kernels.optim.matrix_rules import Muon as _Muon
+from opt_kernels.optim.matrix_rules import MuonH as _MuonH
+from opt_kernels.optim.matrix_rules import NorMuon as _NorMuon
+from opt_kernels.optim.matrix_rules import SOAPMuon as _SOAPMuon
 
 __all__ = ["NAMO", "SOAP", "AdaptiveMuon", "Muon", "MuonH", "NorMuon", "SOAPMuon"]
 

@@ -1,4 +1,4 @@
-"""Drop-in Muon, and its preset MuonH."""
+"""Drop-in optimizers of matrix rules: Muon and MuonH; AdaptiveMuon, NorMuon and NAMO; SOAP and SOAPMuon."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,8 +9,11 @@ from torch import Tensor
 from opt_kernels.hooks import GivenHooks, Hyperball
 from opt_kernels.optim.groups import ParamGroup
 from opt_kernels.optim.matrices import MatrixOptimizer, made, options_of
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Hyper
 
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
@@ -26,6 +29,8 @@ MUON_OPTIONS: Mapping[str, Any] = options_of(
     "momentum_buffer_dtype",
     "weight_decay_method",
 )
+_NUMBERS = {"lr": 3e-4, "momentum": 0.95, "weight_decay": 0.01, "nesterov": False, "betas": (0.9, 0.95), "eps": 1e-8}
+_MUON = {"scale_mode": "spectral", "num_ns_steps": 5, "coefficient_type": "quintic", **MUON_OPTIONS}
 
 
 class Muon(MatrixOptimizer):
@@ -105,3 +110,76 @@ def _coefficients(given: Mapping[str, Any]) -> Mapping[str, Any]:
             f"ns_coefficients={single!r} with coefficient_type={kind!r} or custom_coefficients: pass one of them"
         )
     return {"coefficient_type": "custom" if kind is None else kind, "custom_coefficients": custom}
+
+
+class AdaptiveMuon(MatrixOptimizer):
+    """Muon with a second moment: per element of the orthogonalised update ("adamuon", Megatron-Core's variant, whose
+    step is about 100 times as long as Muon's at the same lr; "adamuon_paper", arXiv 2507.11005, for which
+    `scale_mode="match_rms_adamw"` is the paper's scale), per row or column of it
+    ("normuon"), or of the gradient's norm ("namo").
+
+    `betas[1]` and `eps` belong to the second moment; groups that `scalar_optimizer` updates have their own. The `lines`
+    of NorMuon are "rows", "cols" or "longer" (rows unless cols > rows). The other options are those of `Muon`. Raises
+    ValueError for an option that is not allowed.
+    """
+
+    fixed = ("nesterov",)
+    numbers: ClassVar[Mapping[str, Any]] = _NUMBERS
+    options: ClassVar[Mapping[str, Any]] = {"moment2_method": "adamuon", "lines": "rows", **_MUON}
+    method: ClassVar[str | None] = None  # None: an argument
+
+    @classmethod
+    def rule_with(cls, given: Mapping[str, Any]) -> Rule:
+        muon = made(MuonRule, {name: given[name] for name in (*_MUON, "nesterov", "backend")})
+        method = cls.method or given["moment2_method"]
+        lines = Lines(given.get("lines", Lines.ROWS))
+        return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=lines)
+
+
+class NorMuon(AdaptiveMuon):
+    """NorMuon (arXiv 2510.05491): `AdaptiveMuon` with "normuon" and the paper's scale, 0.2 sqrt(max(rows, cols)).
+
+    AdamW's lr and weight decay are suitable.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = {**_NUMBERS, "weight_decay": 0.1}
+    options: ClassVar[Mapping[str, Any]] = {"lines": "rows", **_MUON, "scale_mode": "match_rms_adamw"}
+    method: ClassVar[str | None] = "normuon"
+
+
+class NAMO(AdaptiveMuon):
+    """NAMO (arXiv 2602.17080): Muon with one adaptive scale per matrix; `AdaptiveMuon` with "namo"."""
+
+    options: ClassVar[Mapping[str, Any]] = _MUON
+    method: ClassVar[str | None] = "namo"
+
+
+class SOAP(MatrixOptimizer):
+    """SOAP (Vyas et al., arXiv 2409.11321) for matrices; `scalar_optimizer` selects Adam or Lion for other parameters.
+
+    For a matrix (m, n), its state has up to 2 (m² + n²) numbers more than Adam's; `max_precond_dim` and `one_sided`
+    remove sides from this sum. Do not use SOAP for embeddings. If a group splits rows into heads or parts, each part
+    has its own factors; loading a state_dict saved with another split raises an error. `order="megatron"` computes a
+    step as Megatron-Core does. The options are those of `opt_kernels.rules.soap.SOAPRule`, by name. Raises ValueError
+    for an option that is not allowed.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = {"lr": 3e-3, "betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+    options: ClassVar[Mapping[str, Any]] = options_of(SOAPRule)
+    rule_class = SOAPRule
+
+
+class SOAPMuon(MatrixOptimizer):
+    """SOAP-Muon for matrices: momentum divided by its second moment in Shampoo's eigenbasis, then orthogonalised.
+    `opt_kernels.rules.soap_muon.SOAPMuonRule` has its equations.
+
+    `scale_mode` sets the scale of updates; AdamW's lr and weight decay are suitable for "match_rms_adamw". `betas` are
+    those of Adam for other parameters; `eps` is for both. The other options are those of the rule, by name. Raises
+    ValueError for an option that is not allowed.
+    """
+
+    numbers: ClassVar[Mapping[str, Any]] = {
+        "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01, "momentum": 0.95,
+    }  # fmt: skip
+    options: ClassVar[Mapping[str, Any]] = options_of(SOAPMuonRule)
+    rule_class = SOAPMuonRule
