@@ -1,4 +1,4 @@
-"""Every elementwise rule, the one of the README of opt-kernels, and `slow_tiger`, under the factory: sharded over ranks
+"""Every elementwise rule, the one of the page on own rules, and `slow_tiger`, under the factory: sharded over ranks
 as on one, and resumed on others. Real processes over gloo."""
 
 import copy
@@ -159,8 +159,8 @@ def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evalu
 
 # --- tests ---
 
-README = Path(__file__).parents[2] / "packages/opt-kernels/README.md"
-(SOURCE,) = re.findall(r"```py\n(# soft_step\.py.*?)```", README.read_text(), flags=re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "own_rules.md"
+(SOURCE,) = re.findall(r"```python\n(\"\"\"SoftStep.*?)```", PAGE.read_text(), flags=re.DOTALL)
 OPTIONS = {"ademamix": {"alpha": 8.0, "beta3_steps": 4}, "schedule_free": {"warmup_steps": 2}}
 THEIRS = {"softness": 0.25}
 SLOW_TIGER = Path(__file__).parents[1] / "support" / "slow_tiger.py"  # three states and a branch on the step

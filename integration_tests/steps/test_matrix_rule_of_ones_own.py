@@ -1,4 +1,4 @@
-"""The matrix rules that opt-kernels' README and the page on rules declare: equations, layouts, checkpoints."""
+"""The matrix rules that the pages on rules declare: equations, layouts, checkpoints."""
 
 import importlib.util
 import re
@@ -16,9 +16,10 @@ from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.threads import run_threads
 from opt_stack import Optimizer, Registry, get_optimizer
 
-README = Path(__file__).parents[2] / "packages" / "opt-kernels" / "README.md"
-(SOURCE,) = re.findall(r"```py\n# row_muon\.py\n(.*?)```", README.read_text(), flags=re.DOTALL)
-PAGE = (README.parents[2] / "docs" / "rules.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+OWN_RULES = (DOCS / "own_rules.md").read_text()
+(SOURCE,) = re.findall(r"```python\n(\"\"\"RowMuon.*?)```", OWN_RULES, flags=re.DOTALL)
+PAGE = (DOCS / "rules.md").read_text()
 (LOW_RANK,) = re.findall(r"```python\n(from dataclasses import dataclass.*?)```", PAGE, flags=re.DOTALL)
 (ENTRY,) = re.findall(r"```python\n(from opt_stack import RuleEntry.*?\n\)\n)", PAGE, flags=re.DOTALL)
 LR, MOMENTUM = 0.02, 0.9
