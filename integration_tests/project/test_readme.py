@@ -23,7 +23,7 @@ def test_its_two_commands_name_sessions_that_exist(name: str) -> None:
 
 
 ROOT = README.parent
-PACKAGES = ("opt-config", "opt-distributed", "opt-paramgroups", "opt-scheduler", "opt-stack")
+PACKAGES = ("opt-config", "opt-distributed", "opt-kernels", "opt-paramgroups", "opt-scheduler", "opt-stack")
 READMES = [ROOT / "packages" / name / "README.md" for name in PACKAGES]
 EXCEPT = {"bits.md", "promises.md", "architecture.md"}  # tables, of which two are written by programs
 
