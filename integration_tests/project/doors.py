@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +39,12 @@ def offered(module: str) -> frozenset[str]:
     return frozenset(names) | {"__version__"}
 
 
+def is_offered(module: str, name: str) -> bool:
+    """Whether a door offers a name; the top of a package also offers names that it imports at their first use."""
+    is_late = "." not in module and find_spec(f"{module}.{name}") is None
+    return name in offered(module) or is_late
+
+
 def inside(source: str) -> list[str]:
     """The dotted names that a file imports from inside our packages."""
     found = []
@@ -50,7 +57,7 @@ def inside(source: str) -> list[str]:
             continue
         for module, name in pairs:
             is_ours = module.startswith("opt_") and not f"{module}.".startswith(tuple(f"{d}." for d in DOCUMENTED))
-            if is_ours and name not in offered(module) and not offered(f"{module}.{name}"):
+            if is_ours and not is_offered(module, name) and not offered(f"{module}.{name}"):
                 found.append(f"{module}.{name}")
     return found
 
