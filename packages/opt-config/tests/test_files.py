@@ -119,16 +119,11 @@ overlap_param_gather = true
 """
 
 
-def test_toml_is_read_from_a_section(tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text(TOML)
-    assert load_config(path, section="train.optimizer") == FULL
-
-
-def test_json_is_read_from_a_file(tmp_path):
-    path = tmp_path / "run.json"
-    path.write_text(FULL.to_json())
-    assert load_config(str(path)) == FULL
+def test_toml_is_read_from_a_section_and_json_from_a_file(tmp_path):
+    toml, json_file = tmp_path / "run.toml", tmp_path / "run.json"
+    toml.write_text(TOML)
+    json_file.write_text(FULL.to_json())
+    assert load_config(toml, section="train.optimizer") == load_config(str(json_file)) == FULL
 
 
 @pytest.mark.needs_extra

@@ -38,14 +38,8 @@ def test_a_false_role_wins_over_the_tensors_attribute():
     assert [names_in(group) for group in groups if group["is_decoupled_lr"]] == [["embedding.weight"]]
 
 
-def test_other_attributes_are_read_from_the_tensor():
-    model = Model()
-    mark(model.output.weight, mine=True)
-    assert names_in(groups_of(model, {ParamKey(attr="mine"): {"max_lr": 1.0}})["mine"]) == ["output.weight"]
-
-
-@pytest.mark.parametrize("attr", ["use_muon", "allreduce", "partition_stride"])
-def test_an_attribute_that_defaults_to_true_matches_only_where_it_is_set(attr):
+@pytest.mark.parametrize("attr", ["mine", "use_muon", "allreduce", "partition_stride"])
+def test_other_attributes_are_read_from_the_tensor_and_match_only_where_they_are_set(attr):
     model = Model()
     mark(model.output.weight, **{attr: 1})
     assert names_in(groups_of(model, {ParamKey(attr=attr): {"max_lr": 1.0}})[attr]) == ["output.weight"]

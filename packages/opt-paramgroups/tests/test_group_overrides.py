@@ -63,11 +63,8 @@ def test_of_a_configuration_what_differs_is_the_override(changes, expected):
     assert {entry: group[entry] for entry in expected} == expected
 
 
-def test_a_configuration_that_differs_in_nothing_makes_no_group():
+def test_unset_rates_and_no_differences_of_a_configuration_change_nothing():
     assert list(groups_of(Model(), {BIAS: dataclasses.replace(CONFIG)})) == ["default"]
-
-
-def test_unset_rates_of_a_configuration_change_nothing():
     override = OptimizerConfig(weight_decay=0.1, adam_eps=1e-6)
     assert groups_of(Model(), {BIAS: override})["*.bias"]["max_lr"] == CONFIG.lr
 
@@ -157,21 +154,14 @@ def test_a_key_of_frozen_parameters_says_that_they_are_frozen(caplog):
     )
 
 
-def test_a_key_that_matches_trainable_parameters_too_is_not_warned_of(caplog):
+def test_keys_that_are_not_warned_of(caplog):
     model = Model()
     model.embedding.requires_grad_(False)
-    groups_of(model, {ParamKey(name="*.weight"): {"max_lr": 1.0}})
+    groups_of(model, {ParamKey(name="*.weight"): {"max_lr": 1.0}})  # matches trainable parameters too
+    assert list(groups_of(Model(), {ParamKey(name="*.adapter"): {"wd_mult": 0.0}}, allow_unmatched=True)) == ["default"]
+    nothing = ParamKey(predicate=ParamPredicate("5-D", lambda param: param.dim() == 5))
+    assert list(groups_of(Model(), {nothing: {"wd_mult": 0.0}})) == ["default"]
     assert not caplog.records
-
-
-def test_an_unmatched_pattern_is_accepted_if_requested():
-    overrides = {ParamKey(name="*.adapter"): {"wd_mult": 0.0}}
-    assert list(groups_of(Model(), overrides, allow_unmatched=True)) == ["default"]
-
-
-def test_a_predicate_may_find_nothing():
-    overrides = {ParamKey(predicate=ParamPredicate("5-D", lambda param: param.dim() == 5)): {"wd_mult": 0.0}}
-    assert list(groups_of(Model(), overrides)) == ["default"]
 
 
 def test_a_multiplier_of_no_rate_is_refused():
@@ -188,12 +178,8 @@ def test_predicates_of_one_name_with_different_answers_are_refused():
         get_param_groups([Model()], CONFIG, overrides)
 
 
-def test_a_module_in_place_of_chunks_is_refused():
-    with pytest.raises(ConfigError) as caught:
+def test_a_module_in_place_of_chunks_and_metas_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match=r"^model_chunks: Sequential is a module: pass a list, \[model\]$"):
         get_param_groups(nn.Sequential(nn.Linear(2, 2)), CONFIG, {})
-    assert str(caught.value) == "model_chunks: Sequential is a module: pass a list, [model]"
-
-
-def test_metas_of_another_model_are_refused():
     with pytest.raises(ConfigError, match=r"^metas: no entry for parameter 'embedding\.weight'; pass describe"):
         get_param_groups([Model()], CONFIG, {}, metas=describe([Experts()]))

@@ -89,12 +89,6 @@ def test_use_muon_is_a_word_with_muon_only(optimizer, expected):
     assert rules["layers.0.attention.linear_proj.weight"] == expected
 
 
-def test_the_scalar_optimizer_may_be_named():
-    config = OptimizerConfig(optimizer="my_matrix_rule")
-    rules = entry_by_name(Model(), config, get_matrix_rule_overrides(config, scalar_optimizer="sgd"), "optimizer")
-    assert rules["embedding.weight"] == "sgd"
-
-
 def test_presets_merge():
     config = OptimizerConfig(optimizer="muon", lr=1.0)
     overrides = {**get_standard_config_overrides(config), **get_matrix_rule_overrides(config)}
@@ -120,23 +114,19 @@ def test_layer_decay_of_a_stage_counts_the_whole_models_layers():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        ({"decay": 0.0}, "get_layer_decay_overrides: decay=0.0: must be in (0, 1]"),
+        (Model(num_layers=2), {"decay": 0.0}, "decay=0.0: must be in (0, 1]"),
         (
+            Model(num_layers=2),
             {"decay": 0.5, "num_layers": 1},
-            "get_layer_decay_overrides: num_layers=1: must be at least 2, the depth of a parameter",
+            "num_layers=1: must be at least 2, the depth of a param",
         ),
+        (nn.Linear(2, 2), {"decay": 0.5, "num_layers": -1}, "num_layers=-1: must be at least 0"),
     ],
-    ids=["no decay at all", "too few layers"],
+    ids=["no decay at all", "too few layers", "no layers"],
 )
-def test_bad_layer_decay_is_refused(options, message):
+def test_bad_layer_decay_is_refused(model, options, message):
     with pytest.raises(ConfigError) as caught:
-        get_layer_decay_overrides([Model(num_layers=2)], **options)
-    assert str(caught.value) == message
-
-
-def test_a_negative_number_of_layers_is_refused_for_a_model_without_layers():
-    """`max()` of no depths raised "max() arg is an empty sequence"."""
-    with pytest.raises(ConfigError, match="num_layers=-1: must be at least 0"):
-        get_layer_decay_overrides([nn.Linear(2, 2)], 0.5, num_layers=-1)
+        get_layer_decay_overrides([model], **options)
+    assert str(caught.value).startswith(f"get_layer_decay_overrides: {message}")

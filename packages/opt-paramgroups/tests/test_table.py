@@ -108,13 +108,6 @@ def test_the_command_leaves_a_matrix_rule_its_matrices_only(capsys, tmp_path):
     assert counts == {("soap", 4), ("adam", 2), ("adam", 14)}
 
 
-def test_the_command_reads_a_configuration(capsys, tmp_path):
-    path = tmp_path / "run.toml"
-    path.write_text("[optimizer]\nlr = 0.25\n")
-    assert main(["table", "models:Model", "--config", str(path), "--section", "optimizer", "--format", "json"]) == 0
-    assert {row["lr"] for row in json.loads(capsys.readouterr().out)} == {0.25}
-
-
 @pytest.mark.parametrize(
     ("place", "message"),
     [
@@ -129,8 +122,11 @@ def test_the_command_refuses_what_is_no_model(capsys, place, message):
     assert main(["table", "builtins:dict"]) == 0  # an empty model is one: a table without rows
 
 
-def test_the_command_names_a_bad_configuration_by_its_path(capsys, tmp_path):
-    path = tmp_path / "run.json"
-    path.write_text('{"lr": -1}')
+def test_the_command_reads_a_configuration_and_names_a_bad_one_by_its_path(capsys, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[optimizer]\nlr = 0.25\n")
+    assert main(["table", "models:Model", "--config", str(path), "--section", "optimizer", "--format", "json"]) == 0
+    assert {row["lr"] for row in json.loads(capsys.readouterr().out)} == {0.25}
+    path.write_text("lr = -1")
     assert main(["table", "models:Model", "--config", str(path)]) == 1
     assert capsys.readouterr().err.startswith(f"{path}: OptimizerConfig: lr=-1: ")

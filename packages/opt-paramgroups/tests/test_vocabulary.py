@@ -77,55 +77,54 @@ def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
     assert recognised(model) == {"tokens.weight": False, "positions.weight": False, "readout.weight": False}
 
 
-def test_a_tied_head_is_the_embedding():
-    assert moved_by_muon(GPT(tied=True)) == HIDDEN
-
-
 def test_a_head_tied_to_an_embedding_of_another_chunk_is_recognised():
     first, last = nn.Embedding(VOCAB, DIM), nn.ModuleDict({"up": Layer().up, "readout": nn.Linear(DIM, VOCAB)})
     last["readout"].weight = first.weight
     assert moved_by_muon(first, last) == {"chunk 1: up.weight"}
 
 
-def test_a_hidden_matrix_that_happens_to_have_the_shape_of_the_head_is_still_moved():
-    assert moved_by_muon(GPT(hidden=VOCAB)) == HIDDEN
-    assert moved_by_muon(GPT(hidden=VOCAB, tied=True)) == HIDDEN
+def test_hidden_matrices_are_moved_whatever_their_shape_and_whether_the_head_is_tied():
+    for options in ({"tied": True}, {"hidden": VOCAB}, {"hidden": VOCAB, "tied": True}):
+        assert moved_by_muon(GPT(**options)) == HIDDEN
+    assert moved_by_muon(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))) == {"0.weight", "2.weight"}
 
 
-def test_an_embedding_bag_is_an_embedding():
-    assert recognised(nn.ModuleDict({"bag": nn.EmbeddingBag(VOCAB, DIM)})) == {"bag.weight": False}
+def stage(**modules: nn.Module) -> nn.Module:
+    return nn.ModuleDict(modules)
 
 
-def test_a_model_without_embeddings_keeps_its_last_linear():
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    assert moved_by_muon(model) == {"0.weight", "2.weight"}
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos_embed, self.weights = nn.Parameter(torch.zeros(16, DIM)), nn.Parameter(torch.zeros(16, DIM))
 
 
-def test_the_one_linear_of_an_embeddings_shape_is_a_guess_where_it_is_not_the_last():
-    model = nn.ModuleDict({"readout": nn.Linear(DIM, VOCAB), "tokens": nn.Embedding(VOCAB, DIM), "layer": Layer()})
-    assert recognised(model) == {"readout.weight": True, "tokens.weight": False}
+# the model, and the embeddings and outputs in it, each with whether it is a guess
+RECOGNISED = {
+    "an embedding bag": (stage(bag=nn.EmbeddingBag(VOCAB, DIM)), {"bag.weight": False}),
+    "the only Linear of an embedding's shape, not the last": (
+        stage(readout=nn.Linear(DIM, VOCAB), tokens=nn.Embedding(VOCAB, DIM), layer=Layer()),
+        {"readout.weight": True, "tokens.weight": False},
+    ),
+    "a last square Linear": (
+        stage(positions=nn.Embedding(DIM, DIM), proj=nn.Linear(DIM, DIM)),
+        {"positions.weight": False, "proj.weight": True},
+    ),
+    "a projection called output": (stage(attention=stage(output=nn.Linear(DIM, DIM)), layer=Layer()), {}),
+    "a parameter called as an embedding": (Named(), {"pos_embed": True}),
+    **{
+        f"a stage whose head is called {name}": (
+            stage(layer=Layer(), **{name: nn.Linear(DIM, VOCAB)}),
+            {f"{name}.weight": True},
+        )
+        for name in ("lm_head", "output_layer", "head", "unembed", "output")
+    },
+}
 
 
-def test_a_last_square_linear_is_a_guess():
-    model = nn.ModuleDict({"positions": nn.Embedding(DIM, DIM), "proj": nn.Linear(DIM, DIM)})
-    assert recognised(model) == {"positions.weight": False, "proj.weight": True}
-
-
-@pytest.mark.parametrize("name", ["lm_head", "output_layer", "head", "unembed", "output"])
-def test_a_pipeline_stage_without_the_embedding_guesses_its_head_by_name(name):
-    stage = nn.ModuleDict({"layer": Layer(), name: nn.Linear(DIM, VOCAB)})
-    assert recognised(stage) == {f"{name}.weight": True}
-
-
-def test_a_projection_called_output_is_not_a_head():
-    model = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(DIM, DIM)}), "layer": Layer()})
-    assert recognised(model) == {}
-
-
-def test_a_parameter_called_as_an_embedding_is_a_guess():
-    model = nn.Module()
-    model.pos_embed, model.weights = nn.Parameter(torch.zeros(16, DIM)), nn.Parameter(torch.zeros(16, DIM))
-    assert recognised(model) == {"pos_embed": True}
+@pytest.mark.parametrize(("model", "expected"), RECOGNISED.values(), ids=RECOGNISED)
+def test_embeddings_and_outputs_are_recognised(model, expected):
+    assert recognised(model) == expected
 
 
 def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():

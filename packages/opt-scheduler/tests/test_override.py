@@ -41,12 +41,6 @@ def test_none_stays_none_and_counts_as_empty() -> None:
     assert combine_param_group_overrides([]) == combine_param_group_overrides([None, {}]) == {}
 
 
-def test_a_union_takes_every_key() -> None:
-    parts: list[ParamGroupOverride | None] = [{"max_lr": 1.0}, None, {"wd_mult": 0.0}, {"max_lr": 1.0, "min_lr": 0.1}]
-    assert combine_param_group_overrides(parts) == {"max_lr": 1.0, "wd_mult": 0.0, "min_lr": 0.1}
-    assert parts[0] == {"max_lr": 1.0}
-
-
 def test_a_conflict_names_the_key_and_both_values() -> None:
     with pytest.raises(ScheduleError) as caught:
         combine_param_group_overrides([{"max_lr": 0.1}, {"min_lr": 0.0}, {"max_lr": 0.2}])

@@ -9,7 +9,6 @@ import pytest
 from opt_scheduler import (
     FieldScheduler,
     OptimizerParamScheduler,
-    Plateau,
     ScheduleError,
     cosine,
     cyclic,
@@ -188,19 +187,6 @@ def test_it_equals_torch_s_scheduler_of_that_shape(ours: Any, theirs: Any) -> No
 
 
 class TestOneCall:
-    def test_it_is_what_a_field_scheduler_gives(self) -> None:
-        first, second = adamw(), adamw()
-        adapters = (
-            as_lr_scheduler(first, {"lr": linear(1.0, 0.0, steps=4), "weight_decay": 0.5}),
-            as_lr_scheduler(FieldScheduler(second, {"lr": linear(1.0, 0.0, steps=4), "weight_decay": 0.5})),
-        )
-        for optimizer, adapter in zip((first, second), adapters, strict=True):
-            optimizer.step()
-            adapter.step()
-            assert isinstance(adapter, torch_schedulers.LRScheduler)
-            assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.75, 0.5)] * 2
-        assert adapters[0].state_dict() == adapters[1].state_dict()
-
     def test_relative_equals_torch_s_lambda(self) -> None:
         def half_life(step: float) -> float:
             return float(0.5 ** (step / 3))
@@ -252,18 +238,3 @@ class TestOneCall:
     def test_other_arguments_are_refused(self, arguments: Any, message: str) -> None:
         with pytest.raises(ScheduleError, match=message):
             as_lr_scheduler(*arguments())
-
-
-def test_a_plateau_goes_through_the_adapter_and_fills_tensors() -> None:
-    optimizer = adamw(torch.tensor(1.0), foreach=False)
-    tensors = [group["lr"] for group in optimizer.param_groups]
-    plateau = Plateau(OptimizerParamScheduler(optimizer, **BASE | {"lr_warmup_steps": 0}), factor=0.5, patience=0)
-    adapter = as_lr_scheduler(plateau)
-    for metric in (1.0, torch.tensor(1.0)):
-        optimizer.step()
-        adapter.step()
-        plateau.observe(metric)
-    # From 1.0 and 0.5, the two bounds, to 0.1 over 110 steps; halved; in float32.
-    expected = [0.5 * (0.1 + (high - 0.1) * 108 / 110) for high in (1.0, 0.5)]
-    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx(expected, rel=2**-22)
-    assert optimizer.param_groups[0]["lr"] is tensors[0]
