@@ -115,7 +115,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 def test_fields_order_and_defaults_are_megatron_cores():
     """With our own fields after all of them."""
     assert {field.name: field.default for field in dataclasses.fields(OptimizerConfig)} == SPEC | OURS
-    assert [field.name for field in dataclasses.fields(OptimizerConfig)] == [*SPEC, *OURS]
+    names = [field.name for field in dataclasses.fields(OptimizerConfig)]
+    assert names == [*SPEC, *OURS], "put a new field of ours last, for callers by position, and add it to OURS"
 
 
 def test_fields_may_be_given_by_position():

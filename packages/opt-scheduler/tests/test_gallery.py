@@ -37,7 +37,8 @@ def test_every_function_that_builds_a_schedule_is_shown(gallery: ModuleType) -> 
         if inspect.isfunction(function) and inspect.signature(function).return_annotation is opt_scheduler.Schedule
     }
     assert len(building) > 25
-    assert building <= set(gallery.EXPRESSIONS)
+    missing = building - set(gallery.EXPRESSIONS)
+    assert not missing, f"add an expression to EXPRESSIONS in docs/gallery.py, and run it, for {sorted(missing)}"
 
 
 def test_every_panel_stays_within_its_axes(gallery: ModuleType) -> None:
@@ -55,7 +56,7 @@ def test_the_picture_is_what_the_script_draws(gallery: ModuleType, tmp_path: Pat
     version = importlib.import_module("matplotlib").__version__
     if f"matplotlib {version}<" not in committed:
         pytest.skip(f"the picture was drawn by another version of matplotlib than {version}")
-    assert drawn.read_text(encoding="utf-8") == committed
+    assert drawn.read_text(encoding="utf-8") == committed, "run python packages/opt-scheduler/docs/gallery.py"
 
 
 def test_the_picture_is_readable_on_light_and_dark_pages(gallery: ModuleType) -> None:
