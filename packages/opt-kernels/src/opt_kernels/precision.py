@@ -107,7 +107,7 @@ def _read() -> _Setting:
     # follow the user.
     inherited = (torch.backends.cudnn.fp32_precision, torch.backends.mkldnn.fp32_precision)
     found = [switch.fp32_precision for switch in _switches()]
-    return _Setting(legacy, tuple("none" if own == above else own for own, above in zip(found, inherited)))
+    return _Setting(legacy, tuple("none" if value == above else value for value, above in zip(found, inherited)))
 
 
 def _set(before: _Setting, wanted: MatmulPrecision) -> None:
@@ -122,5 +122,5 @@ def _set(before: _Setting, wanted: MatmulPrecision) -> None:
 def _restore(before: _Setting) -> None:
     if before.legacy is not None:
         torch.set_float32_matmul_precision(before.legacy)
-    for switch, own in zip(_switches(), before.newer):
-        switch.fp32_precision = own
+    for switch, value in zip(_switches(), before.newer):
+        switch.fp32_precision = value

@@ -328,7 +328,7 @@ def _completed(numbers: tuple[Number, ...]) -> tuple[Number, ...]:
 
 @cache
 def _digest(*functions: Callable[..., Any]) -> str:
-    text = "".join(f"{parameters_of(one)}{_dumped(one)}" for one in functions)
+    text = "".join(f"{parameters_of(function)}{_dumped(function)}" for function in functions)
     return sha256(text.encode()).hexdigest()[:8]
 
 

@@ -47,7 +47,7 @@ class Number:
         is_sequence = isinstance(value, tuple | list)
         if is_sequence != isinstance(self.default, tuple) or len(values) != count or not all(map(self._allows, values)):
             verb = "are" if is_sequence else "is"
-            finite = "finite " if any(isinstance(one, float) and math.isinf(one) for one in values) else ""
+            finite = "finite " if any(isinstance(x, float) and math.isinf(x) for x in values) else ""
             raise NumberError(f"{self.name}={value!r} {verb} not allowed; pass {self._allowed(finite)}")
 
     def _allows(self, value: object) -> bool:
@@ -96,10 +96,8 @@ class Choice:
 
     def check(self, value: object) -> None:
         """Raise NumberError for a value that is not allowed."""
-        if not any(value is one or (not isinstance(one, bool) and value == one) for one in self.allowed):
-            raise NumberError(
-                f"{self.name}={value!r} is not allowed; pass {' or '.join(repr(one) for one in self.allowed)}"
-            )
+        if not any(value is x or (not isinstance(x, bool) and value == x) for x in self.allowed):
+            raise NumberError(f"{self.name}={value!r} is not allowed; pass {' or '.join(map(repr, self.allowed))}")
 
 
 def unknown(name: str, value: object, allowed: list[str], *, of: str) -> NumberError:

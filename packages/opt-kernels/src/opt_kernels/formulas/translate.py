@@ -191,7 +191,7 @@ def elements_among(body: Sequence[ast.stmt], elements: Collection[str]) -> set[s
 def reads(node: ast.AST, names: Collection[str]) -> bool:
     """Whether an expression or assignment reads one of `names`."""
     target = node.target.id if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) else None
-    read = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+    read = {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
     return not (read | {target}).isdisjoint(names)
 
 

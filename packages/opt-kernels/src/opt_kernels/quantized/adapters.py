@@ -75,10 +75,10 @@ class AdaptedTensor(QuantizedParam):
         if self.recipe.name != "delayed":
             super().rescale_(largest, skip=skip)
             return
-        stays = largest < 0 if skip is None else (largest < 0) | skip
-        self.scales.copy_(torch.where(stays, self.scales, 1.0 / quantizer.scale.view(1)))  # type: ignore[union-attr]
+        unchanged = largest < 0 if skip is None else (largest < 0) | skip
+        self.scales.copy_(torch.where(unchanged, self.scales, 1.0 / quantizer.scale.view(1)))  # type: ignore[union-attr]
         amax = quantizer.amax  # type: ignore[union-attr]
-        amax.copy_(torch.where(stays, amax.view(1), torch.maximum(amax.view(1), largest)).view(amax.shape))
+        amax.copy_(torch.where(unchanged, amax.view(1), torch.maximum(amax.view(1), largest)).view(amax.shape))
 
     def quantize_(self, values: Tensor) -> None:
         """Write scales and codes from `values` (shape), of any float dtype."""

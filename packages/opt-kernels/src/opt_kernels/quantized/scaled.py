@@ -72,14 +72,14 @@ class ScaledCodes:
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
         """Write the scales and the history. A negative magnitude keeps its scale."""
-        stays = largest < 0 if skip is None else (largest < 0) | skip
+        unchanged = largest < 0 if skip is None else (largest < 0) | skip
         follows = largest
         if self.history is not None:
             before = self.history.amax().view(1)
             follows = torch.where(before > 0, before, largest)  # the history is empty before the first update
             rolled = torch.cat([largest, self.history[:-1]])
-            self.history.copy_(torch.where(stays, self.history, rolled))
-        self._write_scales(slice(None), scales_of(follows.clamp(min=0), self.recipe), stays)
+            self.history.copy_(torch.where(unchanged, self.history, rolled))
+        self._write_scales(slice(None), scales_of(follows.clamp(min=0), self.recipe), unchanged)
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
         """Write the codes. A recipe with runs first writes their scales."""
@@ -131,10 +131,10 @@ class ScaledCodes:
         """The same recipe for a separate tensor with the shape of `values`."""
         return ScaledCodes(recipe=self.recipe, shape=values.shape, codes=self.codes, scales=self.scales)
 
-    def _write_scales(self, at: slice, scales: Tensor, stays: Tensor | None) -> None:
+    def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]
         stored = exponents_of(scales) if self.recipe.run else scales
-        target.copy_(stored if stays is None else torch.where(stays, target, stored))
+        target.copy_(stored if unchanged is None else torch.where(unchanged, target, stored))
 
     def _spread(self, start: int, numel: int) -> Tensor:
         """fp32 scales of a run of elements, or a single scale for all."""

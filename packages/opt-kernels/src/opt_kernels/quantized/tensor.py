@@ -87,9 +87,9 @@ class QuantizedTensor(QuantizedParam, Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        own = _OPERATIONS.get(func)
-        if own is not None and isinstance(args[0], QuantizedTensor):
-            return own(*args, **kwargs)
+        operation = _OPERATIONS.get(func)
+        if operation is not None and isinstance(args[0], QuantizedTensor):
+            return operation(*args, **kwargs)
         refuse_writes(func, args, kwargs)
         plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
@@ -177,9 +177,9 @@ class QuantizedTensor(QuantizedParam, Tensor):
 def _written(func: Any, given: Any, plain: Any) -> Iterator[tuple[QuantizedTensor, Tensor]]:
     """The fp8 tensors to which an operation writes, also those in lists and in `out`, each with its new values."""
     for before, after in zip(written_arguments(func, *given), written_arguments(func, *plain), strict=True):
-        for one, written in zip(tree_leaves(before), tree_leaves(after), strict=True):
-            if isinstance(one, QuantizedTensor):
-                yield one, written
+        for tensor, written in zip(tree_leaves(before), tree_leaves(after), strict=True):
+            if isinstance(tensor, QuantizedTensor):
+                yield tensor, written
 
 
 def _dequantized(x: Any) -> Any:
@@ -242,7 +242,7 @@ def quantize_linears_(
     Raises:
         QuantizationError: see `QuantizedTensor.of`. The message names the layer, and no parameter is replaced.
     """
-    chosen = {name: one for name, one in module.named_modules() if isinstance(one, nn.Linear) and only(name, one)}
+    chosen = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear) and only(name, m)}
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for name, linear in chosen.items():
         weight: nn.Parameter = linear.weight  # type: ignore[assignment]

@@ -45,7 +45,7 @@ class ReadOnlyView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(one, QuantizedParam) for one in types):
+        if any(issubclass(kind, QuantizedParam) for kind in types):
             return NotImplemented  # the fp8 tensor among the arguments computes it
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)
@@ -109,7 +109,7 @@ def refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             "dequantize()"
         )
     for written in written_arguments(func, args, kwargs):
-        if any(isinstance(one, ReadOnlyView) for one in tree_leaves(written)):
+        if any(isinstance(leaf, ReadOnlyView) for leaf in tree_leaves(written)):
             _refuse(str(func))
 
 

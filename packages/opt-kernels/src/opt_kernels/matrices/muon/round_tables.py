@@ -51,18 +51,18 @@ class RoundTables(NamedTuple):
     shares: dict[int, list[Share]]  # by the first slot of each stack
 
 
-def tables_of(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
+def tables_of(round_: Round, launches: Launches, codec: StateCodec) -> RoundTables:
     """The tables of a round with these launches, which are those of equal rounds with this codec only."""
     found: RoundTables | None = launches.derived.get(tables_of)
     if found is None:
-        found = launches.derived[tables_of] = _made(one, launches, codec)
+        found = launches.derived[tables_of] = _made(round_, launches, codec)
     return found
 
 
-def _made(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
-    device, x = launches[0].table.grads.device, one.inputs.dtype
+def _made(round_: Round, launches: Launches, codec: StateCodec) -> RoundTables:
+    device, x = launches[0].table.grads.device, round_.inputs.dtype
     # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their precision.
-    is_narrow = one.inputs.normalised and x.itemsize == 2
+    is_narrow = round_.inputs.normalised and x.itemsize == 2
     u, scheme_of_u = (torch.float16, "half") if is_narrow else (x, "plain")
     of_sweeps = tuple([ranges(sweep.cuts, sweep.table.chunk) for sweep in launches])
     counts = [sweep.table.num_chunks for sweep in launches]
@@ -76,14 +76,14 @@ def _made(one: Round, launches: Launches, codec: StateCodec) -> RoundTables:
     return RoundTables(
         u=u,
         sums=sums,
-        totals=torch.empty(one.num_slots, dtype=torch.float64, device=device),
-        bounds=bounds(of_sweeps, one.num_slots, device),
-        factors=factors_on(device, one),
+        totals=torch.empty(round_.num_slots, dtype=torch.float64, device=device),
+        bounds=bounds(of_sweeps, round_.num_slots, device),
+        factors=factors_on(device, round_),
         momentum_sweeps=[
             MomentumSweep((n,), launch.table, part, n * of_chunk, of_momenta | launch_options(*launch[:2]))
             for launch, part, n, of_chunk in zip(launches, torch.split(sums, counts), counts, scales)
         ],
-        shares={stack.first_slot: list(_shares(stack, launches, of_sweeps, scales, of_u)) for stack in one.stacks},
+        shares={stack.first_slot: list(_shares(stack, launches, of_sweeps, scales, of_u)) for stack in round_.stacks},
     )
 
 
@@ -143,9 +143,9 @@ def bounds(of_sweeps: tuple[tuple[Range, ...], ...], num_slots: int, device: tor
     return known_tables(device).get((of_sweeps, num_slots), build)
 
 
-def factors_on(device: torch.device, one: Round) -> Tensor:
+def factors_on(device: torch.device, round_: Round) -> Tensor:
     """The factor of every slot of the round, (slots,) float32."""
-    of_stacks = tuple([(len(stack.tasks), tuple([slot.factor for slot in stack.slots])) for stack in one.stacks])
+    of_stacks = tuple([(len(stack.tasks), tuple([slot.factor for slot in stack.slots])) for stack in round_.stacks])
 
     def build() -> Tensor:
         of_slots = [factor for num_works, factors in of_stacks for factor in factors * num_works]

@@ -121,10 +121,10 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def swept(one: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches:
+def swept(round_: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches:
     """The launches of a round. Every run of a slot is a separate run of the chunk table."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
-    tasks = [task for stack in one.stacks for task in stack.tasks]
+    tasks = [task for stack in round_.stacks for task in stack.tasks]
     if any(compute_dtype(task.work) is torch.float64 for task in tasks):
         raise LayoutError("the triton backend cannot sweep torch.float64; use backend='torch'")
 
@@ -146,21 +146,21 @@ def swept(one: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches:
 class SlotRuns:
     """The runs of the works of a round, slot by slot."""
 
-    def __init__(self, one: Round, codec: StateCodec) -> None:
+    def __init__(self, round_: Round, codec: StateCodec) -> None:
         self.codec = codec
-        self._round = one
+        self._round = round_
 
     @property
     def key(self) -> Hashable:
         """What it depends on, apart from the sizes of the works."""
-        one = self._round
-        return one.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in one.stacks)
+        round_ = self._round
+        return round_.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in round_.stacks)
 
     def __call__(self, work: int, numel: int) -> Iterator[Cut]:
         """The runs of one work."""
-        one, block = self._round, self.codec.block
-        stack, number = one.place_of(work)
-        item_bytes = one.inputs.dtype.itemsize
+        round_, block = self._round, self.codec.block
+        stack, number = round_.place_of(work)
+        item_bytes = round_.inputs.dtype.itemsize
         begin_of_work = stack.begin + number * numel
         for index, slot in enumerate(stack.slots):
             for begin, length in slot.runs:

@@ -213,15 +213,15 @@ def muon_(
     """
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
-    for one in rounds(batches, step.inputs, step.factors):
-        launches = swept(one, hypers, SlotRuns(one, step.codec))
+    for round_ in rounds(batches, step.inputs, step.factors):
+        launches = swept(round_, hypers, SlotRuns(round_, step.codec))
         device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
-            u = _Inputs(one, tables_of(one, launches, step.codec))
+            u = _Inputs(round_, tables_of(round_, launches, step.codec))
             u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)
-            for stack in one.stacks:
-                directions = step.transform(stack.tasks, u.normalised(stack), one.inputs.normalised)
+            for stack in round_.stacks:
+                directions = step.transform(stack.tasks, u.normalised(stack), round_.inputs.normalised)
                 if step.adapt_ is not None:
                     for task, direction in zip(stack.tasks, directions):
                         step.adapt_(task, direction)
@@ -231,10 +231,10 @@ def muon_(
 class _Inputs:
     """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
-    def __init__(self, one: Round, tables: RoundTables) -> None:
-        self._wanted, self._tables = one.inputs, tables
+    def __init__(self, round_: Round, tables: RoundTables) -> None:
+        self._wanted, self._tables = round_.inputs, tables
         device = tables.sums.device
-        self._x = torch.empty(one.numel, dtype=one.inputs.dtype, device=device)
+        self._x = torch.empty(round_.numel, dtype=round_.inputs.dtype, device=device)
         self._u = self._x if tables.u is self._x.dtype else self._x.view(tables.u)  # x overwrites it, one by one
         self._scales = [
             torch.empty(sweep.num_scales, dtype=torch.float32, device=device) for sweep in tables.momentum_sweeps

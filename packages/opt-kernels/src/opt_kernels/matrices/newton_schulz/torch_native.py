@@ -102,7 +102,7 @@ def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, a
     return _Factor(a + b + c, rest)
 
 
-def _times(one: _Factor, other: _Factor, product: Callable[..., Tensor]) -> _Factor:
+def _times(left: _Factor, right: _Factor, product: Callable[..., Tensor]) -> _Factor:
     """(qI + Y)(rI + Z) = qr I + (rY + qZ + YZ)."""
-    rest = product(one.rest, other.rest, added=one.rest, beta=other.identity).add_(other.rest, alpha=one.identity)
-    return _Factor(one.identity * other.identity, rest)
+    rest = product(left.rest, right.rest, added=left.rest, beta=right.identity).add_(right.rest, alpha=left.identity)
+    return _Factor(left.identity * right.identity, rest)
