@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -138,7 +139,7 @@ def test_scalars_may_be_raised_to_any_power(backend: str, gamma: float) -> None:
     assert_as_the_reference(formula, backend, gamma=gamma)
 
 
-KNEE, SLOPE, KIND = 0.75, -0.5, "soft"
+KNEE, SLOPE, KIND = 0.75, np.float64(-0.5), "soft"
 
 
 def bent(x: Any, y: Any) -> Any:

@@ -110,9 +110,13 @@ class _Expansion(ast.NodeTransformer):
         if node.id in self.local:
             return deepcopy(self.local[node.id])
         value = self.function.__globals__.get(node.id)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
-            return ast.UnaryOp(ast.USub(), ast.Constant(-value))
-        return ast.Constant(value) if isinstance(value, bool | int | float | str) else node
+        # As a value of a built-in type: the number may be NumPy's, the string a member of an enumeration.
+        if isinstance(value, bool | str):
+            return ast.Constant(bool(value) if isinstance(value, bool) else str(value))
+        if not isinstance(value, int | float):
+            return node
+        size = int(abs(value)) if isinstance(value, int) else float(abs(value))
+        return ast.UnaryOp(ast.USub(), ast.Constant(size)) if value < 0 else ast.Constant(size)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
         before, self.before = self.before, None
