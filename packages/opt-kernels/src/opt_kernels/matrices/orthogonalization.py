@@ -12,7 +12,7 @@ from opt_kernels.backends.dispatch import Backend, parse_backend, version
 from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon import Inputs
 from opt_kernels.matrices.newton_schulz import reference, torch_native
-from opt_kernels.matrices.newton_schulz.coefficients import Schedule
+from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType, Schedule, schedule
 from opt_kernels.matrices.newton_schulz.segments import cut
 from opt_kernels.matrices.syrk.torch_native import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
@@ -63,6 +63,19 @@ class Orthogonalization:
     tp_mode: TpMode = TpMode.BLOCKWISE
     rescale_rows: bool = False  # AOL's, before the first step
     backend: str | None = None
+
+    @classmethod
+    def of(cls, rule: Any, **more: Any) -> "Orthogonalization":
+        """That of a rule with the options of Newton-Schulz: `coefficient_type` and so on."""
+        kind = rule.coefficient_type
+        return cls(
+            schedule=schedule(kind, num_steps=rule.num_ns_steps, custom=rule.custom_coefficients),
+            precision=rule.fp32_matmul_prec,
+            use_syrk=rule.use_syrk,
+            rescale_rows=kind is CoefficientType.AOL,
+            backend=rule.backend,
+            **more,
+        )
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
 from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep
 from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.newton_schulz.reference import EPS
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
 from opt_kernels.matrices.stacks import compute_dtype, cut_of_parts, join, split, whole_size
@@ -55,16 +55,7 @@ class MuonRule:
         check_backend(self.backend, "muon")
         codec = codec_for(MOMENTUM, self.momentum_buffer_dtype, signed=True)
         object.__setattr__(self, "codecs", {MOMENTUM: codec})
-        steps = schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
-        orthogonalization = Orthogonalization(
-            schedule=steps,
-            eps=self.eps,
-            precision=self.fp32_matmul_prec,
-            use_syrk=self.use_syrk,
-            tp_mode=self.tp_mode,
-            rescale_rows=self.coefficient_type is CoefficientType.AOL,
-            backend=self.backend,
-        )
+        orthogonalization = Orthogonalization.of(self, eps=self.eps, tp_mode=self.tp_mode)
         object.__setattr__(self, "orthogonalization", orthogonalization)
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host

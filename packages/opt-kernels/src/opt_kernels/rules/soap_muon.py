@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from opt_kernels.matrices.muon import MOMENTUM
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, schedule
-from opt_kernels.matrices.newton_schulz.reference import EPS
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
 from opt_kernels.matrices.parts import PartStates
 from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered
@@ -48,7 +47,7 @@ class SOAPMuonRule(EigenbasisRule):
 
     def __post_init__(self) -> None:
         EigenbasisRule.__post_init__(self)
-        schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients)
+        _ = self.orthogonalization  # checks its options
 
     @property
     def name(self) -> str:
@@ -61,14 +60,7 @@ class SOAPMuonRule(EigenbasisRule):
 
     @property
     def orthogonalization(self) -> Orthogonalization:
-        return Orthogonalization(
-            schedule=schedule(self.coefficient_type, num_steps=self.num_ns_steps, custom=self.custom_coefficients),
-            eps=EPS,
-            precision=self.fp32_matmul_prec,
-            use_syrk=self.use_syrk,
-            rescale_rows=self.coefficient_type is CoefficientType.AOL,
-            backend=self.backend,
-        )
+        return Orthogonalization.of(self)
 
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L P Q_Rᵀ; U in the first step."""
