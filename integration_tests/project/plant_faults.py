@@ -145,10 +145,10 @@ def planted(source: str, fault: Fault) -> str:
     return (text[: fault.start] + fault.after.encode() + text[fault.end :]).decode()
 
 
-def draw(root: Path, seed: int, number: int) -> Fault:
+def draw(root: Path, seed: int, number: int, package: str = "*") -> Fault:
     """Fault `number` of a seed: a file by its size, then a kind, then a place."""
     random_ = random.Random(f"{seed}/{number}")
-    files = sorted(root.glob("packages/*/src/**/*.py"))
+    files = sorted(root.glob(f"packages/{package}/src/**/*.py"))
     while True:
         (path,) = random_.choices(files, weights=[file.stat().st_size for file in files])
         by_kind: dict[str, list[Fault]] = {}
@@ -242,13 +242,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--package", default="*", help="only of packages of this name, which may have a *")
     parser.add_argument("--minutes", type=float, default=170, help="no fault is begun later than this")
     parser.add_argument("--record", type=Path, default=ROOT / ".nox" / "planted_faults.json")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     options = parser.parse_args()
     deadline = time.monotonic() + 60 * options.minutes
     found: dict[str, str] = json.loads(options.record.read_text()) if options.record.exists() else {}
-    drawn = [draw(ROOT, options.seed, number) for number in range(options.first, options.first + options.count)]
+    numbers = range(options.first, options.first + options.count)
+    drawn = [draw(ROOT, options.seed, number, options.package) for number in numbers]
     if options.list:
         print(*drawn, sep="\n")
         return 0
