@@ -33,12 +33,10 @@ from measure import highest_resident_bytes, write_results
 
 from opt_checkpoint import ShardedTensor, load
 from opt_checkpoint.boxes.box import FlatBox, cut_flat_range
-from opt_checkpoint.dcp.global_plan import AssignedParts
-from opt_checkpoint.dcp.local_contents import MAIN, HeldShard, LocalContents, LocalLayout, LocalTensors
-from opt_checkpoint.dcp.plan_cache import CachedPlan, Offer, PlanCache
+from opt_checkpoint.dcp.local_contents import MAIN, LocalBoxes, LocalContents, LocalLayout
+from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.save_planner import COMMON_KEY, ShardedSavePlanner
-from opt_checkpoint.dcp.writer import CheckpointWriter
-from opt_checkpoint.dcp.written import WrittenFile
+from opt_checkpoint.dcp.writer import CheckpointWriter, WrittenFile
 from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
 from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.index import ByteRange, StoredFile
@@ -73,8 +71,8 @@ def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
     for shard in shards:
         flat = shard.flattened_range
         boxes = (b.moved(shard.global_offset) for b in cut_flat_range(shard.local_shape, flat.start, flat.stop))
-        held.append(HeldShard(shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
-    layout = LocalLayout(LocalTensors.of(held, [MAIN] * len(held)), (), {})
+        held.append(LocalBoxes(shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
+    layout = LocalLayout.of(held, [MAIN] * len(held))
     return LocalContents(layout=layout, digests=np.zeros(0, np.int64))
 
 
@@ -112,10 +110,10 @@ class Clock:
 def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
     """Run rank 0's part of one save. Writes the plan that each rank caches to `ranks_remember`."""
     remembered = cache.plan_of(0).name
-    offers = [pickle.dumps(Offer(own.layout.fingerprint, b"", remembered)) for own in contents]
+    offers = [pickle.dumps(Offer({}, own.layout.fingerprint, b"", remembered)) for own in contents]
     planner = ShardedSavePlanner({}, cache=cache)
     writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)
-    planner.offer(0)
+    planner.offer(0, {})
     clock = Clock()
     planner.accept([pickle.loads(offer) for offer in offers])
     is_remembered = planner._agreement.is_remembered
@@ -125,9 +123,9 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     clock.lap()
     received = [pickle.loads(message) for message in messages]
     clock.lap("unpickle plans")
-    assigned_parts, planned = planner.create_global_plan(received)
+    assigned_parts = planner.create_global_plan(received)
     clock.lap("global plan")
-    messages_back = writer.begin(planned)
+    messages_back = writer.begin(planner)
     clock.lap("prepare")
     answers = [pickle.dumps(answer) for answer in zip(assigned_parts, messages_back, strict=True)]
     clock.lap("pickle plans")
@@ -139,14 +137,14 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
         place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), crc=crc32(common), archive=True)
         own = written_by(rank, assigned, {COMMON_KEY: place} if rank == 0 else {})
         with (temporary / own.name).open("wb") as file:
-            file.write(file_header(messages_back[0].save_id) + (common if rank == 0 else b""))
-            file.truncate(own.whole.size)
+            file.write(file_header(messages_back[0]) + (common if rank == 0 else b""))
+            file.truncate(own.stored.size)
         results.append(pickle.dumps(own))
-    cache.keep(CachedPlan(planner._agreement.plan, 0, ranks_remember[0], planner._plan))
+    cache.keep(CachedPlan(planner._agreement.plan, 0, ranks_remember[0], planner.plan))
     clock.lap()
     unpickled = [pickle.loads(result) for result in results]
     clock.lap("unpickle results")
-    writer.finish(unpickled)
+    writer.finish(planner, unpickled)
     clock.lap("index, .metadata, manifest")
     clock.steps |= {"rank 0, all": sum(clock.steps.values()), "rank 0, all, of the processor": clock.cpu}
     return clock.steps | {

@@ -1,9 +1,9 @@
-"""Ranks for tests: gloo processes, and the same protocol carried out in one process, rank after rank."""
+"""Ranks for tests: gloo processes, and threads of this process."""
 
 from __future__ import annotations
 
 import pickle
-import uuid
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from processes import ByFile, run_processes
 
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
-from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
-from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.dcp.writer import CheckpointWriter
-from opt_checkpoint.disk.detect import open_checkpoint
+from opt_checkpoint import PlanCache, load, save
+from opt_checkpoint.run.ranks import Ranks
 
 
 class RankPool:
@@ -32,50 +27,77 @@ def _with_rank(work: ByFile) -> Any:
     return work(dist.get_rank(), dist.get_world_size())
 
 
-def _sent(message: Any) -> Any:
-    """A message as another rank receives it."""
-    return pickle.loads(pickle.dumps(message))
+class ThreadRanks(Ranks):
+    """Ranks that are threads of this process; each has one of these, and passes it as the process group."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[bytes]) -> None:
+        super().__init__(rank, size)
+        vars(self).update(barrier=barrier, slots=slots)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.slots[self.rank] = pickle.dumps(value)
+        self.barrier.wait()
+        values = [pickle.loads(slot) for slot in self.slots]
+        self.barrier.wait()
+        return values
+
+    def gather(self, value: Any) -> list[Any] | None:
+        values = self.all_gather(value)
+        return values if self.rank == 0 else None
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        return self.all_gather(values)[0][self.rank]
+
+    def broadcast(self, value: Any) -> Any:
+        return self.all_gather(value)[0]
+
+
+def on_threads(size: int, work: Callable[[Any], Any]) -> list[Any]:
+    """`work(ranks)` on ranks that are threads; by rank, what it returned or raised. A rank waits half a minute."""
+    barrier, slots, results = threading.Barrier(size, timeout=30), [b""] * size, [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadRanks(rank, size, barrier, slots))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def _checked(results: list[Any]) -> list[Any]:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 def save_as_ranks(
-    states: Sequence[Any],
-    path: Path,
-    *,
-    caches: Sequence[PlanCache] | None = None,
-    **options: Any,
+    states: Sequence[Any], path: Path, *, caches: Sequence[PlanCache | None] | None = None, **options: Any
 ) -> None:
-    """Carry out a save of as many ranks as there are states, one after another, in this process."""
-    with_caches = caches or [PlanCache() for _ in states]
-    planners = [ShardedSavePlanner(s, cache=c, **options) for s, c in zip(states, with_caches, strict=True)]
-    writers = [CheckpointWriter(path, save_id=uuid.uuid4().hex) for _ in states]
-    try:
-        offers = [planner.offer(rank) for rank, planner in enumerate(planners)]
-        for planner in planners:
-            planner.accept(offers)
-        local = [_sent(planner.create_local_plan()) for planner in planners]
-        assigned, planned = planners[0].create_global_plan(local)
-        messages = writers[0].begin(planned)
-        results = []
-        for writer, planner, own, message in zip(writers, planners, assigned, messages, strict=True):
-            planner.finish_plan(_sent(own))
-            results.append(_sent(writer.write_data(_sent(message), planner)))
-        writers[0].finish(results)
-    finally:
-        writers[0].release()
+    """A save of as many ranks as there are states, on threads."""
+    plans = caches or [None] * len(states)
+
+    def work(ranks: Any) -> None:
+        save(states[ranks.rank], path, process_group=ranks, plans=plans[ranks.rank], **options)
+
+    _checked(on_threads(len(states), work))
 
 
-def load_as_ranks(
-    states: Sequence[Any], path: Path, *, strict: str = "raise_unexpected", dtype: str = "exact"
-) -> list[Any]:
-    """Carry out a load of as many ranks as there are states, in this process; what was assembled, by rank."""
-    opened = open_checkpoint(path)
-    options = {"strict": StrictHandling.parse(strict), "dtype": DtypeRule(dtype), "aliases": {}}
-    planners = [ShardedLoadPlanner(state, opened.index, opened.common, **options) for state in states]
-    unexpected = planners[0].unexpected_of([planner.create_local_plan() for planner in planners])
-    assembled = []
-    for planner in planners:
-        planner.finish_plan(unexpected)
-        CheckpointReader(opened.index, threads=1).read_data(planner)
-        planner.assemble()
-        assembled.append(planner.assembled)
-    return assembled
+def load_as_ranks(states: Sequence[Any], path: Path, **options: Any) -> list[Any]:
+    """A load of as many ranks as there are states, on threads; the loaded states, by rank."""
+    work = lambda ranks: load(states[ranks.rank], path, process_group=ranks, threads=1, **options).state
+    return _checked(on_threads(len(states), work))
+
+
+def error_on_all(size: int, work: Callable[[Any], object]) -> BaseException:
+    """The error that every rank raises, with the same class and message on all of them."""
+    errors = on_threads(size, work)
+    assert len({(type(error), str(error)) for error in errors}) == 1, errors
+    assert isinstance(errors[0], BaseException), errors[0]
+    return errors[0]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opt_checkpoint import ShardedTensor
-from opt_checkpoint.boxes.box import Box, boxes_of, cut_flat_range, split_rows
-from opt_checkpoint.boxes.reshard import StoredBoxes, first_overlap
+from opt_checkpoint.boxes.box import Box, StoredBoxes, boxes_of, cut_flat_range, first_overlap, split_rows
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from opt_checkpoint import (
     KEEP_VARS_HINT,
     REFERENCE_ALIASES,
-    BlockScales,
     CheckpointingException,
     CheckpointKeyError,
     LayoutBound,
     LikeParam,
     LocalNonpersistentObject,
-    Opaque,
     PerMatrix,
     PerParam,
     Reduced,
     Segment,
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
     get_optim_param_to_id_map,
@@ -41,6 +37,7 @@ from opt_checkpoint import (
     optim_state_to_sharding_state,
     sharded_model,
 )
+from opt_checkpoint.dcp.strictness import _hint
 from opt_checkpoint.state.dtensor import sharded_like
 
 
@@ -252,21 +249,6 @@ def test_a_value_of_each_matrix_of_a_stack_is_resharded_with_the_stack(tmp_path:
         assert torch.equal(loaded, factors.chunk(3)[rank] if axis == 0 else factors)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
-def test_block_scales_follow_their_codes_through_flat_ranges(tmp_path: Path, shards: int) -> None:
-    scales = torch.arange(24.0)
-    spec = BlockScales(block=4)
-    param = ShardedTensor.from_rank_offsets("w", torch.zeros(12, 8))
-    cut = [96 * k // shards // 4 * 4 for k in range(shards + 1)]
-    saved = [
-        make_sharded_state(param.flat(torch.zeros(b - a), a, b), scales[a // 4 : b // 4], "scale", spec)
-        for a, b in pairwise(cut)
-    ]
-    wanted = [make_sharded_state(block(r, 2, 1), torch.zeros(12, 1), "scale", spec) for r in range(2)]
-    loaded = roundtrip(tmp_path, saved, wanted)
-    assert torch.equal(torch.cat(loaded, 1), scales.view(12, 2))
-
-
 def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) -> None:
     def state(fingerprint: str, value: float) -> dict[str, Any]:
         spec = LayoutBound(fingerprint=fingerprint)
@@ -278,23 +260,13 @@ def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) ->
         load(state("tp4", 0.0), tmp_path / "x")
 
 
-def test_an_opaque_state_is_written_by_one_rank(tmp_path: Path) -> None:
-    states = [make_sharded_state(block(r, 3, 0), {"rho": 0.5}, "extra", Opaque()) for r in range(3)]
-    assert [isinstance(s, ShardedObject) for s in states] == [True] * 3
-    assert roundtrip(tmp_path, states, states[:2]) == [{"rho": 0.5}] * 2
-
-
 def test_state_saved_by_another_rule_is_named() -> None:
-    from opt_checkpoint.dcp.strictness import _hint
-
     stored = ["optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w", "optimizer.state.exp_avg.other.w"]
     assert "saved by another rule, with exp_avg, exp_avg_sq;" in _hint(["optimizer.state.momentum_buffer.w"], stored)
     assert _hint(["optimizer.state.exp_avg.new"], stored) == ""
 
 
 def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> None:
-    from opt_checkpoint.dcp.strictness import _hint
-
     hint = _hint(["optimizer.state.fp32_param.w"], ["optimizer.state.exp_avg.w"])
     assert "no main weights were saved" in hint
     assert "another rule" not in hint
@@ -335,9 +307,7 @@ def test_a_fused_parameter_has_one_step(tmp_path: Path) -> None:
 MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
     "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "not be a flat"),
     "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"without axes \(0,\) is \(8,\)"),
-    "block size": (block(0, 1, 0), torch.zeros(12, 2), BlockScales(block=3), "choose a smaller block"),
-    "block cut": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(1), BlockScales(block=4), "multiple of 4"),
-    "text": (block(0, 1, 0), "text", PerParam(), "declare it Opaque"),
+    "text": (block(0, 1, 0), "text", PerParam(), "store it as a ShardedObject"),
     "matrices": (
         ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)), torch.zeros(2, 2), PerMatrix(), r"with \(4,\)"
     ),
@@ -348,7 +318,7 @@ MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
     "function factory": (
         ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "factory by segments",
     ),
-    "text like a parameter": (block(0, 1, 0), "text", Reduced(dims=(0,)), "declare it Opaque"),
+    "text like a parameter": (block(0, 1, 0), "text", Reduced(dims=(0,)), "store it as a ShardedObject"),
 }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from opt_checkpoint.dcp.plan_cache import PlanCache
+from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import read_common, read_index
 from opt_checkpoint.disk.stored_objects import NUMPY_GLOBALS, NotLoaded
@@ -50,10 +50,8 @@ from opt_checkpoint.state.sharded import (
     is_main_replica,
 )
 from opt_checkpoint.state.state_spec import (
-    BlockScales,
     LayoutBound,
     LikeParam,
-    Opaque,
     PerMatrix,
     PerParam,
     Reduced,
@@ -101,7 +99,6 @@ __all__ = [
     "REFERENCE_ALIASES",
     "SAME_NAMES",
     "AsyncSaver",
-    "BlockScales",
     "BucketSlot",
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -122,7 +119,6 @@ __all__ = [
     "NameRule",
     "NotLoaded",
     "ObjectPath",
-    "Opaque",
     "OptimizerLoadReport",
     "PerMatrix",
     "PerParam",

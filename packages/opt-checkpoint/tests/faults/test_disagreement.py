@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, save_as_ranks
+from checkpoint_ranks import error_on_all, save_as_ranks
 from states import COLUMNS, ROWS, assert_is_step, state_at
 
 from opt_checkpoint import (
@@ -30,7 +31,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.local_contents import weighted_sum
-from opt_checkpoint.dcp.save_planner import Common
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -100,58 +100,39 @@ DISAGREEMENTS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 }
 
 
-def disagree(rank: int, size: int, folder: str, name: str) -> str:
-    change, text = DISAGREEMENTS[name]
-    state = state_at(1, rank, size)
-    if rank == 1:
-        change(state)
-    with pytest.raises(CheckpointingException, match=text) as caught:
-        save(state, Path(folder) / "x")
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", DISAGREEMENTS)
-def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(
-    ranks: RankPool, tmp_path: Path, name: str
-) -> None:
-    assert len(set(ranks.run(2, disagree, str(tmp_path), name))) == 1
+def test_ranks_that_do_not_fit_are_an_error_everywhere_before_data_is_written(tmp_path: Path, name: str) -> None:
+    change, text = DISAGREEMENTS[name]
+    states = [state_at(1, rank, 2) for rank in range(2)]
+    change(states[1])
+    error = error_on_all(2, lambda ranks: save(states[ranks.rank], tmp_path / "x", process_group=ranks))
+    assert isinstance(error, CheckpointingException)
+    assert re.search(text, str(error))
     assert list(tmp_path.iterdir()) == []
 
 
-def save_here(state: dict[str, Any], path: Path) -> None:
-    save(state, path)
-
-
-def save_behind(state: dict[str, Any], path: Path) -> None:
-    saver = AsyncSaver()
+def save_behind(state: dict[str, Any], path: Path, *, process_group: Any) -> None:
+    saver = AsyncSaver(process_group)
     try:
         saver.save(state, path)
     finally:
         saver.close()
 
 
-def load_here(state: dict[str, Any], path: Path) -> None:
-    load(state, path)
-
-
-def open_series(state: dict[str, Any], path: Path) -> None:
-    CheckpointManager(path)
-
-
-ON_A_PATH = {"save": save_here, "async save": save_behind, "load": load_here, "series": open_series}
-
-
-def go_apart(rank: int, size: int, folder: str, name: str) -> str:
-    with pytest.raises(CheckpointingException) as caught:
-        ON_A_PATH[name](state_at(1, rank, size), Path(folder) / f"of-rank-{min(rank, 1)}")
-    return str(caught.value)
+ON_A_PATH: dict[str, Callable[..., object]] = {
+    "save": partial(save, {}),
+    "async save": partial(save_behind, {}),
+    "load": partial(load, {}),
+    "series": CheckpointManager,
+}
 
 
 @pytest.mark.parametrize("name", ON_A_PATH)
-def test_ranks_with_different_paths_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_ranks_with_different_paths_are_an_error_everywhere(tmp_path: Path, name: str) -> None:
     """What rank 0 is given would decide, and the others' would be passed over in silence."""
-    (message,) = set(ranks.run(3, go_apart, str(tmp_path), name))
-    assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in message
+    call = ON_A_PATH[name]
+    error = error_on_all(3, lambda ranks: call(tmp_path / f"of-rank-{min(ranks.rank, 1)}", process_group=ranks))
+    assert f"{tmp_path}/of-rank-0 (ranks [0]), {tmp_path}/of-rank-1 (ranks [1, 2])" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,19 +147,12 @@ WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
 }
 
 
-def ask_for_another(rank: int, size: int, folder: str, name: str) -> str:
-    call, value, _ = WITH_OPTIONS[name]
-    with pytest.raises(CheckpointingException) as caught:
-        call(Path(folder) / "x", **({name: value} if rank else {}))
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", WITH_OPTIONS)
-def test_ranks_with_different_options_are_an_error_everywhere(ranks: RankPool, tmp_path: Path, name: str) -> None:
+def test_ranks_with_different_options_are_an_error_everywhere(tmp_path: Path, name: str) -> None:
     """Valid or not: a rank that did other things, or refused alone, would leave the others waiting for it."""
-    _, value, default = WITH_OPTIONS[name]
-    (message,) = set(ranks.run(2, ask_for_another, str(tmp_path), name))
-    assert f"{name}: {default} (ranks [0]), {value} (ranks [1])" in message
+    call, value, default = WITH_OPTIONS[name]
+    act = lambda ranks: call(tmp_path / "x", process_group=ranks, **({name: value} if ranks.rank else {}))
+    assert f"{name}: {default} (ranks [0]), {value} (ranks [1])" in str(error_on_all(2, act))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -204,21 +178,9 @@ def test_the_first_ranks_common_values_are_stored_if_requested(
 ) -> None:
     states = [state_at(1, rank, 2) for rank in range(2)]
     other_common(states[1])
-    save_as_ranks(states, tmp_path / "x", common=Common.FIRST_RANK)
+    save_as_ranks(states, tmp_path / "x", common="first_rank")
     assert load({"groups": None}, tmp_path / "x").state == {"groups": states[0]["groups"]}
     assert "groups (ranks [1])" in caplog.text
-
-
-def hole_in_one_process(state: dict[str, Any]) -> None:
-    state["w"].flattened_range = slice(0, 479)
-    state["w"].data = state["w"].data[:479]
-
-
-def test_a_hole_is_refused_in_one_process_too(tmp_path: Path) -> None:
-    state = state_at(1, 0, 1)
-    hole_in_one_process(state)
-    with pytest.raises(CheckpointingException, match="hold 479 of the 480 elements"):
-        save(state, tmp_path / "x")
 
 
 @pytest.fixture
@@ -297,18 +259,13 @@ def test_padding_is_not_zeroed_where_another_tensor_is_refused(tmp_path: Path) -
     assert (padded == 9).all()
 
 
-def misfit_on_one(rank: int, size: int, folder: str) -> str:
-    state = state_at(0, rank, size, filled=False)
-    if rank == 1:
-        extra_tensor(state)
-    with pytest.raises(CheckpointKeyError, match="more") as caught:
-        load(state, folder)
-    assert (state["w"].data == -1).all()
-    return str(caught.value)
-
-
-def test_a_misfit_on_one_rank_is_an_error_on_all(ranks: RankPool, saved: Path) -> None:
-    assert len(set(ranks.run(2, misfit_on_one, str(saved)))) == 1
+def test_a_misfit_on_one_rank_is_an_error_on_all(saved: Path) -> None:
+    states = [state_at(0, rank, 2, filled=False) for rank in range(2)]
+    extra_tensor(states[1])
+    error = error_on_all(2, lambda ranks: load(states[ranks.rank], saved, process_group=ranks))
+    assert isinstance(error, CheckpointKeyError)
+    assert "more" in str(error)
+    assert all((state["w"].data == -1).all() for state in states)
 
 
 def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:

@@ -38,7 +38,7 @@ def test_every_element_survives_any_change_of_grid(tmp_path: Path, full: bool) -
 def test_a_loader_that_skips_a_chunk_is_noticed(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: with one copy left out, coverage is refused before memory is touched."""
     from opt_checkpoint import CheckpointMismatchError
-    from opt_checkpoint.boxes.reshard import StoredBoxes
+    from opt_checkpoint.boxes.box import StoredBoxes
 
     rng = random.Random(3)
     params = random_params(rng)

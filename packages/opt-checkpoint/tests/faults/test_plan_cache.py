@@ -25,9 +25,8 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.dcp.global_plan import GlobalPlan
-from opt_checkpoint.dcp.plan_cache import PlanCache
-from opt_checkpoint.dcp.save_planner import Common, ShardedSavePlanner
+from opt_checkpoint.dcp.plan import GlobalPlan, PlanCache
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_a_plan_of_the_first_ranks_values_is_not_used_where_all_must_be_equal(
     tmp_path: Path, planned: list[int]
 ) -> None:
     caches = [PlanCache(), PlanCache()]
-    save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "1", caches=caches, common=Common.FIRST_RANK)
+    save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "1", caches=caches, common="first_rank")
     assert torch.equal(saved_values(tmp_path / "1", "w")["w"], wholes(1))
     with pytest.raises(CheckpointingException, match=r"common values differ between ranks: w \(ranks \[1\]\)"):
         save_as_ranks([{"w": wholes(1)}, {"w": wholes(2)}], tmp_path / "2", caches=caches)
@@ -309,13 +308,9 @@ def test_a_series_of_saves_plans_anew_when_it_must_and_only_then(ranks: RankPool
         assert ("extra" in load({"extra": None}, path, strict="return_missing").state) == (step == 5)
 
 
-def save_with_one_cache(rank: int, size: int, folder: str) -> None:
+def test_a_cache_on_some_ranks_only_is_not_used(tmp_path: Path, planned: list[int]) -> None:
     cache = PlanCache()
     for step in (1, 2):
-        save(state_at(step, rank, size), Path(folder) / str(step), plans=cache if rank else None)
-
-
-def test_a_cache_on_some_ranks_only_is_not_used(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, save_with_one_cache, str(tmp_path))
-    for step in (1, 2):
+        save_as_ranks([state_at(step, rank, 2) for rank in range(2)], tmp_path / str(step), caches=[None, cache])
         assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / str(step)).state, step, 0, 1)
+    assert planned == [2, 2]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickletools
 import shutil
-import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.columns import decode_columns, encode_columns
 from opt_checkpoint.disk.torch_zip_writer import pickle_tensor
@@ -57,7 +56,7 @@ def test_rows_that_are_stored_nowhere_are_not_loaded(tmp_path: Path, rows: tuple
 
 def test_a_wanted_box_that_is_not_covered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a stored chunk passed over while planning, the proof of coverage would notice."""
-    from opt_checkpoint.boxes.reshard import StoredBoxes
+    from opt_checkpoint.boxes.box import StoredBoxes
 
     save_as_ranks(halves(), tmp_path / "x")
     monkeypatch.setattr(StoredBoxes, "_near", lambda self, wanted: self._order[:1])
@@ -82,17 +81,19 @@ def test_a_changed_common_value_is_noticed(tmp_path: Path) -> None:
         load({"note": None}, tmp_path / "x")
 
 
-def test_an_item_that_was_not_written_is_noticed_before_the_commit(tmp_path: Path) -> None:
-    planner = ShardedSavePlanner(state_at(1, 0, 1))
-    writer = CheckpointWriter(tmp_path / "x", save_id=uuid.uuid4().hex)
-    (assigned,), planned = planner.create_global_plan([planner.create_local_plan()])
-    (message,) = writer.begin(planned)
-    planner.finish_plan(assigned)
-    written = writer.write_data(message, planner)
-    written.objects.popitem()
+def test_an_item_that_was_not_written_is_noticed_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = CheckpointWriter.write_data
+
+    def forget(*arguments: Any) -> Any:
+        written = write(*arguments)
+        written.objects.popitem()
+        return written
+
+    monkeypatch.setattr(CheckpointWriter, "write_data", forget)
     with pytest.raises(CheckpointingException, match=r"\d+ items were written, \d+ were planned"):
-        writer.finish([written])
-    writer.abandon()
+        save(state_at(1, 0, 1), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
 

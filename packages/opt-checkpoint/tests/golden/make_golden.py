@@ -19,7 +19,7 @@ from checkpoint_ranks import save_as_ranks
 from torch import Tensor
 from torch.distributed.checkpoint import save as dcp_save
 
-from opt_checkpoint import BlockScales, PerParam, ShardedObject, ShardedTensor, make_sharded_state
+from opt_checkpoint import PerParam, ShardedObject, ShardedTensor, make_sharded_state
 
 HERE = Path(__file__).parent
 DTYPES = (
@@ -56,7 +56,7 @@ def golden_state(rank: int, size: int, *, filled: bool = True) -> dict[str, Any]
         state[key] = shard
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, rank, size))
     scales = torch.arange(6.0 * size).view(3 * size, 2)[3 * rank : 3 * rank + 3] * filled
-    state["scale"] = make_sharded_state(param, scales.clone(), "scale", BlockScales(block=4))
+    state["scale"] = ShardedTensor.from_rank_offsets("optimizer.state.scale.w", scales.clone(), (0, rank, size))
     state["step"] = make_sharded_state(param, 12.0 * filled, "step", PerParam())
     state["rng"] = ShardedObject("rng", {"rank": rank} if filled else None, (size,), (rank,))
     state["common"] = (

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned blocks of a global tensor, and the boxes that make up a flat range.
+"""Boxes: axis-aligned blocks of a global tensor; those that make up a flat range, and what two sets of them share.
 
 Integers only. A flat range of a row-major block is a run of elements. In an n-d block it equals at most `2n-1` boxes,
 each a contiguous slice of the run. The shard of a bucket is therefore stored by parameter without a copy, a gather or a
@@ -8,9 +8,12 @@ message.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
+
+from torch import Tensor
 
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
 
@@ -37,6 +40,12 @@ class Box(NamedTuple):
             min(a + m, b + n) - s for a, m, b, n, s in zip(self.offsets, self.sizes, other.offsets, other.sizes, start)
         )
         return None if any(n <= 0 for n in sizes) else Box(start, sizes)
+
+    def part_of(self, values: Tensor, part: Box) -> Tensor:
+        """The values of a box within this one, as a view of the values of this one."""
+        for axis, (low, base, size) in enumerate(zip(part.offsets, self.offsets, part.sizes)):
+            values = values.narrow(axis, low - base, size)
+        return values
 
 
 class FlatBox(NamedTuple):
@@ -109,3 +118,73 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
     for low, high in pairwise(edges):
         offsets = tuple(o + low if d == axis else o for d, o in enumerate(box.offsets))
         yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))
+
+
+class Copy(NamedTuple):
+    """A box of values that a stored chunk and a wanted box share.
+
+    Args:
+        chunk: index of the stored box.
+        from_offsets: start of the shared values, relative to the stored box.
+        to_offsets: their start relative to the wanted box.
+        sizes: their number along each axis.
+    """
+
+    chunk: int
+    from_offsets: Shape
+    to_offsets: Shape
+    sizes: Shape
+
+
+class StoredBoxes:
+    """Stored boxes sorted along one axis, so that a wanted box is compared only with those near it.
+
+    Args:
+        boxes: boxes of one tensor.
+    """
+
+    __slots__ = ("_axis", "_boxes", "_longest", "_order", "_starts")
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._boxes, self._order = boxes, list(range(len(boxes)))
+        self._axis: int | None = None  # a single box and boxes without axes are always compared
+        if len(boxes) > 1 and boxes[0].sizes:
+            # The axis with the most distinct offsets separates boxes best.
+            places = [len({box.offsets[d] for box in boxes}) for d in range(len(boxes[0].sizes))]
+            axis = self._axis = places.index(max(places))
+            self._order.sort(key=lambda i: boxes[i].offsets[axis])
+            self._starts = [boxes[i].offsets[axis] for i in self._order]
+            self._longest = max(box.sizes[axis] for box in boxes)
+
+    def copies_to(self, wanted: Box) -> Iterator[Copy]:
+        """The overlap of `wanted` with each stored box that it overlaps, in sorted order."""
+        for number in self._near(wanted):
+            stored = self._boxes[number]
+            shared = stored.overlap(wanted)
+            if shared is not None:
+                yield Copy(number, _minus(shared, stored), _minus(shared, wanted), shared.sizes)
+
+    def first_overlap(self) -> tuple[int, int] | None:
+        """Two boxes that share elements; None if all are disjoint."""
+        if len(self._boxes) > 1:
+            for number, box in enumerate(self._boxes):
+                for other in self._near(box):
+                    if other < number and self._boxes[other].overlap(box) is not None:
+                        return other, number
+        return None
+
+    def _near(self, wanted: Box) -> list[int]:
+        if self._axis is None:
+            return self._order
+        start = wanted.offsets[self._axis]
+        low = bisect_left(self._starts, start - self._longest + 1)
+        return self._order[low : bisect_left(self._starts, start + wanted.sizes[self._axis])]
+
+
+def _minus(inner: Box, outer: Box) -> Shape:
+    return tuple(a - b for a, b in zip(inner.offsets, outer.offsets))
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Two boxes that share elements; None if all are disjoint."""
+    return StoredBoxes(boxes).first_overlap()

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes.box import Box, split_rows
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.local_contents import fingerprint
-from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened, read_object
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.disk.verify import size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.run.ranks import ranks_of
+from opt_checkpoint.run.ranks import Ranks
 from opt_checkpoint.run.save_load import carry_out_load, reader_of
 from opt_checkpoint.state.sharded import ShardedTensor
 
@@ -93,10 +92,9 @@ def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
     stored = index.tensors[key]
     data = torch.empty(piece.sizes, dtype=stored.dtype)
     wanted = ShardedTensor(key, data, stored.dtype, piece.sizes, stored.shape, piece.offsets, None)
-    planner = ShardedLoadPlanner(
-        {"": wanted}, index, {}, strict=StrictHandling.IGNORE_ALL, dtype=DtypeRule.EXACT, aliases={}
-    )
-    carry_out_load(ranks_of(None), planner, reader_of(Opened(index=index, common={}), "sizes"))
+    opened = Opened(index=index, common={})
+    planner = ShardedLoadPlanner({"": wanted}, opened, strict="ignore_all", aliases={})
+    carry_out_load(Ranks(), planner, reader_of(opened, "sizes"))
     return data
 
 

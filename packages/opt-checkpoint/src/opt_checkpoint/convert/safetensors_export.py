@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
 from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.convert.safetensors_writer import Export, SafetensorsWriter
-from opt_checkpoint.dcp.local_contents import LocalContents
+from opt_checkpoint.dcp.plan import Offer
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import agreed, everyone, ranks_of, same_everywhere
-from opt_checkpoint.run.save_load import PathLike, carry_out_save, error_of
+from opt_checkpoint.run.ranks import ranks_of, through_first
+from opt_checkpoint.run.save_load import PathLike, carry_out_save
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import path_text
 from opt_checkpoint.store.paths import local_path
@@ -58,26 +57,29 @@ def save_safetensors(
             different arguments.
         CheckpointFailedError: a rank failed for another reason.
     """
-    ranks, given, what = ranks_of(process_group), Path(str(folder)).absolute(), f"exporting to {folder}"
-    same_everywhere(ranks, what, folder=given, names=fingerprint(names), dtype=dtype, shard_bytes=shard_bytes)
-    target, export = local_path(folder, FOLDER), Export(tuple(names), dtype, shard_bytes)
-    writer = SafetensorsWriter(target, export, save_id=uuid.uuid4().hex)
+    ranks, what = ranks_of(process_group), f"exporting to {folder}"
+    export = Export(tuple(names), dtype, shard_bytes)
     planner = _TensorPlanner(state)
 
-    def finish() -> None:
-        everyone(ranks, error_of(lambda: writer.check_tied(planner.flat)), what)
-        agreed(ranks, writer.commit, what)
+    def new_writer() -> SafetensorsWriter:
+        target = local_path(folder, FOLDER)
+        return SafetensorsWriter(target, export, save_id=uuid.uuid4().hex)
 
-    carry_out_save(ranks, planner, writer, what, then=finish)
+    def finish(writer: SafetensorsWriter) -> None:
+        through_first(ranks, lambda: writer.check_tied(planner.flat), lambda _: writer.commit(), what)
+
+    arguments = {"names": fingerprint(names), "dtype": dtype, "shard_bytes": shard_bytes}
+    carry_out_save(ranks, planner, new_writer, what, arguments, then=finish)
 
 
 class _TensorPlanner(ShardedSavePlanner):
     """Plans the save of a state that holds tensors only."""
 
-    def create_local_plan(self) -> LocalContents:
+    def offer(self, rank: int, arguments: dict[str, str]) -> Offer:
+        offer = super().offer(rank, arguments)
         others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
         if others:
             raise CheckpointValueError(
                 f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
             )
-        return super().create_local_plan()
+        return offer

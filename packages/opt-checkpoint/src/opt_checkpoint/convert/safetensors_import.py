@@ -17,9 +17,10 @@ from opt_checkpoint.convert.name_boxes import Described, to_ours
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
 from opt_checkpoint.convert.safetensors_header import read_header
 from opt_checkpoint.convert.safetensors_layout import FOLDER, INDEX, SINGLE, PlacedArray
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import (
     COPIES,
     ByteRange,
@@ -31,7 +32,7 @@ from opt_checkpoint.disk.index import (
     check_file_name,
 )
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
-from opt_checkpoint.run.ranks import agreed, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import store_at
@@ -78,10 +79,9 @@ def load_safetensors(
     given = Path(str(folder)).absolute()
     same_everywhere(ranks, "loading", folder=given, names=rules, strict=strict, dtype=dtype)
     source = local_path(folder, FOLDER)
-    index = agreed(ranks, lambda: safetensors_index(source, names), f"loading {source}")
-    planner = ShardedLoadPlanner(
-        state, index, {}, strict=StrictHandling.parse(strict), dtype=DtypeRule.parse(dtype), aliases={}
-    )
+    index = from_first(ranks, lambda: safetensors_index(source, names), f"loading {source}")
+    opened = Opened(index=index, common={})
+    planner = ShardedLoadPlanner(state, opened, strict=strict, dtype=dtype, aliases={})
     reader = CheckpointReader(index, threads=threads, check="never")
     return carry_out_load(ranks, planner, reader)
 

@@ -16,7 +16,7 @@ from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import NameRule
 from opt_checkpoint.convert.safetensors_layout import INDEX, Layout, PlacedArray, layout_of
 from opt_checkpoint.dcp.held_tensors import HeldTensors
-from opt_checkpoint.dcp.save_planner import Planned, ShardedSavePlanner, view_of
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.dtype_names import dtype_from_name
@@ -70,7 +70,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, export: Export, *, save_id: str) -> None:
-        self._export, self._save_id = export, save_id
+        self.path, self._export, self._save_id = path, export, save_id
         self._store, self._target = Directory(path.parent), path.name
         self._folder = self._store.folder(self._target, save_id)
         self._layout: Layout | None = None
@@ -81,20 +81,20 @@ class SafetensorsWriter:
         """The directory written to until the commit."""
         return self._store.path(self._folder)
 
-    def begin(self, planned: Planned) -> list[_WriteTo]:
+    def begin(self, planner: ShardedSavePlanner) -> list[_WriteTo]:
         """On the coordinator, assign every array to a file and create the files with their headers.
 
         Raises:
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
             OSError: the file system reports an error.
         """
-        plan, tensors = planned.plan, planned.plan.held
+        plan, tensors = planner.plan, planner.plan.held
         mapped = to_theirs(self._export.names, _described(tensors))
         layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
         self._store.begin(self._target, self._save_id)
         self._store.write_small(self._folder, {file: header.raw for file, header in layout.headers.items()})
         self._layout = layout
-        keys: list[dict[str, None]] = [{} for _ in planned.objects]
+        keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
         for rank, key in zip(
             plan.parts.rank.tolist(), tensors.key[tensors.owner[plan.parts.box]].tolist(), strict=True
         ):
@@ -129,7 +129,7 @@ class SafetensorsWriter:
                         written += _write_region(write, stored, part.region(), array.start)
         return written
 
-    def finish(self, written: list[int]) -> None:
+    def finish(self, planner: ShardedSavePlanner, written: list[int]) -> None:
         """On the coordinator, write the index after all arrays.
 
         Raises:
@@ -207,10 +207,7 @@ def _parts(values: Tensor, box: Box, piece: Piece) -> Iterator[_Part]:
         return
     nbytes = shared.numel * values.element_size()
     for part in split_rows(shared, -(-nbytes // _COPY_BYTES)):
-        view = values
-        for axis, (offset, base, size) in enumerate(zip(part.offsets, box.offsets, part.sizes)):
-            view = view.narrow(axis, offset - base, size)
-        yield _Part(view, tuple(o - b for o, b in zip(part.offsets, piece.box.offsets)), piece)
+        yield _Part(box.part_of(values, part), tuple(o - b for o, b in zip(part.offsets, piece.box.offsets)), piece)
 
 
 def _write_region(write: Callable[[memoryview, int], None], values: Tensor, region: Region, start: int) -> int:

@@ -58,30 +58,30 @@ def assign_parts(held: HeldTensors) -> Parts:
         held: the validated contents of all ranks.
     """
     groups = _grouped(held)
-    nbytes = np.prod(held.sizes[groups.main], axis=1) * held.itemsize[held.owner[groups.main]]
+    itemsize = held.itemsize[held.owner[groups.main]]
+    nbytes = np.prod(held.sizes[groups.main], axis=1) * itemsize
     single = groups.holders == 1
     alone = groups.members[groups.start[single]]
     load = np.bincount(held.rank[held.owner[alone]], weights=nbytes[single], minlength=held.ranks)
-    share = int(nbytes.sum()) / held.ranks
-    largest = max(_SMALLEST_PIECE_BYTES, int(share / _PIECES_PER_RANK))
-    pieces = _pieces(held, groups, np.flatnonzero(~single), nbytes, largest)
-    ranks = _deal(held, groups, pieces, [int(n) for n in load])
-    parts = Parts(
-        rank=np.concatenate([held.rank[held.owner[alone]], ranks]),
-        box=np.concatenate([alone, _box_of_rank(held, groups, pieces.group, ranks)]),
-        offsets=np.concatenate([held.offsets[alone], pieces.offsets]),
-        sizes=np.concatenate([held.sizes[alone], pieces.sizes]),
-    )
-    order = np.argsort(parts.rank, kind="stable")
-    return Parts(*(column[order] for column in parts))
+    largest = max(_SMALLEST_PIECE_BYTES, int(int(nbytes.sum()) / held.ranks / _PIECES_PER_RANK))
+    group, offsets, sizes = _pieces(held, groups, np.flatnonzero(~single), nbytes, largest)
+    nbytes = np.prod(sizes, axis=1) * itemsize[group]
+    order = np.lexsort((-nbytes, groups.holders[group]))
+    group, offsets, sizes = group[order], offsets[order], sizes[order]
+    chosen = _least_loaded(held, groups, group, nbytes[order], [int(n) for n in load])
+    box = np.concatenate([alone, chosen])
+    rank = held.rank[held.owner[box]]
+    order = np.argsort(rank, kind="stable")
+    offsets = np.concatenate([held.offsets[alone], offsets])
+    sizes = np.concatenate([held.sizes[alone], sizes])
+    return Parts(rank[order], box[order], offsets[order], sizes[order])
 
 
 def _grouped(held: HeldTensors) -> _Groups:
     """Group equal boxes of one tensor, for groups that contain a main replica."""
     at = np.flatnonzero(held.usable)
     owner = held.owner[at]
-    columns = [held.key[owner], *held.offsets[at].T, *held.sizes[at].T]
-    order, group = equal_rows(columns)
+    order, group = equal_rows([held.key[owner], *held.offsets[at].T, *held.sizes[at].T])
     main = np.full(int(group.max(initial=-1)) + 1, -1)
     is_main = held.main[owner[order]]
     main[group[is_main][::-1]] = at[order][is_main][::-1]
@@ -95,62 +95,41 @@ def _grouped(held: HeldTensors) -> _Groups:
     return _Groups(members, start[in_order], count[in_order], main[kept][in_order])
 
 
-class _Pieces(NamedTuple):
-    """Boxes that several ranks hold, or rows of such boxes, in the order of assignment."""
-
-    group: Array
-    nbytes: Array
-    offsets: Array
-    sizes: Array
-
-
-def _pieces(held: HeldTensors, groups: _Groups, movable: Array, nbytes: Array, largest: int) -> _Pieces:
+def _pieces(
+    held: HeldTensors, groups: _Groups, movable: Array, nbytes: Array, largest: int
+) -> tuple[Array, Array, Array]:
+    """Boxes that several ranks hold, or rows of such boxes: the group, offsets and sizes of each."""
     count = -(-nbytes[movable] // largest)
-    whole, cut = movable[count <= 1], movable[count > 1]
-    group, offsets, sizes = [whole], [held.offsets[groups.main[whole]]], [held.sizes[groups.main[whole]]]
+    uncut, cut = movable[count <= 1], movable[count > 1]
+    group, offsets, sizes = [uncut], [held.offsets[groups.main[uncut]]], [held.sizes[groups.main[uncut]]]
     for number, parts in zip(cut.tolist(), count[count > 1].tolist()):
         boxes = list(split_rows(held.box(groups.main[number]), parts))
         rows = np.array(boxes, np.int64).reshape(len(boxes), 2, -1)
-        missing = held.offsets.shape[1] - rows.shape[2]
+        unused = ((0, 0), (0, held.offsets.shape[1] - rows.shape[2]))
         group.append(np.full(len(boxes), number))
-        offsets.append(np.pad(rows[:, 0], ((0, 0), (0, missing))))
-        sizes.append(np.pad(rows[:, 1], ((0, 0), (0, missing)), constant_values=1))
-    pieces = _Pieces(np.concatenate(group), np.zeros(0), np.concatenate(offsets), np.concatenate(sizes))
-    itemsize = held.itemsize[held.owner[groups.main[pieces.group]]]
-    pieces = pieces._replace(nbytes=np.prod(pieces.sizes, axis=1) * itemsize)
-    order = np.lexsort((-pieces.nbytes, groups.holders[pieces.group]))
-    return _Pieces(*(column[order] for column in pieces))
+        offsets.append(np.pad(rows[:, 0], unused))
+        sizes.append(np.pad(rows[:, 1], unused, constant_values=1))
+    return np.concatenate(group), np.concatenate(offsets), np.concatenate(sizes)
 
 
-def _deal(held: HeldTensors, groups: _Groups, pieces: _Pieces, load: list[int]) -> Array:
-    """Assign each piece to its least loaded holder, with one heap per set of holders. Writes to `load`."""
+def _least_loaded(held: HeldTensors, groups: _Groups, group: Array, nbytes: Array, load: list[int]) -> Array:
+    """The box of the least loaded holder of each piece, with one heap per set of holders. Writes to `load`."""
     heaps: dict[bytes, list[tuple[int, int]]] = {}
-    heap_of_group: dict[int, list[tuple[int, int]]] = {}
-    chosen = np.zeros(len(pieces.group), np.int64)
-    for number, (group, nbytes) in enumerate(zip(pieces.group.tolist(), pieces.nbytes.tolist())):
-        heap = heap_of_group.get(group)
-        if heap is None:
-            start = groups.start[group]
-            holders = held.rank[held.owner[groups.members[start : start + groups.holders[group]]]]
-            heap = heaps.get(holders.tobytes())
-            if heap is None:
-                heap = heaps[holders.tobytes()] = sorted((load[r], r) for r in holders.tolist())
-            heap_of_group[group] = heap
+    of_group: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}
+    chosen = np.zeros(len(group), np.int64)
+    for number, (own, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
+        if own not in of_group:
+            boxes = groups.members[groups.start[own] :][: groups.holders[own]]
+            holders = held.rank[held.owner[boxes]]
+            if (name := holders.tobytes()) not in heaps:
+                heaps[name] = sorted((load[r], r) for r in holders.tolist())
+            of_group[own] = heaps[name], holders, boxes
+        heap, holders, boxes = of_group[own]
         seen, rank = heap[0]
         while seen != load[rank]:  # another set of holders has loaded this rank since
             heapq.heapreplace(heap, (load[rank], rank))
             seen, rank = heap[0]
-        load[rank] += nbytes
+        load[rank] += size
         heapq.heapreplace(heap, (load[rank], rank))
-        chosen[number] = rank
+        chosen[number] = boxes[np.searchsorted(holders, rank)]  # in the order of ranks
     return chosen
-
-
-def _box_of_rank(held: HeldTensors, groups: _Groups, group: Array, rank: Array) -> Array:
-    """The box of a group that a rank holds."""
-    by_place, place = np.argsort(groups.start), np.zeros(len(groups.start), np.int64)
-    place[by_place] = np.arange(len(groups.start))
-    number = np.repeat(np.arange(len(groups.start)), groups.holders[by_place])
-    code = number * held.ranks + held.rank[held.owner[groups.members]]  # ascends
-    box: Array = groups.members[np.searchsorted(code, place[group] * held.ranks + rank)]
-    return box

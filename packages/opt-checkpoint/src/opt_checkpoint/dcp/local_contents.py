@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import FlatBox, boxes_of
+from opt_checkpoint.boxes.box import FlatBox
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
@@ -28,54 +28,11 @@ _ODD = 0x9E3779B1
 MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
 
 
-class HeldShard(NamedTuple):
+class LocalBoxes(NamedTuple):
     """A sharded tensor of this rank and its non-empty boxes."""
 
     shard: ShardedTensor
     boxes: tuple[FlatBox, ...]
-
-
-class LocalTensors(NamedTuple):
-    """The sharded tensors of a rank as columns.
-
-    Args:
-        keys: of each tensor.
-        dtype_names: the dtypes that occur.
-        dtypes: of each tensor, a number in `dtype_names`, uint8.
-        flags: of each tensor, a sum of `MAIN`, `MAY_REPEAT` and `PLAIN`, uint8.
-        ndim: of each tensor, uint8.
-        boxes: number of boxes of each tensor, int32.
-        shapes: the global shapes, concatenated, int64.
-        offsets: the offsets of all boxes, concatenated, int64.
-        sizes: the sizes of all boxes, as `offsets`.
-    """
-
-    keys: list[str]
-    dtype_names: tuple[str, ...]
-    dtypes: Array
-    flags: Array
-    ndim: Array
-    boxes: Array
-    shapes: Array
-    offsets: Array
-    sizes: Array
-
-    @classmethod
-    def of(cls, held: Sequence[HeldShard], flags: Sequence[int]) -> LocalTensors:
-        """The columns of the tensors that a rank holds."""
-        names = sorted({dtype_name(h.shard.dtype) for h in held})
-        numbers = {name: number for number, name in enumerate(names)}
-        return cls(
-            keys=[h.shard.key for h in held],
-            dtype_names=tuple(names),
-            dtypes=np.array([numbers[dtype_name(h.shard.dtype)] for h in held], np.uint8),
-            flags=np.array(flags, np.uint8),
-            ndim=np.array([len(h.shard.global_shape) for h in held], np.uint8),
-            boxes=np.array([len(h.boxes) for h in held], np.int32),
-            shapes=np.array([n for h in held for n in h.shard.global_shape], np.int64),
-            offsets=np.array([n for h in held for b in h.boxes for n in b.box.offsets], np.int64),
-            sizes=np.array([n for h in held for b in h.boxes for n in b.box.sizes], np.int64),
-        )
 
 
 class LocalObject(NamedTuple):
@@ -95,26 +52,54 @@ class LocalObject(NamedTuple):
 
 
 class LocalLayout(NamedTuple):
-    """What a rank holds, without values. A plan depends only on this.
+    """What a rank holds, without values. A plan depends only on this. Tensors are columns.
 
     Args:
-        tensors: the sharded tensors.
+        keys: of each tensor.
+        dtypes: names of the dtypes of each tensor.
+        flags: of each tensor, a sum of `MAIN`, `MAY_REPEAT` and `PLAIN`, uint8.
+        ndim: of each tensor, uint8.
+        boxes: number of boxes of each tensor, int32.
+        shapes: the global shapes, concatenated, int64.
+        offsets: the offsets of all boxes, concatenated, int64.
+        sizes: the sizes of all boxes, as `offsets`.
         objects: the sharded objects.
         plain: paths of the plain tensors, by key; the first rank that holds one is its main replica. Also those of
             DTensors, and of sharded tensors in lists that have the keys of plain tensors.
     """
 
-    tensors: LocalTensors
-    objects: tuple[LocalObject, ...]
-    plain: dict[str, Path]
+    keys: list[str]
+    dtypes: list[str]
+    flags: Array
+    ndim: Array
+    boxes: Array
+    shapes: Array
+    offsets: Array
+    sizes: Array
+    objects: tuple[LocalObject, ...] = ()
+    plain: dict[str, Path] = {}  # noqa: RUF012
+
+    @classmethod
+    def of(cls, held: Sequence[LocalBoxes], flags: Sequence[int]) -> LocalLayout:
+        """The layout of tensors."""
+        boxes = [flat.box for own in held for flat in own.boxes]
+        return cls(
+            keys=[own.shard.key for own in held],
+            dtypes=[dtype_name(own.shard.dtype) for own in held],
+            flags=np.array(flags, np.uint8),
+            ndim=np.array([len(own.shard.global_shape) for own in held], np.uint8),
+            boxes=np.array([len(own.boxes) for own in held], np.int32),
+            shapes=np.array([n for own in held for n in own.shard.global_shape], np.int64),
+            offsets=np.array([n for box in boxes for n in box.offsets], np.int64),
+            sizes=np.array([n for box in boxes for n in box.sizes], np.int64),
+        )
 
     @property
     def fingerprint(self) -> bytes:
         """SHA-256 of the layout: equal for equal layouts."""
-        columns = [column for column in self.tensors if isinstance(column, np.ndarray)]
-        about = (self.tensors.keys, self.tensors.dtype_names, self.objects, list(self.plain.items()))
-        lengths = [len(column) for column in columns]
-        digest = hashlib.sha256(repr((about, lengths)).encode("utf-8", "surrogatepass"))
+        columns = [column for column in self if isinstance(column, np.ndarray)]
+        about = (self.keys, self.dtypes, self.objects, list(self.plain.items()), [len(column) for column in columns])
+        digest = hashlib.sha256(repr(about).encode("utf-8", "surrogatepass"))
         for column in columns:
             digest.update(column.tobytes())
         return digest.digest()
@@ -135,70 +120,53 @@ class LocalContents:
     common: dict[Path, int] = field(default_factory=dict)
 
 
-def held_shards(flat: FlatState) -> list[HeldShard]:
-    """The sharded tensors of a state in a fixed order, with their boxes."""
-    return [HeldShard(shard, tuple(boxes_of(shard))) for shard in flat.tensors.values()]
-
-
-def local_contents(flat: FlatState, held: Sequence[HeldShard]) -> LocalContents:
+def local_contents(flat: FlatState, held: Sequence[LocalBoxes]) -> LocalContents:
     """Describe a rank's state for the coordinator.
-
-    Args:
-        flat: the state.
-        held: `held_shards(flat)`.
-
-    Raises:
-        CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
-            two different tensors have one key.
-    """
-    plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
-    values = {**flat.common, **plain}
-    first, mains = dict[ShardIdentity, Path](), set[ShardIdentity]()
-    flags = [_flags(flat, path, first, mains) | (PLAIN if path in plain else 0) for path in flat.tensors]
-    objects = [
-        LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
-    ]
-    paths = {flat.tensors[path].key: path for path in flat.plain}
-    paths.update((t.key, path) for path, t in flat.tensors.items() if _is_in_list(path) and t.key == path_text(path))
-    digests = [_digest(h.shard) for h, flag in zip(held, flags, strict=True) if flag & MAY_REPEAT]
-    return LocalContents(
-        layout=LocalLayout(LocalTensors.of(held, flags), tuple(objects), paths),
-        digests=np.array(digests, np.int64),
-        common={path: fingerprint(value) for path, value in values.items()},
-    )
-
-
-def _is_in_list(path: Path) -> bool:
-    return any(type(key) is int for key in path)
-
-
-def _flags(flat: FlatState, path: Path, first: dict[ShardIdentity, Path], mains: set[ShardIdentity]) -> int:
-    """Return the flags of a tensor: whether it is a main replica, and whether it may repeat.
 
     Two tensors of this rank may share an identity if their values are equal, such as a parameter that two model chunks
     share. Only the first of them is a main replica.
 
     Args:
         flat: the state.
-        path: the tensor.
-        first: the path of the first tensor of each identity so far; written.
-        mains: the identities that have a main replica so far; written.
+        held: its tensors, in order, with their boxes.
+
+    Raises:
+        CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
+            two different tensors have one key.
     """
-    shard = flat.tensors[path]
-    _check_storable(shard)
-    identity = shard.identity
-    other = first.setdefault(identity, path)
-    if other != path:
-        _check_copy(flat, other, path)
-    if not is_main_replica(shard.replica_id) or identity in mains:
-        return 0
-    mains.add(identity)
-    return MAIN | (MAY_REPEAT if shard.may_repeat else 0)
+    plain = {path: tensor for path, tensor in flat.plain.items() if not is_dtensor(tensor)}
+    first, mains = dict[ShardIdentity, Path](), set[ShardIdentity]()
+    flags, digests = [], []
+    for path, shard in flat.tensors.items():
+        _check_storable(shard)
+        identity = shard.identity
+        other = first.setdefault(identity, path)
+        if other != path:
+            _check_copy(flat, other, path)
+        flag = PLAIN if path in plain else 0
+        if is_main_replica(shard.replica_id) and identity not in mains:
+            mains.add(identity)
+            flag |= MAIN
+            if shard.may_repeat:
+                flag |= MAY_REPEAT
+                digests.append(_digest(shard))
+        flags.append(flag)
+    in_lists = {path: t for path, t in flat.tensors.items() if any(type(k) is int for k in path)}
+    paths = {flat.tensors[path].key: path for path in flat.plain}
+    paths.update((tensor.key, path) for path, tensor in in_lists.items() if tensor.key == path_text(path))
+    objects = [
+        LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
+    ]
+    return LocalContents(
+        layout=LocalLayout.of(held, flags)._replace(objects=tuple(objects), plain=paths),
+        digests=np.array(digests, np.int64),
+        common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
+    )
 
 
 def _check_copy(flat: FlatState, first: Path, second: Path) -> None:
     a, b = flat.tensors[first], flat.tensors[second]
-    if a.data is not None and b.data is not None and a.data is not b.data and not _are_equal(a.data, b.data):
+    if a.data is not None and b.data is not None and a.data is not b.data and not are_equal(a.data, b.data):
         raise CheckpointValueError(
             f"{path_text(first)} and {path_text(second)} would both be stored as {b.key}; give one of them another "
             f"key: put what sharded_model and sharded_optimizer return under different names, or call "
@@ -206,11 +174,12 @@ def _check_copy(flat: FlatState, first: Path, second: Path) -> None:
         )
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits_of(a), bits_of(b))
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits_of(a), _bits_of(b))
 
 
-def bits_of(tensor: Tensor) -> Tensor:
+def _bits_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor: 1-D, uint8, on its device."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
@@ -226,7 +195,7 @@ def weighted_sum(tensor: Tensor) -> int:
     """A sum of a tensor's bytes, weighted by position so that it detects swapped values. Reads one number on the
     host."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for part in torch.split(bits_of(tensor), _SUMMED_BYTES):
+    for part in torch.split(_bits_of(tensor), _SUMMED_BYTES):
         places = torch.arange(1, part.numel() + 1, device=tensor.device)
         total = total * _ODD + (places * part).sum()  # wraps around
     return int(total)

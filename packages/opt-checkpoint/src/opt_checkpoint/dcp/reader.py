@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, NamedTuple
 
@@ -44,15 +43,6 @@ class _Read(NamedTuple):
     chunk: int | None = None
 
 
-@dataclass(slots=True)
-class ReadCount:
-    """Number of bytes read and requested so far."""
-
-    read: int = 0
-    wanted: int = 0
-    lock: Lock = field(default_factory=Lock, repr=False)
-
-
 class CheckpointReader:
     """Reads a checkpoint of opt-checkpoint, a stock DCP directory or a Megatron-Core directory, by its index.
 
@@ -70,10 +60,9 @@ class CheckpointReader:
         threads: int = _MAX_THREADS,
         check: Literal["reading", "before", "never"] = "reading",
     ) -> None:
-        self.index = index
-        self._check = check
-        self.count = ReadCount()
-        self._threads = threads
+        self.index, self._threads, self._check = index, threads, check
+        self.bytes_read, self.bytes_wanted = 0, 0
+        self._lock = Lock()
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def verify(self, planner: ShardedLoadPlanner) -> None:
@@ -107,9 +96,9 @@ class CheckpointReader:
         with ThreadPoolExecutor(self._threads) as pool:
             planned = [self._read_of(files, item) for item in planner.items]
             batches = list(_batches(sorted(planned, key=lambda r: (r.file, r.start)), files))
-            for done in [pool.submit(self._carry_out, files[b[0].file], b, planner) for b in batches]:
+            for done in [pool.submit(self._read_batch, files[b[0].file], b, planner) for b in batches]:
                 done.result()
-            self.count.read += files.bytes_read
+            self.bytes_read += files.bytes_read
 
     def _place(self, item: TensorRead | str) -> ByteRange:
         return self.index.objects[item] if isinstance(item, str) else item.chunk.place
@@ -132,37 +121,30 @@ class CheckpointReader:
         if not chunk.place.archive:
             return chunk.place
         if chunk not in self._values:
-            whole = find_values(file.read, chunk.place, dtype, chunk.archived or chunk.box.sizes)
-            self._values[chunk] = whole and whole.part(chunk.first * dtype.itemsize, chunk.box.numel * dtype.itemsize)
+            found = find_values(file.read, chunk.place, dtype, chunk.archived or chunk.box.sizes)
+            self._values[chunk] = found and found.part(chunk.first * dtype.itemsize, chunk.box.numel * dtype.itemsize)
         return self._values[chunk]
 
-    def _carry_out(self, file: DataFile, batch: list[_Read], planner: ShardedLoadPlanner) -> None:
+    def _read_batch(self, file: DataFile, batch: list[_Read], planner: ShardedLoadPlanner) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
-        first, last = batch[0], max(batch, key=lambda r: r.start + r.nbytes)
-        alone = len(batch) == 1 and not isinstance(first.item, str) and self._is_bare(first.item.chunk)
-        if alone or first.chunk is not None:
-            self._fill(file, [read.item for read in batch if not isinstance(read.item, str)], planner)
+        tensors = [read.item for read in batch if not isinstance(read.item, str)]
+        values = self._values_of(file, tensors[0].chunk, tensors[0].dtype) if tensors else None
+        if values is not None and (len(batch) == 1 or batch[0].chunk is not None):
+            self._read_directly(file, tensors, values)
             return
-        raw = bytearray(last.start + last.nbytes - first.start)
-        file.read_into(first.start, memoryview(raw))
+        start = batch[0].start
+        raw = memoryview(bytearray(max(read.start + read.nbytes for read in batch) - start))
+        file.read_into(start, raw)
         for read in batch:
-            self._take(memoryview(raw)[read.start - first.start :][: read.nbytes], read.item, planner)
+            self._take(raw[read.start - start :][: read.nbytes], read.item, planner)
 
-    def _is_bare(self, chunk: StoredChunk) -> bool:
-        return not chunk.place.archive or self._values[chunk] is not None
-
-    def _fill(self, file: DataFile, items: list[TensorRead], planner: ShardedLoadPlanner) -> None:
+    def _read_directly(self, file: DataFile, items: list[TensorRead], values: ByteRange) -> None:
         """Read bare values of one chunk directly into their memory."""
-        key, dtype, chunk, *_ = items[0]
-        values = self._values_of(file, chunk, dtype)
-        if values is None:
-            raise RuntimeError(f"{key} is not stored as bare values")
-        source: Readable = CheckedValues(file, values, key) if self._check != "never" else file
+        source: Readable = CheckedValues(file, values, items[0].key) if self._check != "never" else file
         for item in items:
-            target = planner.resolve_tensor(item).detach()
-            region = _region_of(item)
-            start = values.start + region.span.start * dtype.itemsize
-            read_region(chunk.as_stored(target), region, dtype, FilePosition(source, start))
+            target, region = item.target().detach(), _region_of(item)
+            position = FilePosition(source, values.start + region.span.start * item.dtype.itemsize)
+            read_region(item.chunk.as_stored(target), region, item.dtype, position)
             self._add_wanted(item, target)
 
     def _take(self, raw: memoryview, item: TensorRead | str, planner: ShardedLoadPlanner) -> None:
@@ -174,19 +156,18 @@ class CheckpointReader:
             planner.load_bytes(key, bytes(raw))
             return
         chunk, dtype = item.chunk, item.dtype
-        region = _region_of(item)
-        target = planner.resolve_tensor(item).detach()
-        if self._is_bare(chunk):
-            whole = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * dtype.itemsize
-            values = raw[region.span.start * dtype.itemsize :] if whole else raw
-            chunk.as_stored(target).copy_(region.of_bytes(values, dtype))
-        else:
+        region, target = _region_of(item), item.target().detach()
+        if place.archive and self._values[chunk] is None:
             target.copy_(region.of_tensor(_archived(raw, chunk, dtype)))
+        else:
+            complete = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * dtype.itemsize
+            values = raw[region.span.start * dtype.itemsize :] if complete else raw
+            chunk.as_stored(target).copy_(region.of_bytes(values, dtype))
         self._add_wanted(item, target)
 
     def _add_wanted(self, item: TensorRead, target: Tensor) -> None:
-        with self.count.lock:
-            self.count.wanted += target.numel() * item.dtype.itemsize
+        with self._lock:
+            self.bytes_wanted += target.numel() * item.dtype.itemsize
 
 
 def _key_of(item: TensorRead | str) -> str:
@@ -209,7 +190,7 @@ def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
     batch: list[_Read] = []
     end = 0
     for read in reads:
-        if batch and not _belongs(batch, end, read, files[read.file].near_bytes):
+        if batch and not _belongs(batch[0], end, read, files):
             yield batch
             batch, end = [], 0
         batch.append(read)
@@ -218,11 +199,12 @@ def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
         yield batch
 
 
-def _belongs(batch: list[_Read], end: int, read: _Read, near_bytes: int) -> bool:
-    first = batch[0]
+def _belongs(first: _Read, end: int, read: _Read, files: DataFiles) -> bool:
+    """Whether a read belongs to the batch that begins with `first` and ends at `end`."""
     if read.file != first.file or read.chunk != first.chunk:
         return False
     if read.chunk is not None:
         return True
-    near = read.start - end <= near_bytes and read.start + read.nbytes - first.start <= _BATCH_BYTES
+    near = read.start - end <= files[read.file].near_bytes
+    near = near and read.start + read.nbytes - first.start <= _BATCH_BYTES
     return near and max(read.nbytes, first.nbytes) <= _SMALL_BYTES

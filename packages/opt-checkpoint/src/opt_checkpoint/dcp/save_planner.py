@@ -11,18 +11,15 @@ import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, FlatBox
-from opt_checkpoint.dcp.global_plan import AssignedParts, GlobalPlan
-from opt_checkpoint.dcp.local_contents import HeldShard, LocalContents, held_shards, local_contents
-from opt_checkpoint.dcp.plan_cache import Agreement, CachedPlan, Offer, PlanCache
+from opt_checkpoint.boxes.box import Box, FlatBox, boxes_of
+from opt_checkpoint.dcp.local_contents import LocalBoxes, LocalContents, local_contents
+from opt_checkpoint.dcp.plan import Agreement, AssignedParts, CachedPlan, GlobalPlan, Offer, PlanCache
 from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.dtype_names import is_storable
 from opt_checkpoint.disk.index import COMMON_KEY
@@ -35,27 +32,6 @@ from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text, scopes, s
 logger = logging.getLogger(__name__)
 
 
-class Common(Enum):
-    """What to do when plain values, which rank 0 writes, differ on another rank."""
-
-    EQUAL = "equal"  # refuse to save, naming the values
-    FIRST_RANK = "first_rank"  # take rank 0's, and log what differs
-
-
-class Planned(NamedTuple):
-    """A plan with the objects that rank 0 writes for all.
-
-    Args:
-        plan: the plan.
-        objects: unique keys of the objects that each rank writes.
-        stock_only: keys of the plain values that rank 0 also writes on their own, for stock readers.
-    """
-
-    plan: GlobalPlan
-    objects: list[list[str]]
-    stock_only: frozenset[str]
-
-
 def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
     """Return the values of `part`, a box within a held box, as a view of the shard's data.
 
@@ -64,23 +40,16 @@ def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
         held: one of `boxes_of(shard)`.
         part: a box inside `held.box`, in global coordinates.
     """
-    whole = _data(shard).detach()
-    if shard.flattened_range is not None:
-        whole = whole[held.start : held.stop].view(held.box.sizes)
-    elif shard.prepend_axis_num:
-        whole = whole[(None,) * shard.prepend_axis_num]
-    if part != held.box:
-        for axis, (low, base, size) in enumerate(zip(part.offsets, held.box.offsets, part.sizes)):
-            whole = whole.narrow(axis, low - base, size)
-    return whole
-
-
-def _data(shard: ShardedTensor) -> Tensor:
     if shard.data is None:
         raise CheckpointValueError(f"{shard.key} has no data")
-    if shard.flattened_range is not None and not shard.data.is_contiguous():
-        raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
-    return shard.data
+    values = shard.data.detach()
+    if shard.flattened_range is not None:
+        if not values.is_contiguous():
+            raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
+        values = values[held.start : held.stop].view(held.box.sizes)
+    elif shard.prepend_axis_num:
+        values = values[(None,) * shard.prepend_axis_num]
+    return values if part == held.box else held.box.part_of(values, part)
 
 
 class ShardedSavePlanner:
@@ -88,120 +57,106 @@ class ShardedSavePlanner:
 
     Args:
         state: nested dicts of sharded types and plain values.
-        common: what to do when ranks disagree on a plain value.
+        common: what to do when plain values, which rank 0 writes, differ on another rank: `"equal"` refuses to save,
+            `"first_rank"` takes rank 0's.
         cache: the plan of an earlier save.
     """
 
-    def __init__(
-        self, state: ShardedStateDict, *, common: Common = Common.EQUAL, cache: PlanCache | None = None
-    ) -> None:
-        self._state = state
-        self._policy = common
-        self._cache = cache or PlanCache()
-        self._agreement = Agreement(plan=b"", is_remembered=False, equal_common=False)
-        self._rank, self._cached = -1, CachedPlan()
-        self._plan: GlobalPlan | None = None
-        self._first_ranks_objects: list[str] = []
-        self._stock_values: dict[str, Any] = {}
-        self._assigned: AssignedParts | None = None
+    flat: FlatState  # set by `offer`
+    rank: int  # the same
+    assigned: AssignedParts  # what this rank writes; set by `finish_plan`
+    plan: GlobalPlan  # on the coordinator; set by `create_global_plan`
 
-    def offer(self, rank: int) -> Offer:
+    def __init__(self, state: ShardedStateDict, *, common: str = "equal", cache: PlanCache | None = None) -> None:
+        self._state, self._policy, self._cache = state, common, cache or PlanCache()
+        self._stock: dict[str, Any] = {}  # on the coordinator: values also stored on their own, for stock readers
+
+    def offer(self, rank: int, arguments: dict[str, str]) -> Offer:
         """Flatten the state, and describe what ranks must agree on before they plan.
 
         Args:
             rank: this process's number among those that save.
+            arguments: of the save; they must be the same on all ranks.
 
         Raises:
             CheckpointingException: the state cannot be flattened or stored.
         """
-        contents = self._contents
-        if contents.layout is None:
-            raise RuntimeError("a rank has a layout of its own")
-        common = hashlib.sha256("".join(sorted(map(repr, contents.common.items()))).encode("utf-8", "surrogatepass"))
-        self._rank, self._cached = rank, self._cache.plan_of(rank)
-        return Offer(contents.layout.fingerprint, common.digest(), self._cached.name)
+        if self._policy not in ("equal", "first_rank"):
+            raise CheckpointValueError(f"common={self._policy!r}; allowed: equal, first_rank")
+        self.flat = flatten_state(self._state)
+        separate_tensors_(self.flat, is_storable)
+        self._held = [LocalBoxes(shard, tuple(boxes_of(shard))) for shard in self.flat.tensors.values()]
+        self._contents = local_contents(self.flat, self._held)
+        assert self._contents.layout is not None
+        common = "".join(sorted(map(repr, self._contents.common.items()))).encode("utf-8", "surrogatepass")
+        self.rank, self._cached = rank, self._cache.plan_of(rank)
+        layout = self._contents.layout.fingerprint
+        return Offer(arguments, layout, hashlib.sha256(common).digest(), self._cached.name)
 
     def accept(self, offers: Sequence[Offer]) -> None:
-        """Decide from the offers of all ranks whether to reuse a cached plan; without this call, none is reused."""
-        self._agreement = Agreement.of(offers, self._policy.value)
-
-    @cached_property
-    def flat(self) -> FlatState:
-        """The state by kind and path."""
-        flat = flatten_state(self._state)
-        separate_tensors_(flat, is_storable)
-        return flat
-
-    @cached_property
-    def _held(self) -> list[HeldShard]:
-        return held_shards(self.flat)
-
-    @cached_property
-    def _contents(self) -> LocalContents:
-        return local_contents(self.flat, self._held)
+        """Decide from the offers of all ranks whether to reuse a cached plan."""
+        self._agreement = Agreement.of(offers, self._policy)
 
     def create_local_plan(self) -> LocalContents:
         """Describe what this rank could write; with a cached plan, only what depends on values."""
         contents = self._contents
         if self._agreement.is_remembered:
             contents = replace(contents, layout=None)
-        if self._agreement.equal_common:
-            contents = replace(contents, common={})
-        return contents
+        return replace(contents, common={}) if self._agreement.equal_common else contents
 
-    def create_global_plan(self, contents: Sequence[LocalContents]) -> tuple[list[AssignedParts | None], Planned]:
+    def create_global_plan(self, contents: Sequence[LocalContents]) -> list[AssignedParts | None]:
         """Validate what all ranks hold and assign it to ranks; or reuse the plan that all ranks have cached.
 
         Returns:
-            What each rank writes, None for what it has cached; and the plan.
+            What each rank writes; None for what it has cached.
 
         Raises:
             CheckpointingException: the states of the ranks do not fit together.
         """
         digests = np.concatenate([own.digests for own in contents])
-        remembered = self._cached.plan if self._agreement.is_remembered else None
-        layouts = remembered.layouts if remembered else [own.layout for own in contents if own.layout is not None]
-        self._judge_common(contents, [own.plain for own in layouts])
-        if remembered is None:
-            plan = GlobalPlan.of(layouts, digests, only_first=self._policy is Common.FIRST_RANK)
+        cached = self._cached.plan if self._agreement.is_remembered else None
+        layouts = cached.layouts if cached else [own.layout for own in contents if own.layout is not None]
+        if not self._agreement.equal_common:
+            self._compare_common(common_differences([own.common for own in contents], [own.plain for own in layouts]))
+        if cached is None:
+            self.plan = GlobalPlan.of(layouts, digests, only_first=self._policy == "first_rank")
         else:
-            plan = remembered
-            plan.check_values(digests)
-        assigned: list[AssignedParts | None] = [None] * len(contents) if remembered else [*plan.assigned()]
-        self._plan, self._stock_values = plan, stock_values(self.flat)
-        stock_only = self._stock_values.keys() - plan.held.keys
-        self._first_ranks_objects = [COMMON_KEY, *(key for key in self._stock_values if key in stock_only)]
-        objects = [[*plan.objects[0], *self._first_ranks_objects], *plan.objects[1:]]
-        return assigned, Planned(plan, objects, frozenset(stock_only))
+            self.plan = cached
+            cached.check_values(digests)
+        self._stock = stock_values(self.flat)
+        return [None] * len(contents) if cached else [*self.plan.assigned()]
 
-    def _judge_common(self, contents: Sequence[LocalContents], plain: Sequence[Mapping[str, Path]]) -> None:
-        if self._agreement.equal_common:
-            return
-        differing = common_differences([own.common for own in contents], plain)
+    def _compare_common(self, differing: Sequence[str]) -> None:
         if not differing:
             return
         text = f"common values differ between ranks: {', '.join(differing[:8])}"
-        if self._policy is Common.EQUAL:
+        if self._policy == "equal":
             raise CheckpointValueError(
                 f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where only "
                 f"some ranks have it), or pass common='first_rank' to store the first rank's"
             )
         logger.warning("%s; rank 0's are stored", text)
 
-    def finish_plan(self, assigned: AssignedParts | None) -> None:
-        """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
-        self._assigned = assigned or self._cached.assigned
-        if self._assigned is None:
-            raise RuntimeError("a rank without a cached plan agreed to use one")
-        if self._agreement.plan:
-            self._cache.keep(CachedPlan(self._agreement.plan, self._rank, self._assigned, self._plan))
+    @property
+    def stock_only(self) -> set[str]:
+        """Keys of the plain values that the coordinator also writes on their own, for stock readers."""
+        return self._stock.keys() - set(self.plan.held.keys)
 
     @property
-    def assigned(self) -> AssignedParts:
-        """What this rank writes, after `finish_plan`."""
-        if self._assigned is None:
-            raise RuntimeError("finish_plan was not called")
-        return self._assigned
+    def objects_of_ranks(self) -> list[list[str]]:
+        """Unique keys of the objects that each rank writes; on the coordinator."""
+        first, *others = self.plan.objects
+        stock_only = self.stock_only
+        return [[*first, COMMON_KEY, *(key for key in self._stock if key in stock_only)], *others]
+
+    def finish_plan(self, assigned: AssignedParts | None) -> None:
+        """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
+        found = assigned or self._cached.assigned
+        if found is None:
+            raise RuntimeError("a rank without a cached plan agreed to use one")
+        self.assigned = found
+        plan = self.plan if self.rank == 0 else None
+        self._cache.keep(CachedPlan(self._agreement.plan, self.rank, found, plan))
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """The keys and bytes of the objects that this rank writes.
@@ -209,9 +164,26 @@ class ShardedSavePlanner:
         Raises:
             CheckpointingException: an object cannot be stored.
         """
-        for key in (*self.assigned.objects, *self._first_ranks_objects):
-            is_bare = key in self._stock_values
-            yield key, _bare_archive(self._stock_values[key]) if is_bare else self._dumped(key)
+        objects = {item.unique_key: item.data for item in self.flat.objects.values()}
+        for key in self.objects_of_ranks[0] if self.rank == 0 else self.assigned.objects:
+            if key == COMMON_KEY:
+                yield key, self._common_archive()
+            elif key in objects:
+                yield key, dump_object(objects[key], key)
+            else:  # as `torch.distributed.checkpoint` stores it; encoding the common state has checked that it loads
+                stream = io.BytesIO()
+                torch.save(self._stock[key], stream)
+                yield key, stream.getvalue()
+
+    def _common_archive(self) -> bytes:
+        try:
+            common = selected(self._state, {**self.flat.empty, **self.flat.common})
+            return dump_object({} if common is ABSENT else common, COMMON_KEY)
+        except CheckpointingException:
+            for path, value in self.flat.common.items():
+                for name, inner in _stock_leaves(path, value):
+                    dump_object(inner, name)  # raises with the name of the value
+            raise
 
     def parts(self) -> Iterator[tuple[str, Box, Tensor]]:
         """The key, box and values of each part of a tensor that this rank writes; values are views of its memory.
@@ -229,25 +201,6 @@ class ShardedSavePlanner:
                 raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {held.box}")
             yield shard.key, part, view_of(shard, held, part)
 
-    def _dumped(self, key: str) -> bytes:
-        if key != COMMON_KEY:
-            return dump_object(next(o.data for o in self.flat.objects.values() if o.unique_key == key), key)
-        try:
-            common = selected(self._state, {**self.flat.empty, **self.flat.common})
-            return dump_object({} if common is ABSENT else common, key)
-        except CheckpointingException:
-            for path, value in self.flat.common.items():
-                for name, inner in _stock_leaves(path, value):
-                    dump_object(inner, name)  # raises with the name of the value
-            raise
-
-
-def _bare_archive(value: Any) -> bytes:
-    """A value as `torch.distributed.checkpoint` stores it. Encoding the common state has checked that it loads."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
 
 def stock_values(flat: FlatState) -> dict[str, Any]:
     """The plain values that `torch.distributed.checkpoint.load` looks for, by its keys: paths that continue into lists.
@@ -264,7 +217,8 @@ def stock_values(flat: FlatState) -> dict[str, Any]:
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) or (isinstance(value, list) and _is_traversed(value)):
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        items: Mapping[Any, Any] = value if isinstance(value, dict) else dict(enumerate(value))
+        for key, inner in items.items():
             yield from _stock_leaves((*path, key), inner)
     elif not isinstance(value, Tensor):
         yield path_text(path), value

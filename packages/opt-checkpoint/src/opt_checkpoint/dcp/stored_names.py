@@ -6,14 +6,24 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from opt_checkpoint.dcp.main_values import MAINS, aliased, is_wider
 from opt_checkpoint.disk.detect import read_tensor
 from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.tree import ABSENT, Path, leaves, lookup, path_text
 
-NESTED_KEYS = "nested_keys"  # in the manifest's details: keys begin with the paths of their scoped parts
+_MAINS = "optimizer.state.fp32_param."
+
+
+def aliased(key: str, stored: Iterable[str] | Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """The stored name of a key: the key itself, else the first stored name that replacing a prefix by `aliases`
+    yields."""
+    if key in stored:
+        return key
+    for old, new in aliases.items():
+        if key.startswith(old) and new + key.removeprefix(old) in stored:
+            return new + key.removeprefix(old)
+    return key
 
 
 def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, str]) -> dict[Path, str]:
@@ -21,7 +31,7 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
 
     A tensor whose key is not stored is searched under its path in the state. If its values are stored in another
     precision, more exact ones may exist under another name, see `_main_values`.
-    A value in a scoped part is stored under its path. In checkpoints without such keys it is stored under its relative
+    A value in a scoped part is stored under its path. In checkpoints of other programs it is stored under its relative
     key; that is used if nothing is stored under the path of the part, and no other part has the same relative key.
     """
     relative = _relative_names(flat, index)
@@ -60,15 +70,17 @@ def _main_values(
 
     chosen: dict[Path, str | None] = {}
     for path, shard in flat.tensors.items():
-        if names[path] not in stored and own[path].startswith(MAINS):
-            chosen[path] = name_of(own[path].removeprefix(MAINS))
-        elif names[path] in stored and shard.has_mains and is_wider(shard, stored[names[path]]):
-            chosen[path] = name_of(MAINS + own[path])
+        name = names[path]
+        if name not in stored:
+            if own[path].startswith(_MAINS):
+                chosen[path] = name_of(own[path].removeprefix(_MAINS))
+        elif shard.has_mains and shard.dtype.is_floating_point and shard.dtype.itemsize > stored[name].dtype.itemsize:
+            chosen[path] = name_of(_MAINS + own[path])
     return {path: name for path, name in chosen.items() if name is not None}
 
 
 def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
-    if not flat.relative or index.details.get(NESTED_KEYS):
+    if not flat.relative or index.kind is Kind.OURS:
         return {}
     claimed: dict[str, set[Path]] = defaultdict(set)
     for scope, key in flat.relative.values():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,19 +12,11 @@ from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.overlaps import overlapping_pairs
 from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.local_contents import LocalObject
-from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
-
-
-class _Problem(NamedTuple):
-    """A problem of a tensor, and the index of its key."""
-
-    key: int
-    text: str
 
 
 def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[LocalObject]]) -> None:
@@ -41,76 +32,66 @@ def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[Lo
     """
     problems: dict[int, str] = {}
     for check in (_description_problems, _overlap_problems, _hole_problems):
-        for problem in check(held):
-            problems.setdefault(problem.key, problem.text)
-    texts = [*(text for _, text in sorted(problems.items())), *_object_problems(objects)]
+        for key, text in check(held):
+            problems.setdefault(key, text)
+    texts = [*(f"{held.keys[key]}: {text}" for key, text in sorted(problems.items())), *_object_problems(objects)]
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
-def _first_of_key(held: HeldTensors) -> Array:
-    """For each key the first held tensor that has it."""
-    first = np.zeros(len(held.keys), np.int64)
-    first[held.key[::-1]] = np.arange(len(held.key))[::-1]
-    return first
-
-
-def _description_problems(held: HeldTensors) -> Iterator[_Problem]:
-    """Problems of tensors whose dtype or shape differs between ranks."""
-    first = _first_of_key(held)[held.key]
+def _description_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key whose dtype or shape differs between ranks."""
+    first = held.first_of_key[held.key]
     same = (held.dtype == held.dtype[first]) & (held.ndim == held.ndim[first])
     same &= (held.shape == held.shape[first]).all(axis=1)
     for number in np.flatnonzero(~same).tolist():
         a, b = (
-            f"rank {held.rank[n]} has {held.dtype_name(n)} {list(held.shape_of(n))}" for n in (first[number], number)
+            f"rank {held.rank[n]} has {held.dtype_names[held.dtype[n]]} {list(held.shape_of(n))}"
+            for n in (first[number], number)
         )
-        yield _Problem(int(held.key[number]), f"{held.keys[held.key[number]]}: {a}, {b}")
+        yield int(held.key[number]), f"{a}, {b}"
 
 
-def _overlap_problems(held: HeldTensors) -> Iterator[_Problem]:
+def _overlap_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key whose main replicas overlap."""
     mains = np.flatnonzero(held.main[held.owner] & held.usable)
     owner = held.owner[mains]
     for pairs in overlapping_pairs(held.key[owner], held.offsets[mains], held.sizes[mains]):
-        for first, second in zip(mains[pairs.first].tolist(), mains[pairs.second].tolist()):
-            yield _overlap_problem(held, min(first, second), max(first, second))
-
-
-def _overlap_problem(held: HeldTensors, first: int, second: int) -> _Problem:
-    a, b = held.box(first), held.box(second)
-    ranks = [int(held.rank[held.owner[number]]) for number in (first, second)]
-    key = int(held.key[held.owner[first]])
-    copies = "" if ranks[0] == ranks[1] or a != b else "; of equal copies, only one may have replica_id 0"
-    return _Problem(
-        key,
-        f"{held.keys[key]}: Invalid access pattern: rank {ranks[0]} holds {_span(a)} and rank {ranks[1]} {_span(b)}, "
-        f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
-        f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
-        f"sharded_model(model, groups=...){copies}",
-    )
-
-
-def _hole_problems(held: HeldTensors) -> Iterator[_Problem]:
-    """Problems of tensors that boxes do not cover. Disjoint boxes cover a tensor if their volumes add up to its own."""
-    mains = np.flatnonzero(held.main[held.owner] & held.usable)
-    shape = held.shape[_first_of_key(held)]
-    covered = np.zeros(len(held.keys), np.int64)
-    np.add.at(covered, held.key[held.owner[mains]], np.prod(held.sizes[mains], axis=1))
-    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
-    wrong = huge | (covered != np.prod(shape, axis=1))
-    for key in np.flatnonzero(wrong).tolist():
-        total, ranks = math.prod(shape[key].tolist()), held.rank[held.owner[mains]][held.key[held.owner[mains]] == key]
-        if covered[key] != total:
-            first = int(_first_of_key(held)[key])
-            yield _Problem(
-                key,
-                f"{held.keys[key]}: Invalid access pattern: main replicas hold {covered[key]} of the {total} elements "
-                f"of {list(held.shape_of(first))} (ranks {sorted(set(ranks.tolist()))}); a shard is missing",
+        for pair in zip(mains[pairs.first].tolist(), mains[pairs.second].tolist()):
+            numbers = sorted(pair)
+            a, b = map(held.box, numbers)
+            rank, other = (int(held.rank[held.owner[number]]) for number in numbers)
+            copies = "" if rank == other or a != b else "; of equal copies, only one may have replica_id 0"
+            yield (
+                int(held.key[held.owner[numbers[0]]]),
+                f"Invalid access pattern: rank {rank} holds {_span(a)} and rank {other} {_span(b)}, "
+                f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
+                f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
+                f"sharded_model(model, groups=...){copies}",
             )
 
 
 def _span(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
+
+
+def _hole_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key that boxes do not cover. Disjoint boxes do if their volumes add up."""
+    mains = np.flatnonzero(held.main[held.owner] & held.usable)
+    key_of_main, shape = held.key[held.owner[mains]], held.shape[held.first_of_key]
+    covered = np.zeros(len(held.keys), np.int64)
+    np.add.at(covered, key_of_main, np.prod(held.sizes[mains], axis=1))
+    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
+    for key in np.flatnonzero(huge | (covered != np.prod(shape, axis=1))).tolist():
+        total = math.prod(shape[key].tolist())
+        if covered[key] != total:
+            ranks = set(held.rank[held.owner[mains]][key_of_main == key].tolist())
+            yield (
+                key,
+                f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
+                f"{list(held.shape_of(int(held.first_of_key[key])))} (ranks {sorted(ranks)}); a shard is missing",
+            )
 
 
 def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:

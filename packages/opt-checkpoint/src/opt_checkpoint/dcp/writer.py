@@ -7,29 +7,50 @@ after it, the checkpoint is complete.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from opt_checkpoint.dcp.save_planner import Planned, ShardedSavePlanner
-from opt_checkpoint.dcp.written import WrittenFile, paths_of, stored_by
-from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.dcp.plan import GlobalPlan
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
+from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
+from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.disk.data_file import file_header
-from opt_checkpoint.disk.data_file_writer import DataFileWriter, Placed
+from opt_checkpoint.disk.data_file_writer import DataFileWriter
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, METADATA, encode_megatron_mark
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import encode_manifest
+from opt_checkpoint.disk.stored_tensors import StoredTensors
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 
 
-class WriteTo(NamedTuple):
-    """The parts that a rank writes, sent to it by the coordinator."""
+class WrittenFile(NamedTuple):
+    """The data file of a rank. Columns have the order of the parts assigned to the rank.
 
-    file: str
-    save_id: str
+    Args:
+        name: file name within the checkpoint's directory.
+        stored: its size and checksum.
+        parts_crc: checksum of the parts assigned to the rank, which identifies them.
+        start: (p,) start of the values of each part.
+        archive_start: (p,) start of the archive around them.
+        archive_nbytes: (p,) size of that archive.
+        sums: the CRC-32 of every piece of each part, uint32.
+        objects: the places of the objects, by unique key.
+    """
+
+    name: str
+    stored: StoredFile
+    parts_crc: int
+    start: Array
+    archive_start: Array
+    archive_nbytes: Array
+    sums: Array
+    objects: dict[str, ByteRange]
 
 
 class CheckpointWriter:
@@ -48,15 +69,13 @@ class CheckpointWriter:
         path: Location,
         *,
         save_id: str,
-        details: MappingProxyType[str, Any] = MappingProxyType({}),
+        details: Mapping[str, Any] = MappingProxyType({}),
         target: Target | None = None,
         replace: bool = False,
     ) -> None:
         self.path = path
-        self._save_id = save_id
-        self._details, self._replace = details, replace
+        self._save_id, self._details, self._replace = save_id, details, replace
         self._store, self._target = target or target_at(path)
-        self._planned: Planned | None = None
         self.index: CheckpointIndex | None = None
 
     @property
@@ -64,45 +83,64 @@ class CheckpointWriter:
         """The directory that is written to until the commit."""
         return self._store.path(self._store.folder(self._target, self._save_id))
 
-    def begin(self, planned: Planned) -> list[WriteTo]:
-        """Create the temporary location and name the files; on the coordinator. Raises like `Store.begin`."""
+    def begin(self, planner: ShardedSavePlanner) -> list[str]:
+        """Create the temporary location, on the coordinator; the save id for each rank. Raises like `Store.begin`."""
         self._store.begin(self._target, self._save_id, replace=self._replace)
-        self._planned = planned
-        return [WriteTo(f"__{rank}_0.distcp", self._save_id) for rank in range(len(planned.objects))]
+        return [self._save_id] * planner.plan.held.ranks
 
-    def write_data(self, to: WriteTo, planner: ShardedSavePlanner) -> WrittenFile:
+    def write_data(self, save_id: str, planner: ShardedSavePlanner) -> WrittenFile:
         """Write this rank's file and sync it.
 
         Raises:
             OSError: the file system reports an error.
         """
+        name = f"__{planner.rank}_0.distcp"
         tensors = lambda: ((key, values) for key, _, values in planner.parts())
-        output = DataFileWriter(file_header(to.save_id), planner.objects, tensors)
-        self._store.write(f"{self._store.folder(self._target, to.save_id)}/{to.file}", output)
-        return _written_file(to.file, output.written(), planner.assigned.crc, output.placed)
+        output = DataFileWriter(file_header(save_id), planner.objects, tensors)
+        self._store.write(f"{self._store.folder(self._target, save_id)}/{name}", output)
+        placed = [item for item in output.placed if item.values_start >= 0]
+        start = np.array([item.start for item in placed], "<i8")
+        objects = {
+            item.key: ByteRange(
+                file=name, start=item.start, nbytes=item.end - item.start, crc=item.sums[0], archive=True
+            )
+            for item in output.placed
+            if item.values_start < 0
+        }
+        return WrittenFile(
+            name=name,
+            stored=output.written(),
+            parts_crc=planner.assigned.crc,
+            start=np.array([item.values_start for item in placed], "<i8"),
+            archive_start=start,
+            archive_nbytes=np.array([item.end for item in placed], "<i8") - start,
+            sums=np.array([crc for item in placed for crc in item.sums], "<u4"),
+            objects=objects,
+        )
 
-    def finish(self, written: list[WrittenFile]) -> None:
+    def finish(self, planner: ShardedSavePlanner, written: list[WrittenFile]) -> None:
         """On the coordinator, write the manifest and commit.
 
         Raises:
             CheckpointingException: a planned item was not written; see also `Store.commit`.
             OSError: the file system reports an error.
         """
-        planned = self._planned
-        if planned is None:
-            raise RuntimeError("begin was not called")
-        stored, paths = stored_by(planned, written), paths_of(planned)
+        _check_complete(planner.plan, planner.objects_of_ranks, written)
+        tensors, archives = _stored(planner.plan, written)
+        objects = {key: place for own in written for key, place in own.objects.items()}
+        paths = {key: path for own in planner.plan.layouts for key, path in own.plain.items()}
+        stock_only = planner.stock_only
         index = CheckpointIndex(
             path=self.path,
             kind=Kind.OURS,
-            tensors=stored.tensors,
-            objects={key: place for key, place in stored.objects.items() if key not in planned.stock_only},
-            files={own.name: own.whole for own in written},
+            tensors=tensors,
+            objects={key: place for key, place in objects.items() if key not in stock_only},
+            files={own.name: own.stored for own in written},
             save_id=self._save_id,
             details={"torch": torch.__version__, "paths": paths, **self._details},
         )
         contents = {
-            METADATA: encode_dcp_metadata(stored.tensors, stored.objects, list(index.files), stored.archives, paths),
+            METADATA: encode_dcp_metadata(tensors, objects, list(index.files), archives, paths),
             MEGATRON_MARK: encode_megatron_mark(),
         }
         index.files.update((name, StoredFile(size=len(raw), crc=crc32(raw))) for name, raw in contents.items())
@@ -112,31 +150,69 @@ class CheckpointWriter:
         self._store.commit(self._target, self._save_id, sizes, replace=self._replace)
         self.index = index
 
-    def release(self) -> None:
-        """Release the lease on the temporary location; called by `finish` and `abandon`."""
-        self._store.release(self._save_id)
-
     def abandon(self) -> None:
         """Remove the files of a failed save; on the coordinator, once all ranks have finished."""
         self._store.abandon(self._target, self._save_id)
 
 
-def _written_file(name: str, whole: StoredFile, parts_crc: int, placed: list[Placed]) -> WrittenFile:
-    """The columns of a file: tensors in order, objects by key."""
-    tensors = [p for p in placed if p.values_start >= 0]
-    start = np.array([p.start for p in tensors], "<i8")
-    objects = {
-        p.key: ByteRange(file=name, start=p.start, nbytes=p.end - p.start, crc=p.sums[0], archive=True)
-        for p in placed
-        if p.values_start < 0
-    }
-    return WrittenFile(
-        name=name,
-        whole=whole,
-        parts_crc=parts_crc,
-        start=np.array([p.values_start for p in tensors], "<i8"),
-        archive_start=start,
-        archive_nbytes=np.array([p.end for p in tensors], "<i8") - start,
-        sums=np.array([s for p in tensors for s in p.sums], "<u4"),
-        objects=objects,
+def _check_complete(plan: GlobalPlan, objects: Sequence[Sequence[str]], written: Sequence[WrittenFile]) -> None:
+    """Raise CheckpointingException unless each rank has written exactly what was planned.
+
+    Args:
+        plan: of the save.
+        objects: unique keys of the objects of each rank.
+        written: the files, by rank.
+    """
+    items = sum(len(own.start) + len(own.objects) for own in written)
+    wanted = len(plan.parts.rank) + sum(map(len, objects))
+    if items != wanted:
+        raise CheckpointValueError(f"{items} items were written, {wanted} were planned")
+    sums = np.bincount(plan.parts.rank, weights=_pieces(plan), minlength=len(written)).astype(np.int64).tolist()
+    for rank, (own, assigned) in enumerate(zip(written, plan.assigned(), strict=True)):
+        lengths = {len(column) for column in (own.start, own.archive_start, own.archive_nbytes, assigned.box)}
+        if len(lengths) > 1 or len(own.sums) != sums[rank] or own.parts_crc != assigned.crc:
+            raise CheckpointValueError(f"rank {rank} has not written the {len(assigned.box)} parts that were planned")
+        if own.objects.keys() != set(objects[rank]):
+            raise CheckpointValueError(f"rank {rank} has not written the objects that were planned")
+
+
+def _stored(plan: GlobalPlan, written: Sequence[WrittenFile]) -> tuple[StoredTensors, tuple[Array, Array]]:
+    """The stored tensors, sorted by key, once every rank has written its file; start and size of the archive of each
+    chunk, in the order of their columns."""
+    held, parts = plan.held, plan.parts
+    keys = np.array(sorted(range(len(held.keys)), key=held.keys.__getitem__), np.int64)
+    first = held.first_of_key[keys]
+    place = np.argsort(keys)
+    tensor = place[held.key[held.owner[parts.box]]]
+    order = np.argsort(tensor, kind="stable")
+    raw = [held.keys[number].encode("utf-8", "surrogatepass") for number in keys.tolist()]
+    dtypes = sorted(held.dtype_names)
+    renumbered = np.array([dtypes.index(name) for name in held.dtype_names] or [0])
+    start, archive_start, archive_nbytes = (
+        np.concatenate(columns).astype("<i8")[order]
+        for columns in zip(*((own.start, own.archive_start, own.archive_nbytes) for own in written))
     )
+    count = _pieces(plan)
+    shift = np.repeat((np.cumsum(count) - count)[order] - (np.cumsum(count[order]) - count[order]), count[order])
+    sums = np.concatenate([own.sums for own in written]).astype("<u4")
+    columns = {
+        "keys": np.frombuffer(b"".join(raw), "|u1"),
+        "key_bytes": np.fromiter(map(len, raw), "<u4", len(raw)),
+        "dtype": renumbered[held.dtype[first]].astype("|u1"),
+        "ndim": held.ndim[first].astype("|u1"),
+        "shape": held.shape[first].astype("<i8"),
+        "chunks": np.bincount(tensor, minlength=len(keys)).astype("<i8"),
+        "offsets": parts.offsets[order].astype("<i8"),
+        "sizes": parts.sizes[order].astype("<i8"),
+        "file": parts.rank[order].astype("<u4"),
+        "start": start,
+        "sums": sums[np.arange(len(sums)) + shift],
+    }
+    files = {own.name: own.stored for own in written}
+    return StoredTensors(columns, tuple(dtypes), files), (archive_start, archive_nbytes)
+
+
+def _pieces(plan: GlobalPlan) -> Array:
+    """(p,) number of checksums of each part."""
+    count: Array = np.maximum(1, -(-plan.parts_nbytes // PIECE_BYTES))
+    return count

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.boxes.reshard import first_overlap
+from opt_checkpoint.boxes.box import Box, first_overlap
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
     MAX_DIMS,

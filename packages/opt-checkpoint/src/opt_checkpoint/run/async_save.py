@@ -10,13 +10,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from opt_checkpoint.dcp.plan_cache import PlanCache
+from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import OneProcess, Ranks, everyone, leave, ranks_of, same_location
-from opt_checkpoint.run.save_load import NO_DETAILS, error_of, save
+from opt_checkpoint.run.ranks import Ranks, check_equal, from_all, leave, ranks_of, texts_of
+from opt_checkpoint.run.save_load import NO_DETAILS, save_as
 from opt_checkpoint.run.staging import Staging
 from opt_checkpoint.state.sharded import ShardedStateDict
-from opt_checkpoint.store import AnyPath, Location
+from opt_checkpoint.store import AnyPath, Location, location_of
 
 SAVE_TIMEOUT_S = 1800.0
 
@@ -70,15 +70,16 @@ class AsyncSaver:
 
     def __init__(
         self,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Ranks | None = None,
         *,
         timeout_s: float = SAVE_TIMEOUT_S,
         once: bool = False,
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
-        self._group = _own_group(process_group, timeout_s, alone=ranks_of(process_group).alone)
-        self._ranks = ranks_of(self._group)
+        self._ranks, self._group = ranks_of(process_group), _own_group(process_group, timeout_s)
+        if self._group is not None:
+            self._ranks = ranks_of(self._group)
         self._staging = Staging()
         self._plans = PlanCache()
         self._last: SaveHandle | None = None
@@ -92,7 +93,6 @@ class AsyncSaver:
         *,
         common: Literal["equal", "first_rank"] = "equal",
         details: Mapping[str, Any] = NO_DETAILS,
-        after: Callable[[], None] | None = None,
     ) -> SaveHandle:
         """Take a snapshot and save it in the background. First waits for the previous save, and raises its failure.
 
@@ -101,44 +101,43 @@ class AsyncSaver:
             path: as for `save`.
             common: as for `save`.
             details: as for `save`.
-            after: called on this rank, in the background, once the checkpoint is committed. If it raises on any rank,
-                the save counts as failed on all ranks; the checkpoint stays.
 
         Raises:
             CheckpointingException: the previous save failed, a rank's state cannot be copied, or ranks were given
                 different paths or `common`; on every rank. Or this saver is closed.
         """
-        if self._closed:
-            raise CheckpointValueError(f"cannot save {path}: this saver is closed; make a new one")
-        self.wait()
-        target = same_location(self._ranks, "saving", path, common=common)
 
-        def write(snapshot: ShardedStateDict) -> None:
-            save(
+        def write(snapshot: ShardedStateDict, place: Location) -> None:
+            save_as(
                 snapshot,
-                target,
-                process_group=self._group,
+                place,
+                process_group=self._ranks,
                 common=common,
                 details=details,
                 plans=self._plans,
             )
-            error = None if after is None else error_of(after)
-            everyone(self._ranks, error, f"the callback after the save of {target} (the checkpoint is committed)")
 
-        return self.start(state, target, write)
+        return self.start(state, path, write, common=common)
 
     @property
     def ranks(self) -> Ranks:
         """The ranks, with a separate process group for work in the background."""
         return self._ranks
 
-    def start(self, state: ShardedStateDict, target: Location, write: Callable[[ShardedStateDict], None]) -> SaveHandle:
+    def start(
+        self,
+        state: ShardedStateDict,
+        target: AnyPath,
+        write: Callable[[ShardedStateDict, Location], None],
+        **arguments: object,
+    ) -> SaveHandle:
         """Take a snapshot and write it in the background. First waits for the previous save, and raises its failure.
 
         Args:
             state: as for `save`.
             target: where it is written, for messages and the handle.
-            write: called in the background with the snapshot, on every rank.
+            write: called in the background with the snapshot and the location of `target`, on every rank.
+            arguments: must be the same on all ranks, and so must `target` if there are any.
 
         Raises:
             CheckpointingException: as `save`.
@@ -147,16 +146,22 @@ class AsyncSaver:
             raise CheckpointValueError(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
-        snapshots: list[ShardedStateDict] = []
-        error = error_of(lambda: snapshots.append(self._staging.snapshot(state)))
-        blocked = time.perf_counter() - started
-        everyone(self._ranks, error, f"taking a snapshot for {target}")
-        handle = SaveHandle(target, blocked)
+        taken: list[tuple[Location, ShardedStateDict, float]] = []
+
+        def take() -> dict[str, str]:
+            place, snapshot = location_of(target), self._staging.snapshot(state)
+            taken.append((place, snapshot, time.perf_counter() - started))
+            return texts_of({"path": place, **arguments} if arguments else {})
+
+        check_equal("saving", from_all(self._ranks, take, f"taking a snapshot for {target}"))
+        place, snapshot, blocked = taken.pop()
+        handle, snapshots = SaveHandle(place, blocked), [snapshot]
+        del snapshot  # `write` gets the only reference
 
         def work() -> None:
             failure: BaseException | None = None
             try:
-                write(snapshots.pop())
+                write(snapshots.pop(), place)
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
                 failure = raised
             if self._once:
@@ -199,14 +204,17 @@ class AsyncSaver:
     def _leave(self) -> None:
         self._closed = True
         group, self._group = self._group, None
-        self._ranks = OneProcess()  # the group's sockets are closed with the last reference to it
+        self._ranks = Ranks()  # the group's sockets are closed with the last reference to it
         if group is not None:
             leave(group)
 
 
-def _own_group(process_group: dist.ProcessGroup | None, timeout_s: float, *, alone: bool) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, so that messages of the background thread are separate from those of training."""
-    if alone:
+def _own_group(process_group: dist.ProcessGroup | Ranks | None, timeout_s: float) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks, so that messages of the background thread are separate from those of training.
+
+    None for one rank.
+    """
+    if isinstance(process_group, Ranks) or ranks_of(process_group).size == 1:
         return None
     ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
     group: dist.ProcessGroup | None = dist.new_group(

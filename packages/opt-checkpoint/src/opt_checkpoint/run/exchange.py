@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch import Tensor
 from opt_checkpoint.disk.checksums import bytes_view, crc32
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointFailedError
-from opt_checkpoint.run.ranks import Ranks, everyone
+from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.store.directory import Directory
 
 _CHUNK_BYTES = 16 << 20
+Messages: TypeAlias = Generator[Tensor, None, None]
 
 
 class Parcel(NamedTuple):
@@ -38,9 +39,20 @@ class Parcel(NamedTuple):
     target: Path
 
 
-class _Listed(NamedTuple):
+class _Chunk(NamedTuple):
+    """A run of bytes of a file."""
+
     name: str
-    size: int
+    start: int
+    nbytes: int
+
+
+class _End(NamedTuple):
+    """One end of a parcel: how its messages go, the other rank, and their memory, one after another."""
+
+    pass_on: Callable[..., Any]
+    peer: int
+    messages: Messages
 
 
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
@@ -58,173 +70,133 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     Raises:
         CheckpointingException: a rank failed.
     """
-    own = {parcel.receiver: _listing(parcel.source) for parcel in parcels if parcel.sender == ranks.rank}
-    listings = ranks.gather_everywhere(own)
-    outgoing = [_Outgoing(p, own[p.receiver]) for p in parcels if p.sender == ranks.rank]
-    incoming = [_Incoming(p, listings[p.sender][ranks.rank], store) for p in parcels if p.receiver == ranks.rank]
+    outgoing = [parcel for parcel in parcels if parcel.sender == ranks.rank]
+    incoming = [parcel for parcel in parcels if parcel.receiver == ranks.rank]
+    listings = from_all(ranks, lambda: {p.receiver: _chunks_of(p.source) for p in outgoing}, what)
+    errors = _Errors()
+    ends = [_End(dist.isend, p.receiver, _sent(p, listings[ranks.rank][p.receiver], errors)) for p in outgoing]
+    ends += [_End(dist.irecv, p.sender, _received(p, listings[p.sender][ranks.rank], store, errors)) for p in incoming]
     try:
-        _run(ranks, outgoing, incoming)
+        waiting = [(end, next(end.messages, None)) for end in ends]
+        while waiting := [(end, message) for end, message in waiting if message is not None]:
+            works = []
+            for end, message in waiting:
+                peer = end.peer if ranks.group is None else dist.get_global_rank(ranks.group, end.peer)
+                works.append(end.pass_on(message, peer, group=ranks.group))
+            for work in works:
+                if work is not None:
+                    work.wait()
+            waiting = [(end, next(end.messages, None)) for end, _ in waiting]
     except RuntimeError as error:  # gloo's timeouts and lost connections
         raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
     finally:
-        errors = [end.close() for end in (*outgoing, *incoming)]
-    everyone(ranks, next(filter(None, errors), None), what)
+        for end in ends:
+            end.messages.close()
+    from_all(ranks, errors.raise_first, what)
 
 
-def _listing(directory: Path) -> list[_Listed]:
-    """The files of a directory; empty if it cannot be read, which the receiver detects."""
+class _Errors(list[BaseException]):
+    """What went wrong on this rank."""
+
+    def attempt(self, act: Callable[[], object]) -> None:
+        """Call `act`, unless something went wrong before; keep its error, so that messages still go."""
+        try:
+            if not self:
+                act()
+        except BaseException as error:
+            self.append(error)
+
+    def raise_first(self) -> None:
+        """Raise the first error, if there is one."""
+        if self:
+            raise self[0]
+
+
+def _chunks_of(directory: Path) -> list[_Chunk]:
+    """The files of a directory in chunks; empty if it cannot be read, which the receiver detects."""
     try:
-        return [_Listed(entry.name, entry.stat().st_size) for entry in sorted(directory.iterdir())]
+        sizes = {entry.name: entry.stat().st_size for entry in sorted(directory.iterdir())}
     except OSError:
         return []
+    return [
+        _Chunk(name, start, min(_CHUNK_BYTES, size - start))
+        for name, size in sizes.items()
+        for start in range(0, size, _CHUNK_BYTES)
+    ]
 
 
-def _run(ranks: Ranks, outgoing: Sequence[_Outgoing], incoming: Sequence[_Incoming]) -> None:
-    """Transfer the next chunk of every parcel in each round."""
-    while busy := [end for end in (*outgoing, *incoming) if end.left]:
-        waiting = []
-        for end in busy:
-            chunk = end.next_chunk()
-            peer = end.parcel.receiver if isinstance(end, _Outgoing) else end.parcel.sender
-            to = peer if ranks.group is None else dist.get_global_rank(ranks.group, peer)
-            send = dist.isend if isinstance(end, _Outgoing) else dist.irecv
-            waiting.append((end, send(chunk, to, group=ranks.group)))
-        for end, work in waiting:
-            if work is not None:
-                work.wait()
-            end.chunk_done()
+def _memory_for(chunks: Sequence[_Chunk]) -> Tensor:
+    return torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
 
 
-class _End(ABC):
-    """One end of a parcel: its files one after another, in chunks."""
-
-    @abstractmethod
-    def next_chunk(self) -> Tensor:
-        """The memory of the next chunk."""
-
-    @abstractmethod
-    def chunk_done(self) -> None:
-        """Continue after the message of the last chunk has arrived."""
-
-    @abstractmethod
-    def close(self) -> Exception | None:
-        """End the transfer, and return its error, if any."""
-
-    def __init__(self, parcel: Parcel, listing: Sequence[_Listed]) -> None:
-        self.parcel = parcel
-        self.error: Exception | None = None
-        self._chunks = [
-            (file.name, start, min(_CHUNK_BYTES, file.size - start))
-            for file in listing
-            for start in range(0, file.size, _CHUNK_BYTES)
-        ]
-        self._number = 0
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._fd, self._open = -1, ""
-
-    @property
-    def left(self) -> bool:
-        """Whether chunks are left."""
-        return self._number < len(self._chunks)
-
-    def _take(self) -> tuple[str, int, Tensor]:
-        name, start, size = self._chunks[self._number]
-        if self._buffer.numel() < size:
-            self._buffer = torch.empty(size, dtype=torch.uint8)
-        return name, start, self._buffer[:size]
-
-    def _shut(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd, self._open = -1, ""
+def _sent(parcel: Parcel, chunks: Sequence[_Chunk], errors: _Errors) -> Messages:
+    """The bytes of each chunk. After an error they are arbitrary, which the receiver's checksums refuse."""
+    memory = _memory_for(chunks)
+    for name, start, nbytes in chunks:
+        message = memory[:nbytes]
+        errors.attempt(lambda: _read(parcel.source / name, start, bytes_view(message)))  # noqa: B023
+        yield message
 
 
-class _Outgoing(_End):
-    """Reads files. After an error it sends arbitrary bytes, which the receiver's checksums refuse."""
-
-    def next_chunk(self) -> Tensor:
-        name, start, chunk = self._take()
-        try:
-            if self.error is None:
-                self._read(name, start, bytes_view(chunk))
-        except (OSError, CheckpointCorruptError) as error:
-            self.error = error
-        return chunk
-
-    def _read(self, name: str, start: int, view: memoryview) -> None:
-        if self._open != name:
-            self._shut()
-            self._fd, self._open = os.open(self.parcel.source / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), name
+def _read(path: Path, start: int, view: memoryview) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
         while len(view):
-            count = os.preadv(self._fd, [view], start)
+            count = os.preadv(fd, [view], start)
             if not count:
-                raise CheckpointCorruptError(f"{self.parcel.source / name} is truncated: it ends at byte {start}")
+                raise CheckpointCorruptError(f"{path} is truncated: it ends at byte {start}")
             start, view = start + count, view[count:]
-
-    def chunk_done(self) -> None:
-        self._number += 1
-
-    def close(self) -> Exception | None:
-        self._shut()
-        return self.error
+    finally:
+        os.close(fd)
 
 
-class _Incoming(_End):
-    """Writes files to a temporary directory, which is renamed to its target if all checksums match."""
+def _received(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, errors: _Errors) -> Messages:
+    """Memory for each chunk. Files go to a temporary directory, which is renamed if all their checksums match."""
+    memory, folder = _memory_for(chunks), store.folder(str(parcel.target.relative_to(store.root)), uuid.uuid4().hex)
+    temporary = store.path(folder)
+    crcs: dict[str, int] = {}
+    fds: dict[str, int] = {}
 
-    def __init__(self, parcel: Parcel, listing: Sequence[_Listed], store: Directory) -> None:
-        super().__init__(parcel, listing)
-        self._store = store
-        self._crcs = {file.name: 0 for file in listing}
-        target = str(parcel.target.relative_to(store.root))
-        self._folder = store.folder(target, uuid.uuid4().hex)
-        self._temporary = store.path(self._folder)
-        try:
-            store.make_parents(parcel.target)
-            store.make_dir(self._temporary)
-        except OSError as error:
-            self.error = error
+    def write(name: str, view: memoryview) -> None:
+        if name not in fds:
+            _close(fds)
+            fds[name] = store.open_new(temporary / name)
+        crcs[name] = crc32(view, crcs.get(name, 0))
+        store.append(fds[name], temporary / name, view)
 
-    def next_chunk(self) -> Tensor:
-        return self._take()[2]
+    def finish() -> None:
+        _check(parcel, temporary, crcs)
+        store.rename(temporary, parcel.target)
 
-    def chunk_done(self) -> None:
-        name, _, chunk = self._take()
-        self._number += 1
-        try:
-            if self.error is None:
-                self._write(name, bytes_view(chunk))
-        except OSError as error:
-            self.error = error
+    try:
+        errors.attempt(lambda: store.make_parents(parcel.target))
+        errors.attempt(lambda: store.make_dir(temporary))
+        for name, _, nbytes in chunks:
+            message = memory[:nbytes]
+            yield message
+            errors.attempt(lambda: write(name, bytes_view(message)))  # noqa: B023
+        _close(fds)
+        errors.attempt(finish)
+    finally:
+        _close(fds)
+        if temporary.is_dir():
+            with suppress(OSError):
+                store.discard(folder)
 
-    def _write(self, name: str, view: memoryview) -> None:
-        if self._open != name:
-            self._shut()
-            self._fd, self._open = self._store.open_new(self._temporary / name), name
-        self._crcs[name] = crc32(view, self._crcs[name])
-        self._store.append(self._fd, self._temporary / name, view)
 
-    def close(self) -> Exception | None:
-        self._shut()
-        try:
-            if self.error is None and not self.left:
-                self._check()
-                self._store.rename(self._temporary, self.parcel.target)
-        except (OSError, CheckpointCorruptError) as error:
-            self.error = error
-        if self._temporary.is_dir():
-            self._store.discard(self._folder)
-        return self.error
+def _close(fds: dict[str, int]) -> None:
+    while fds:
+        os.close(fds.popitem()[1])
 
-    def _check(self) -> None:
-        try:
-            index = read_manifest(self._temporary)
-        except FileNotFoundError:
+
+def _check(parcel: Parcel, received: Path, crcs: dict[str, int]) -> None:
+    """Raise CheckpointCorruptError unless the received files are those that were saved."""
+    try:
+        index = read_manifest(received)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.source}") from None
+    for name, file in index.files.items():
+        if crcs.get(name) != file.crc:
             raise CheckpointCorruptError(
-                f"rank {self.parcel.sender} did not send all of {self.parcel.source}"
-            ) from None
-        for name, file in index.files.items():
-            if self._crcs.get(name) != file.crc:
-                raise CheckpointCorruptError(
-                    f"{name} of {self.parcel.source} on rank {self.parcel.sender} is damaged: its checksum is wrong"
-                )
+                f"{name} of {parcel.source} on rank {parcel.sender} is damaged: its checksum is wrong"
+            )

@@ -1,16 +1,12 @@
-"""Sends errors to other ranks as text, because an exception may not pickle here, or not unpickle there."""
+"""Errors as they travel between ranks: as text, because an exception may not pickle here, or not unpickle there."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from opt_checkpoint.errors import (
-    CheckpointFailedError,
-    CheckpointingException,
-    CheckpointStorageError,
-)
+from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException, CheckpointStorageError
 
 _NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
 
@@ -22,62 +18,38 @@ class Failure(NamedTuple):
         type_name: its class.
         text: its message.
         trace: its traceback, as printed.
+        kind: its class again, if it is one of this package.
         errno: that of an `OSError`, or of a `CheckpointStorageError`.
     """
 
     type_name: str
     text: str
     trace: str
-    errno: int | None = None
+    kind: type[CheckpointingException] | None
+    errno: int | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """An exception as text."""
-        if isinstance(error, FailureOnRank):
-            return error.failure
-        trace = "".join(traceback.format_exception(error))
-        errno = error.errno if isinstance(error, OSError) else None
-        return cls(type(error).__name__, _text_of(error), trace, errno)
-
-    @property
-    def kind(self) -> type[CheckpointingException] | None:
-        """The class of the exception if it is one of this package, else None."""
-        return next((kind for kind in _own_errors(CheckpointingException) if kind.__name__ == self.type_name), None)
-
-    def as_exception(self) -> BaseException:
-        """A copy of the exception for other ranks."""
-        if self.errno is not None:
-            return OSError(self.errno, self.text)
-        return FailureOnRank(self)
-
-
-def _own_errors(base: type[CheckpointingException]) -> Iterator[type[CheckpointingException]]:
-    """The error classes of this package."""
-    if base.__module__.startswith("opt_checkpoint."):
-        yield base
-        for kind in base.__subclasses__():
-            yield from _own_errors(kind)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return "(its message cannot be printed)"
+        try:
+            text = str(error)
+        except Exception:
+            text = "(its message cannot be printed)"
+        kind = type(error) if isinstance(error, CheckpointingException) else None
+        return cls(
+            type_name=type(error).__name__,
+            text=text,
+            trace="".join(traceback.format_exception(error)),
+            kind=kind if kind is not None and kind.__module__.startswith("opt_checkpoint.") else None,
+            errno=error.errno if isinstance(error, OSError) else None,
+        )
 
 
 class FailureOnRank(Exception):
     """A copy of an exception of another rank, which can always be pickled."""
 
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure)
-        self.failure = failure
 
-    def __str__(self) -> str:
-        return f"{self.failure.type_name}: {self.failure.text}"
-
-
-def as_ours(what: str, failures: Mapping[int, Failure], *, alone: bool) -> CheckpointingException:
+def error_of_all(what: str, failures: Mapping[int, Failure], *, alone: bool) -> CheckpointingException:
     """One error for the failures of several ranks; of their type if all have the same type of this package.
 
     The tracebacks of the ranks are notes of the error, which Python prints below its message.
@@ -85,11 +57,11 @@ def as_ours(what: str, failures: Mapping[int, Failure], *, alone: bool) -> Check
     Args:
         what: the operation that failed.
         failures: by rank.
-        alone: whether this process is the only rank, which the message then leaves out.
+        alone: whether there is only one rank, which the message then leaves out.
     """
     ranked = sorted(failures.items())
     kinds = {failure.kind for failure in failures.values()}
-    kind = next(iter(kinds)) if len(kinds) == 1 else None
+    kind = kinds.pop() if len(kinds) == 1 else None
     if alone:
         text = f"{what} failed: {'' if kind else failures[0].type_name + ': '}{failures[0].text}"
     else:
@@ -99,7 +71,10 @@ def as_ours(what: str, failures: Mapping[int, Failure], *, alone: bool) -> Check
     if kind is not None and not issubclass(kind, CheckpointFailedError):
         error = kind(text)
     else:
-        causes = {rank: failure.as_exception() for rank, failure in ranked}
+        causes: dict[int, BaseException] = {}
+        for rank, failure in ranked:
+            copy = FailureOnRank(f"{failure.type_name}: {failure.text}")
+            causes[rank] = copy if failure.errno is None else OSError(failure.errno, failure.text)
         by_storage = any(isinstance(cause, OSError) for cause in causes.values())
         error = (CheckpointStorageError if by_storage else CheckpointFailedError)(text, causes)
     for rank, failure in ranked[:_NOTES]:

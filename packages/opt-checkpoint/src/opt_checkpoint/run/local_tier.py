@@ -12,8 +12,7 @@ from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.run.exchange import Parcel, exchange
 from opt_checkpoint.run.rank_part import PartName, read_part_name, save_part
-from opt_checkpoint.run.ranks import Ranks, everyone
-from opt_checkpoint.run.save_load import error_of
+from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.run.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -67,7 +66,7 @@ class LocalTier:
             self._remove_from(step, ranks.rank)
             save_part(state, Target(self._store, _part(step, ranks.rank)), name)
 
-        everyone(ranks, error_of(write_own), what)
+        from_all(ranks, write_own, what)
         if self._keeper_of is not None:
             pairs = [(rank, keeper) for rank, keeper in enumerate(self._keeper_of) if ranks.rank in (rank, keeper)]
             places = [(sender, receiver, self.place(step, sender)) for sender, receiver in pairs]
@@ -133,31 +132,25 @@ class LocalTier:
         """
         reasons: list[str] = []
         while True:
-            inventories = self._everywhere(ranks)
+            inventories = from_all(ranks, self.inventory, f"looking at {self.path}")
             verdict = newest_whole(inventories, run=self._run, not_before=not_before)
             damaged = [] if verdict.local is None else self._fetch(ranks, verdict.local)
             if not damaged:
                 return verdict._replace(passed_over=tuple(dict.fromkeys((*reasons, *verdict.passed_over))))
             reasons += damaged
 
-    def _everywhere(self, ranks: Ranks) -> list[Inventory]:
-        found: list[Inventory] = []
-        error = error_of(lambda: found.append(self.inventory()))
-        everyone(ranks, error, f"looking at {self.path}")
-        return ranks.gather_everywhere(found[0])
-
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
         """Check the parts on their nodes, and fetch this rank's; return the damaged ones, which are removed."""
-        damaged: list[str] = []
         held = [owner for owner, holder in enumerate(choice.holders) if holder == ranks.rank]
 
-        def check() -> None:
-            damaged.extend(problem for owner in held if (problem := self._check(choice.step, owner)))
+        def check() -> list[str]:
+            damaged = [problem for owner in held if (problem := self._check(choice.step, owner))]
             if choice.holders[ranks.rank] != ranks.rank:
                 self._remove(_part(choice.step, ranks.rank))  # one that cannot be read as a part
+            return damaged
 
-        everyone(ranks, error_of(check), f"checking step {choice.step} in {self.path}")
-        problems = [problem for own in ranks.gather_everywhere(damaged) for problem in own]
+        per_rank = from_all(ranks, check, f"checking step {choice.step} in {self.path}")
+        problems = [problem for own in per_rank for problem in own]
         if not problems:
             pairs = [(h, o) for o, h in enumerate(choice.holders) if h != o and ranks.rank in (h, o)]
             places = [(holder, owner, self.place(choice.step, owner)) for holder, owner in pairs]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.dcp.plan_cache import PlanCache
+from opt_checkpoint.dcp.plan import PlanCache
 from opt_checkpoint.disk.detect import read_committed
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.disk.verify import first_damage, verify_checkpoint
@@ -26,7 +26,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.ranks import Ranks, agreed, from_everyone, ranks_of, same_location
+from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_location
 from opt_checkpoint.run.save_load import LoadReport, SaveAs, load, save_as
 from opt_checkpoint.run.series import Rollback, Series, committed_steps, named_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
@@ -168,29 +168,31 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         left = dict(self._left)  # at this time: a load may follow while the save is running
 
         def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:
-            ready = agreed(ranks, lambda: self._prepare(step, left), f"saving {path}")
+            ready: list[_Preparation] = []
+
+            def begin() -> SaveAs:
+                ready.append(self._prepare(step, left))
+                return ready[0].how
+
             save_as(
                 snapshot,
                 path,
-                ready.how,
-                process_group=ranks.group,
+                process_group=ranks,
                 common=common,
                 details={"step": step},
                 plans=plans,
+                begin=begin,
+                committed=lambda: self._retire(step, ready[0].rollback),
             )
-            done = lambda: self._retire(step, ready.rollback)
-            agreed(ranks, done, f"removing old checkpoints ({path} is committed)")
 
         if not self._in_background:
-            same_location(self._ranks, "saving", path, common=common)
             write(self._ranks, state, self._plans)
             return path
         if self._saver is None:
             self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
         saver = self._saver
-        saver.wait()
-        target = same_location(saver.ranks, "saving", path, common=common)
-        return saver.start(state, target, lambda snapshot: write(saver.ranks, snapshot, saver._plans)).path
+        in_background = lambda snapshot, _: write(saver.ranks, snapshot, saver._plans)
+        return saver.start(state, path, in_background, common=common).path
 
     def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> _Preparation:
         """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.
@@ -257,11 +259,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             CheckpointFailedError: the directory cannot be read.
         """
         look = lambda: self.series.newest(self._damaged, at_most=at_most)
-        return agreed(self._ranks, look, f"listing {self.directory}")
+        return from_first(self._ranks, look, f"listing {self.directory}")
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order."""
-        found = agreed(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
+        found = from_first(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
         return [step for step in found if step not in self._damaged]
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
@@ -342,12 +344,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 return str(error)
             return _Step(index.path, index.save_id, dict(index.files))
 
-        found = agreed(self._ranks, opened, f"verifying step {step} of {self.directory}")
+        found = from_first(self._ranks, opened, f"verifying step {step} of {self.directory}")
         if isinstance(found, str) or found.save_id in self._verified:
             return found if isinstance(found, str) else None
         path = reached_from(self.directory, found.path)
         share = dict(sorted(found.files.items())[self._ranks.rank :: self._ranks.size])
-        problems = from_everyone(self._ranks, lambda: first_damage(path, share), f"verifying {found.path}")
+        problems = from_all(self._ranks, lambda: first_damage(path, share), f"verifying {found.path}")
         problem = next(filter(None, problems), None)
         if problem is None:
             self._verified.add(found.save_id)

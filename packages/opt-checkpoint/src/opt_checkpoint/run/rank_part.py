@@ -7,27 +7,26 @@ global tensor and box of each stored tensor.
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import torch
 
 from opt_checkpoint.boxes.box import boxes_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.local_contents import are_equal
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
-from opt_checkpoint.dcp.stored_names import NESTED_KEYS
-from opt_checkpoint.dcp.writer import CheckpointWriter
+from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.disk.detect import Opened, read_common
 from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.run.ranks import Ranks, everyone
-from opt_checkpoint.run.save_load import LoadReport, error_of, read_planned
+from opt_checkpoint.errors import (
+    CheckpointCorruptError,
+    CheckpointingException,
+    CheckpointMismatchError,
+    CheckpointValueError,
+)
+from opt_checkpoint.run.ranks import Ranks, from_all
+from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.flat_state import FlatState, flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
@@ -69,20 +68,10 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         _DETAILS: {"name": name._asdict(), **described},
         "paths": {flat.tensors[plain].key: list(plain) for plain in flat.plain},
     }
-    objects = {key: ShardedObject(key, item.data, (1,), (0,)) for key, item in _objects(flat).items()}
+    objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
     common = nest({**flat.empty, **flat.common})
-    planner = ShardedSavePlanner({**common, _BOXES: boxes, _OBJECTS: objects})
-    writer = CheckpointWriter(
-        target.store.path(target.name), save_id=uuid.uuid4().hex, details=MappingProxyType(details), target=target
-    )
-    try:
-        (assigned,), planned = planner.create_global_plan([planner.create_local_plan()])
-        (message,) = writer.begin(planned)
-        planner.finish_plan(assigned)
-        writer.finish([writer.write_data(message, planner)])
-    except BaseException:
-        writer.abandon()
-        raise
+    part, path = {**common, _BOXES: boxes, _OBJECTS: objects}, target.store.path(target.name)
+    save_as(part, path, process_group=Ranks(), details=details, target=target)
 
 
 def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
@@ -94,21 +83,13 @@ def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
             view = view_of(shard, held, held.box)
             name = f"{shard.key}@{'.'.join(map(str, held.box.offsets))}"
             first = boxes.setdefault(name, whole_tensor(name, view)).data
-            if first is not None and (first.shape != view.shape or not torch.equal(_bits(first), _bits(view))):
+            if first is not None and not are_equal(first, view):
                 raise CheckpointValueError(
                     f"two different tensors would be stored as {shard.key}; give one of them another key"
                 )
             offsets[name] = [shard.key, list(held.box.offsets)]
     shapes = {s.key: [dtype_name(s.dtype), list(s.global_shape)] for s in flat.tensors.values()}
     return boxes, {"boxes": offsets, "tensors": shapes}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _objects(flat: FlatState) -> Mapping[str, ShardedObject]:
-    return {item.unique_key: item for item in flat.objects.values()}
 
 
 def read_part_name(index: CheckpointIndex) -> PartName:
@@ -148,30 +129,13 @@ def open_part(path: Location) -> Opened:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{path} is not one rank's part of a checkpoint: {error!r}") from error
     objects = {_plain_key(key): place for key, place in index.objects.items()}
-    details = {NESTED_KEYS: True, "paths": index.details.get("paths")}
+    details = {"paths": index.details.get("paths")}
     return Opened(index=replace(index, tensors=tensors, objects=objects, details=details), common=common)
 
 
 def _plain_key(key: str) -> str:
     """The unique key of an object of the state. In a part, an object is stored as a grid of one under that key."""
     return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
-
-
-def _check_layout(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> None:
-    """Raise if a key that is missing in the part of one rank is stored in the part of another: the layout differs."""
-    missing = ranks.gather_everywhere(planner.missing)
-    if not any(missing):
-        return
-    own = {*index.tensors, *index.objects, *planner.stored_plain}
-    held = [[planner.stored_name(key) in own for key in keys] for keys in missing]
-    for rank, flags in enumerate(zip(*ranks.gather_everywhere(held), strict=True)):
-        for holder, has in enumerate(flags):
-            if any(has):
-                key = missing[rank][has.index(True)]
-                raise CheckpointMismatchError(
-                    f"the local tier was saved in another layout: rank {rank} asks for {key}, which is in the part of "
-                    f"rank {holder}"
-                )
 
 
 def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> bytes:
@@ -182,10 +146,34 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
             part. Raised on every rank.
         CheckpointingException: as `load`.
     """
-    asked: list[bytes] = []
-    error = error_of(lambda: asked.append(planner.create_local_plan()))
-    _check_layout(ranks, planner, index)
-    everyone(ranks, error, f"loading {index.path}")
+    what, asked, errors = f"loading {index.path}", list[bytes](), list[Exception]()
+
+    def plan() -> list[str]:
+        try:
+            asked.append(planner.create_local_plan())
+        except CheckpointingException as error:
+            errors.append(error)
+        return planner.missing
+
+    def find() -> list[str | None]:
+        """For each rank, a key that it misses and that is in this rank's part."""
+        own = {*index.tensors, *index.objects, *planner.stored_plain}
+        return [next((key for key in keys if planner.stored_name(key) in own), None) for keys in missing]
+
+    def finish() -> None:
+        if errors:
+            raise errors[0]
+
+    missing = from_all(ranks, plan, what)
+    per_holder = from_all(ranks, find, what) if any(missing) else []
+    found = [(rank, holder, key) for holder, keys in enumerate(per_holder) for rank, key in enumerate(keys) if key]
+    if found:
+        rank, holder, key = min(found)
+        raise CheckpointMismatchError(
+            f"the local tier was saved in another layout: rank {rank} asks for {key}, which is in the part of "
+            f"rank {holder}"
+        )
+    from_all(ranks, finish, what)
     return asked[0]
 
 
@@ -197,7 +185,6 @@ def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReade
         CheckpointingException: as `load`.
     """
     asked = plan_part(ranks, planner, reader.index)
-    unexpected: list[tuple[str, ...]] = []
-    error = error_of(lambda: unexpected.append(planner.unexpected_of([asked])))
-    everyone(ranks, error, f"loading {reader.index.path}")
+    unexpected = list[tuple[str, ...]]()
+    from_all(ranks, lambda: unexpected.append(planner.unexpected_of([asked])), f"loading {reader.index.path}")
     return read_planned(ranks, planner, reader, unexpected[0])

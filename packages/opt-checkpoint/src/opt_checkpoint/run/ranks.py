@@ -1,18 +1,24 @@
-"""The ranks that save or load together: one process or a process group. No other module gets ranks from torch."""
+"""The ranks that save or load together, and the exchanges in which they agree.
+
+In an exchange, each rank computes something and sends its result or its failure. A rank that fails completes the
+exchange before it raises, so that no rank waits for another. All ranks raise the same error; a rank that was
+interrupted raises its own KeyboardInterrupt or SystemExit. No other module gets ranks from torch.
+"""
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from opt_checkpoint.errors import CheckpointFailedError, CheckpointingException, CheckpointValueError
-from opt_checkpoint.run.failures import Failure, as_ours
+from opt_checkpoint.errors import CheckpointFailedError, CheckpointValueError
+from opt_checkpoint.run.failures import Failure, error_of_all
 from opt_checkpoint.store import AnyPath, Location, location_of
 
 S = TypeVar("S")
@@ -20,81 +26,57 @@ T = TypeVar("T")
 _FREEING_S = 0.01
 
 
-class Ranks(Protocol):
-    """Ranks in a fixed order, including this process. Rank 0 coordinates."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a process group in a fixed order; by default this process alone. Rank 0 coordinates.
 
-    @property
-    def rank(self) -> int:
-        """This process's number."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Their process group; None for a single process, and for torch's default group."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether torch.distributed is not initialized, so that no messages can be sent."""
-
-    def gather_everywhere(self, value: T) -> list[T]:
-        """Gather a value from every rank; returns the values by rank, on every rank."""
-
-    def gather_to_first(self, value: T) -> list[T] | None:
-        """Gather a value from every rank on rank 0; returns the values by rank there, and None elsewhere."""
-
-    def scatter_from_first(self, values: Sequence[T] | None) -> T:
-        """Return the value that rank 0 passes for this rank; other ranks pass None."""
-
-
-class OneProcess(NamedTuple):
-    """A world of one rank, without torch.distributed."""
+    Args:
+        rank: this process's number.
+        size: the number of ranks.
+        group: their process group; None for a single process, and for torch's default group.
+    """
 
     rank: int = 0
     size: int = 1
-    group: None = None
-    alone: bool = True
+    group: dist.ProcessGroup | None = None
 
-    def gather_everywhere(self, value: T) -> list[T]:
-        return [value]
+    @property
+    def _first(self) -> int:
+        """Rank 0 of the group as a rank of the world."""
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
-    def gather_to_first(self, value: T) -> list[T] | None:
-        return [value]
-
-    def scatter_from_first(self, values: Sequence[T] | None) -> T:
-        assert values is not None
-        return values[0]
-
-
-class GroupRanks(NamedTuple):
-    """The ranks of a process group."""
-
-    rank: int
-    size: int
-    group: dist.ProcessGroup | None
-    alone: bool = False
-
-    def gather_everywhere(self, value: T) -> list[T]:
-        values: list[Any] = [None] * self.size
-        with _answered():
-            dist.all_gather_object(values, value, group=self.group)
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value of every rank, by rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            with _answered():
+                dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def gather_to_first(self, value: T) -> list[T] | None:
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with _answered():
-            dist.gather_object(value, values, dst=_first_of(self.group), group=self.group)
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank on rank 0, and None on the others."""
+        values = [value] * self.size if self.rank == 0 else None
+        if self.size > 1:
+            with _answered():
+                dist.gather_object(value, values, dst=self._first, group=self.group)
         return values
 
-    def scatter_from_first(self, values: Sequence[T] | None) -> T:
-        received: list[Any] = [None]
-        with _answered():
-            given = None if values is None else list(values)
-            dist.scatter_object_list(received, given, src=_first_of(self.group), group=self.group)
-        value: T = received[0]
-        return value
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return the value that rank 0 passes for this rank; other ranks pass None."""
+        received = [None if values is None else values[0]]
+        if self.size > 1:
+            with _answered():
+                given = None if values is None else list(values)
+                dist.scatter_object_list(received, given, src=self._first, group=self.group)
+        return received[0]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        box = [value]
+        if self.size > 1:
+            with _answered():
+                dist.broadcast_object_list(box, src=self._first, group=self.group)
+        return box[0]
 
 
 @contextmanager
@@ -106,16 +88,13 @@ def _answered() -> Iterator[None]:
         raise CheckpointFailedError(f"a rank did not answer: {error}") from error
 
 
-def _first_of(group: dist.ProcessGroup | None) -> int:
-    """Rank 0 of a group as a rank of the world."""
-    return 0 if group is None else dist.get_global_rank(group, 0)
-
-
-def ranks_of(process_group: dist.ProcessGroup | None) -> Ranks:
+def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:
     """The ranks of a group, of the default group for None; this process alone without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return OneProcess()
-    return GroupRanks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+    if isinstance(process_group, Ranks):
+        return process_group
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+        return Ranks()
+    return Ranks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
 
 
 def leave(group: dist.ProcessGroup) -> None:
@@ -129,12 +108,72 @@ def leave(group: dist.ProcessGroup) -> None:
 
 
 class _Outcome(NamedTuple):
+    """What a rank sends: a value, or failures by rank."""
+
     value: Any
-    failure: Failure | None
+    failures: dict[int, Failure]
 
 
-def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
-    """Compute a value on rank 0 and return it on every rank, or raise its error on every rank.
+@dataclass
+class _Exchange:
+    """One exchange on this rank.
+
+    Args:
+        ranks: all of them take part.
+        what: named in errors.
+        own: the exception of this rank.
+    """
+
+    ranks: Ranks
+    what: str
+    own: BaseException | None = field(default=None, init=False)
+
+    def outcome(self, compute: Callable[[], object]) -> _Outcome:
+        """Compute what this rank sends. Pickles it here, so that a value that does not pickle is a failure."""
+        return self.attempt(lambda: self.sent(compute()))
+
+    def attempt(self, compute: Callable[[], object]) -> _Outcome:
+        """The value of a call, or its failure."""
+        try:
+            return _Outcome(compute(), {})
+        except BaseException as error:  # also Ctrl-C: the other ranks wait for an answer
+            self.own = error
+            return _Outcome(None, {self.ranks.rank: Failure.of(error)})
+
+    def sent(self, value: object) -> Any:
+        """A value in the form in which it is sent to other ranks."""
+        return value if self.ranks.size == 1 else pickle.dumps(value)
+
+    def values(self, outcomes: Sequence[_Outcome]) -> list[Any]:
+        """The values that were received, or the failures of all ranks as one error. An interrupt is raised itself."""
+        if self.own is not None and not isinstance(self.own, Exception):
+            raise self.own
+        if failures := _failures(outcomes):
+            raise error_of_all(self.what, failures, alone=self.ranks.size == 1) from self.own
+        return [outcome.value if self.ranks.size == 1 else pickle.loads(outcome.value) for outcome in outcomes]
+
+
+def _failures(outcomes: Sequence[_Outcome]) -> dict[int, Failure]:
+    return {rank: failure for outcome in outcomes for rank, failure in outcome.failures.items()}
+
+
+def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
+    """Compute a value on each rank, and return all values, by rank, on every rank. One exchange.
+
+    Args:
+        ranks: all of them call this together.
+        compute: called on this rank; its value must pickle.
+        what: named in the error.
+
+    Raises:
+        CheckpointingException: some rank raised an error.
+    """
+    exchange = _Exchange(ranks, what)
+    return exchange.values(ranks.all_gather(exchange.outcome(compute)))
+
+
+def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
+    """Compute a value on rank 0, and return it on every rank. One exchange.
 
     Args:
         ranks: all of them call this together.
@@ -142,135 +181,89 @@ def agreed(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
         what: named in the error.
 
     Raises:
-        CheckpointingException: raised by rank 0.
-        CheckpointFailedError: rank 0 raised another exception.
+        CheckpointingException: rank 0 raised an error.
     """
-    outcome, own = _Outcome(None, None), None
-    if ranks.rank == 0:
-        outcome, own = _outcome(compute)
-    if not ranks.alone:
-        outcome = _from_first(ranks, outcome)
-    _raise_failures(ranks, {} if outcome.failure is None else {0: outcome.failure}, own, what)
-    value: T = outcome.value
+    exchange = _Exchange(ranks, what)
+    outcome = ranks.broadcast(exchange.outcome(compute) if ranks.rank == 0 else None)
+    value: T = exchange.values([outcome])[0]
     return value
 
 
-def _outcome(compute: Callable[[], object]) -> tuple[_Outcome, BaseException | None]:
-    """The value of a call, or its exception and a copy of it for other ranks."""
-    try:
-        return _Outcome(compute(), None), None
-    except BaseException as error:  # also Ctrl-C: the other ranks wait for an answer
-        return _Outcome(None, Failure.of(error)), error
-
-
-def _raise_failures(ranks: Ranks, failures: dict[int, Failure], own: BaseException | None, what: str) -> None:
-    """Raise the failures of all ranks as one error; a KeyboardInterrupt or SystemExit of this rank as itself."""
-    if own is not None and not isinstance(own, Exception):
-        raise own
-    if failures:
-        raise as_ours(what, failures, alone=ranks.alone) from own
-
-
-def _from_first(ranks: Ranks, outcome: _Outcome) -> _Outcome:
-    box: list[Any] = [outcome]
-    dist.broadcast_object_list(box, src=_first_of(ranks.group), group=ranks.group)
-    received: _Outcome = box[0]
-    return received
-
-
-def everyone(ranks: Ranks, error: BaseException | None, what: str) -> None:
-    """Raise the errors of all ranks on all ranks; return if there are none. All ranks call this together.
-
-    Raises:
-        CheckpointingException: some rank has an error.
-    """
-    own = None if error is None else Failure.of(error)
-    failures = {rank: failure for rank, failure in enumerate(ranks.gather_everywhere(own)) if failure is not None}
-    _raise_failures(ranks, failures, error, what)
-
-
-def from_everyone(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
-    """Compute a value on each rank and return all values, by rank, on every rank; or raise the errors of all ranks.
+def through_first(
+    ranks: Ranks, compute: Callable[[], S], combine: Callable[[list[S]], Any], what: str, *, each: bool = False
+) -> Any:
+    """Compute a value on each rank, combine the values on rank 0, and return the result. Two exchanges.
 
     Args:
         ranks: all of them call this together.
         compute: called on this rank; its value must pickle.
+        combine: called on rank 0, with the values by rank, if all ranks have one.
         what: named in the error.
+        each: whether `combine` returns a separate result for each rank.
 
     Raises:
         CheckpointingException: some rank raised an error.
     """
-    outcome, own = _outcome(compute)
-    outcomes = ranks.gather_everywhere(outcome)
-    _raise_failures(ranks, {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}, own, what)
-    return [o.value for o in outcomes]
-
-
-def through_first(ranks: Ranks, compute: Callable[[], S], combine: Callable[[list[S]], Sequence[T]], what: str) -> T:
-    """Compute a value on each rank, combine the values on rank 0, and return each rank its result; or raise all errors.
-
-    Args:
-        ranks: all of them call this together.
-        compute: called on this rank; its value must pickle.
-        combine: called on rank 0, with the values by rank, if all ranks have one; returns a result for each rank.
-        what: named in the error.
-
-    Raises:
-        CheckpointingException: some rank raised an error.
-    """
-    outcome, own = _outcome(compute)
-    outcomes = ranks.gather_to_first(outcome)
-    answers: list[tuple[Any, dict[int, Failure]]] | None = None
+    exchange = _Exchange(ranks, what)
+    outcomes = ranks.gather(exchange.outcome(compute))
+    answers: list[_Outcome] | None = None
     if outcomes is not None:
-        failures = {rank: o.failure for rank, o in enumerate(outcomes) if o.failure is not None}
-        results: Sequence[Any] = [None] * ranks.size
-        if not failures:
-            combined, own = _outcome(lambda: combine([o.value for o in outcomes]))
-            if combined.failure is None:
-                results = combined.value
-            else:
-                failures = {0: combined.failure}
-        answers = [(result, failures) for result in results]
-    result, failures = ranks.scatter_from_first(answers)
-    _raise_failures(ranks, failures, own, what)
-    value: T = result
-    return value
+        received, failures = outcomes, _failures(outcomes)
 
+        def answer() -> list[Any]:
+            combined = combine(exchange.values(received))
+            return [exchange.sent(own) for own in (combined if each else [combined])]
 
-def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:
-    """Return the location of a path, after `same_everywhere` for the path and the arguments; all call this together.
-
-    Raises:
-        CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
-    """
-    place: Location | None = None
-    error: CheckpointingException | None = None
-    try:
-        place = location_of(path)
-    except CheckpointingException as raised:
-        error = raised
-    same_everywhere(ranks, what, path=place or str(path).rstrip("/"), **arguments)
-    if not isinstance(place, Path):  # a path in a file system cannot raise on any rank
-        everyone(ranks, error, what)
-    if place is None:
-        raise RuntimeError("a rank without a place has an error")
-    return place
+        answered = _Outcome(None, failures) if failures else exchange.attempt(answer)
+        answers = [_Outcome(sent, answered.failures) for sent in answered.value or [None] * ranks.size]
+    answer_of_first = ranks.scatter(answers) if each else ranks.broadcast(answers and answers[0])
+    return exchange.values([answer_of_first])[0]
 
 
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:
     """Raise on every rank if ranks were given different arguments; all call this together, before anything else.
 
-    Otherwise the arguments of rank 0 would be used silently, or ranks would wait for one another.
+    Raises:
+        CheckpointingException: naming the first argument that differs, its values and their ranks.
+    """
+    check_equal(what, from_all(ranks, lambda: texts_of(arguments), what))
+
+
+def same_location(ranks: Ranks, what: str, path: AnyPath, **arguments: object) -> Location:
+    """The location of a path, after `same_everywhere` for the path and the arguments; all call this together.
+
+    Raises:
+        CheckpointingException: ranks differ, or some rank cannot open the store of a URL; on every rank.
+    """
+    found: list[Location] = []
+
+    def given() -> dict[str, str]:
+        found.append(location_of(path))
+        return texts_of({"path": found[0], **arguments})
+
+    check_equal(what, from_all(ranks, given, what))
+    return found[0]
+
+
+def texts_of(arguments: Mapping[str, object]) -> dict[str, str]:
+    """Arguments in the form in which ranks compare them."""
+    return {name: str(value.value if isinstance(value, Enum) else value) for name, value in arguments.items()}
+
+
+def check_equal(what: str, per_rank: Sequence[Mapping[str, str]]) -> None:
+    """Raise if ranks were given different arguments. Otherwise those of rank 0 would be used silently.
+
+    Args:
+        what: named in the error.
+        per_rank: the texts of the arguments, by rank; the same on all ranks.
 
     Raises:
         CheckpointingException: naming the first argument that differs, its values and their ranks.
     """
-    own = {name: str(value.value if isinstance(value, Enum) else value) for name, value in arguments.items()}
-    per_rank = ranks.gather_everywhere(own)
-    for name in own:
+    for name in per_rank[0]:
         by_value: dict[str, list[int]] = {}
-        for rank, of_rank in enumerate(per_rank):
-            by_value.setdefault(of_rank[name], []).append(rank)
+        for rank, given in enumerate(per_rank):
+            by_value.setdefault(given[name], []).append(rank)
         if len(by_value) > 1:
             named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())
             raise CheckpointValueError(f"{what}: ranks differ in {name}: {named}; pass the same value on all ranks")

@@ -13,13 +13,11 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch.distributed as dist
 
-from opt_checkpoint.dcp.global_plan import AssignedParts
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.local_contents import LocalContents
-from opt_checkpoint.dcp.plan_cache import Offer, PlanCache
+from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import Common, Planned, ShardedSavePlanner
-from opt_checkpoint.dcp.stored_names import NESTED_KEYS
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.dcp.writer import CheckpointWriter
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
@@ -27,9 +25,18 @@ from opt_checkpoint.disk.index import Kind
 from opt_checkpoint.disk.stored_objects import SafeGlobals
 from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, from_everyone, ranks_of, same_location, through_first
+from opt_checkpoint.run.ranks import (
+    Ranks,
+    check_equal,
+    from_all,
+    from_first,
+    ranks_of,
+    same_location,
+    texts_of,
+    through_first,
+)
 from opt_checkpoint.state.sharded import ShardedStateDict
-from opt_checkpoint.store import AnyPath, Location
+from opt_checkpoint.store import AnyPath, Location, Target, location_of
 from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
@@ -62,19 +69,6 @@ class LoadReport:
     kind: Kind
     bytes_wanted: int
     bytes_read: int
-
-    @classmethod
-    def of(cls, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
-        """The report of a finished load by this planner and reader."""
-        return cls(
-            state=planner.assembled,
-            missing=tuple(planner.missing),
-            unexpected=planner.unexpected,
-            cast=tuple(planner.cast),
-            kind=reader.index.kind,
-            bytes_wanted=reader.count.wanted,
-            bytes_read=reader.count.read,
-        )
 
 
 def save(
@@ -111,8 +105,7 @@ def save(
         CheckpointFailedError: a rank failed for another reason; `.causes` has an exception for each such rank. It is an
             OSError too, with its errno, if a file system or store failed (`CheckpointStorageError`).
     """
-    how = SaveAs(uuid.uuid4().hex)
-    save_as(state, path, how, process_group=process_group, common=common, details=details, plans=plans)
+    save_as(state, path, process_group=process_group, common=common, details=details, plans=plans)
 
 
 class SaveAs(NamedTuple):
@@ -130,31 +123,39 @@ class SaveAs(NamedTuple):
 def save_as(
     state: ShardedStateDict,
     path: AnyPath,
-    how: SaveAs,
     *,
-    process_group: dist.ProcessGroup | None,
-    common: Literal["equal", "first_rank"],
-    details: Mapping[str, Any],
-    plans: PlanCache | None,
+    process_group: dist.ProcessGroup | Ranks | None = None,
+    common: str = "equal",
+    details: Mapping[str, Any] = NO_DETAILS,
+    plans: PlanCache | None = None,
+    target: Target | None = None,
+    begin: Callable[[], SaveAs] | None = None,
+    committed: Callable[[], object] = lambda: None,
 ) -> None:
-    """`save`, whose commit may replace a checkpoint. Arguments and errors as for `save`."""
+    """`save`, with work of rank 0 in its exchanges. Other arguments and errors as for `save`.
+
+    Args:
+        state: as for `save`.
+        path: as for `save`.
+        process_group: as for `save`.
+        common: as for `save`.
+        details: as for `save`.
+        plans: as for `save`.
+        target: the store and name of `path`, if it is not the usual one.
+        begin: called on rank 0 before anything is written.
+        committed: called on rank 0 after the commit, before other ranks return.
+    """
     ranks = ranks_of(process_group)
-    target = same_location(ranks, "saving", path, common=common)
-    writer = CheckpointWriter(
-        target,
-        save_id=how.save_id,
-        details=MappingProxyType({"ranks": ranks.size, NESTED_KEYS: True, **details}),
-        replace=how.replace,
-    )
-    what = f"saving {target}"
-    planner = ShardedSavePlanner(state, common=Common(common), cache=plans)
 
-    def offer() -> Offer:
+    def new_writer() -> CheckpointWriter:
         _check_details(details)
-        return planner.offer(ranks.rank)
+        place = location_of(path)
+        how = SaveAs(uuid.uuid4().hex) if begin is None or ranks.rank else begin()
+        recorded = {"ranks": ranks.size, **details}
+        return CheckpointWriter(place, save_id=how.save_id, details=recorded, target=target, replace=how.replace)
 
-    planner.accept(from_everyone(ranks, offer, what))
-    carry_out_save(ranks, planner, writer, what)
+    planner = ShardedSavePlanner(state, common=common, cache=plans)
+    carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common}, committed=committed)
 
 
 def _check_details(details: Mapping[str, Any]) -> None:
@@ -172,17 +173,19 @@ def _check_details(details: Mapping[str, Any]) -> None:
 class Writer(Protocol):
     """Writes one save to a temporary directory."""
 
+    path: Any  # the target, which must be the same on all ranks
+
     @property
     def temporary(self) -> Location:
         """The directory."""
 
-    def begin(self, planned: Planned) -> list[Any]:
+    def begin(self, planner: ShardedSavePlanner) -> list[Any]:
         """On rank 0, create the directory; returns the message for each rank."""
 
     def write_data(self, message: Any, planner: ShardedSavePlanner) -> Any:
         """Write the parts of this rank; returns what rank 0 must know of them."""
 
-    def finish(self, written: list[Any]) -> None:
+    def finish(self, planner: ShardedSavePlanner, written: list[Any]) -> None:
         """On rank 0, complete the save after all ranks have written; gets what each rank has returned."""
 
     def abandon(self) -> None:
@@ -192,52 +195,62 @@ class Writer(Protocol):
 def carry_out_save(
     ranks: Ranks,
     planner: ShardedSavePlanner,
-    writer: Writer,
+    new_writer: Callable[[], Writer],
     what: str,
+    arguments: Mapping[str, object],
     *,
-    then: Callable[[], object] = lambda: None,
+    committed: Callable[[], object] = lambda: None,
+    then: Callable[[Any], object] = lambda writer: None,
 ) -> None:
-    """Plan a save and write it; all ranks call this together. If it fails, written files are removed.
+    """Describe, gather, assign, write, commit, in five exchanges; all ranks call this together.
+
+    If a save fails, written files are removed.
 
     Args:
         ranks: those that save.
         planner: of this rank.
-        writer: of this rank.
+        new_writer: makes the writer of this rank.
         what: named in errors.
-        then: called on every rank after all of them have written.
+        arguments: must be the same on all ranks.
+        committed: called on rank 0 after the last rank has written and the writer has finished.
+        then: called on every rank after all of them have written, with its writer.
 
     Raises:
         CheckpointingException: as `save`.
     """
+    writers: list[Writer] = []
+
+    def describe() -> Offer:
+        writers.append(new_writer())
+        return planner.offer(ranks.rank, texts_of({"path": writers[0].path, **arguments}))
 
     def assign(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
-        assigned, planned = planner.create_global_plan(contents)
-        return list(zip(assigned, writer.begin(planned), strict=True))
+        assigned = planner.create_global_plan(contents)
+        return list(zip(assigned, writers[0].begin(planner), strict=True))
 
     def write() -> Any:
         planner.finish_plan(assigned)
-        return writer.write_data(message, planner)
+        return writers[0].write_data(message, planner)
 
-    def finish(written: list[Any]) -> list[None]:
-        writer.finish(written)
-        return [None] * ranks.size
+    def commit(written: list[Any]) -> None:
+        writers[0].finish(planner, written)
+        committed()
 
     try:
-        assigned, message = through_first(ranks, planner.create_local_plan, assign, what)
-        through_first(ranks, write, finish, what)
-        then()
+        offers = from_all(ranks, describe, what)
+        check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
+        planner.accept(offers)
+        assigned, message = through_first(ranks, planner.create_local_plan, assign, what, each=True)
+        through_first(ranks, write, commit, what)
+        then(writers[0])
     except BaseException:
-        if ranks.rank == 0:
-            _abandon(writer)
+        if ranks.rank == 0 and writers:
+            try:
+                writers[0].abandon()
+            except OSError as error:
+                place = writers[0].temporary
+                warnings.warn(f"could not remove {place}: {error}; the next save will try again", stacklevel=3)
         raise
-
-
-def _abandon(writer: Writer) -> None:
-    """Clean up after a failed save. The next save removes files that cannot be removed now."""
-    try:
-        writer.abandon()
-    except OSError as error:
-        warnings.warn(f"could not remove {writer.temporary}: {error}; the next save will try again", stacklevel=4)
 
 
 def load(
@@ -289,18 +302,25 @@ def load(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
-    what = f"loading {source}"
-    opened = with_client(agreed(ranks, lambda: open_checked(source, verify, safe_globals), what), source)
-    planner = ShardedLoadPlanner(
-        state,
-        opened.index,
-        opened.common,
-        strict=StrictHandling.parse(strict),
-        dtype=DtypeRule.parse(dtype),
-        aliases=aliases,
-        safe_globals=safe_globals,
-    )
+    opened = open_everywhere(ranks, source, verify, safe_globals)
+    planner = ShardedLoadPlanner(state, opened, strict=strict, dtype=dtype, aliases=aliases, safe_globals=safe_globals)
     return carry_out_load(ranks, planner, reader_of(opened, verify, threads=threads))
+
+
+def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
+    """Open a checkpoint on rank 0, check its files as `verify` of `load` requires, and send its index to all ranks."""
+
+    def open_first() -> Opened:
+        if verify not in _CHECKS:
+            raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
+        opened = open_checkpoint(source, safe_globals=safe_globals)
+        if verify != "none":
+            check_sizes(opened.index)
+        return opened
+
+    opened = from_first(ranks, open_first, f"loading {source}")
+    # Each rank reads by its own client of the store.
+    return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
 
 
 def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
@@ -309,19 +329,18 @@ def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> Checkpoint
 
 
 def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
-    """Plan a load, check it, and read. All ranks call this together, with the same index.
+    """Plan a load, check it, and read, in three exchanges. All ranks call this together, with the same index.
 
     Raises:
         CheckpointingException: as `load`.
     """
-    what = f"loading {reader.index.path}"
 
     def plan() -> bytes:
         asked = planner.create_local_plan()
         reader.verify(planner)
         return asked
 
-    unexpected = through_first(ranks, plan, lambda asked: [planner.unexpected_of(asked)] * ranks.size, what)
+    unexpected = through_first(ranks, plan, planner.unexpected_of, f"loading {reader.index.path}")
     return read_planned(ranks, planner, reader, unexpected)
 
 
@@ -340,29 +359,13 @@ def read_planned(
         planner.assemble()
 
     what = f"loading {reader.index.path} (while reading: tensors may be partly overwritten, load again before use)"
-    everyone(ranks, error_of(read), what)
-    return LoadReport.of(planner, reader)
-
-
-def with_client(opened: Opened, source: Location) -> Opened:
-    """Replace the client of a checkpoint that rank 0 opened by this rank's own client of the object store."""
-    return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
-
-
-def open_checked(path: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
-    """Open a checkpoint, and check its files as `verify` of `load` requires."""
-    opened = open_checkpoint(path, safe_globals=safe_globals)
-    if verify not in _CHECKS:
-        raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
-    if verify != "none":
-        check_sizes(opened.index)
-    return opened
-
-
-def error_of(compute: Callable[[], object]) -> BaseException | None:
-    """Return the exception that a call raises, or None. `everyone` raises KeyboardInterrupt as itself."""
-    try:
-        compute()
-    except BaseException as error:
-        return error
-    return None
+    from_all(ranks, read, what)
+    return LoadReport(
+        state=planner.assembled,
+        missing=tuple(planner.missing),
+        unexpected=planner.unexpected,
+        cast=tuple(planner.cast),
+        kind=reader.index.kind,
+        bytes_wanted=reader.bytes_wanted,
+        bytes_read=reader.bytes_read,
+    )

@@ -43,11 +43,6 @@ class SavedOptimizer:
     param_shapes: Mapping[str, Sequence[int]]
     keys: Mapping[str, Mapping[str, str]]
 
-    @property
-    def as_groups(self) -> dict[str, Any]:
-        """The groups in the form that `apply_saved_groups` takes."""
-        return {"groups": self.groups, "names": self.names}
-
 
 def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     """Find the optimizer under these keys of the saved state.
@@ -64,18 +59,13 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
         return _ours(opened.index, saved, at)
     found = _stock(opened, at)
     if found is None:
+        prefixes = sorted({key.partition("state.")[0] for key in opened.index.tensors if ".state." in f".{key}"})
+        places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in prefixes[:4]]
         raise CheckpointKeyError(
             f"{opened.index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
-            f"at=(...){_elsewhere(opened)}"
+            f"at=(...){'. There are states at ' if places else ''}{', '.join(map(str, places))}"
         )
     return found
-
-
-def _elsewhere(opened: Opened) -> str:
-    """A hint for error messages: the keys under which states of parameters are stored."""
-    prefixes = {key.partition("state.")[0] for key in opened.index.tensors if ".state." in f".{key}"}
-    places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in sorted(prefixes)[:4]]
-    return f". There are states at {', '.join(map(str, places))}" if places else ""
 
 
 def _ours(index: CheckpointIndex, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
@@ -135,29 +125,21 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
 
 def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
-    whole = stored_value((*at, "param_groups"), opened.common, opened.index)
-    if isinstance(whole, list):
-        rows = [dict(group) for group in whole]
+    listed = stored_value((*at, "param_groups"), opened.common, opened.index)
+    if isinstance(listed, list):
+        rows = [dict(group) for group in listed]
     else:
         fields = _by_param(opened.index.objects, f"{prefix}param_groups.")
         values = read_objects(opened.index, [key for own in fields.values() for key in own.values()])
         read = {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
-        numbered = all(name.isdigit() and "params" in own for name, own in read.items())
-        rows = [read[name] for name in sorted(read, key=int)] if numbered else _joined(read)
+        if all(name.isdigit() and "params" in own for name, own in read.items()):
+            rows = [read[name] for name in sorted(read, key=int)]
+        else:  # parameters with equal fields are a group
+            groups: dict[str, dict[str, Any]] = {}
+            for name, own in read.items():
+                text = repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(own.items())})
+                groups.setdefault(text, {**own, "params": []})["params"].append(name)
+            rows = list(groups.values())
     rows = [group for group in rows if all(isinstance(name, str) for name in group.get("params", ()))]
     names = [list(group.get("params", ())) for group in rows]
     return [{field: value for field, value in group.items() if field != "params"} for group in rows], names
-
-
-def _joined(per_param: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Join parameters with equal fields into groups."""
-    rows: list[dict[str, Any]] = []
-    by_text: dict[str, dict[str, Any]] = {}
-    for name, fields in per_param.items():
-        comparable = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(fields.items())}
-        text = repr(comparable)
-        if text not in by_text:
-            by_text[text] = {**fields, "params": []}
-            rows.append(by_text[text])
-        by_text[text]["params"].append(name)
-    return rows

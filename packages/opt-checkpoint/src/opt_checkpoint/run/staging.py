@@ -8,17 +8,54 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from opt_checkpoint.run.device import StagingDevice, device_of
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import Path, map_leaves
+
+
+class CudaDevice:
+    """What snapshots need of a GPU, whose operations may return before they have run.
+
+    `opt_distributed.comm.device.Device` has the same methods, so its test double, which delays work, can test staging.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Any:
+        """The stream on which operations are currently queued."""
+        return torch.cuda.current_stream(self._device)
+
+    def side_stream(self) -> Any:
+        """A stream for copies to the host."""
+        return self._side
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """A context in which operations are queued on a stream."""
+        return torch.cuda.stream(stream)
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        """Uninitialised host memory for non-blocking copies, with the shape and dtype of `tensor`."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+@cache
+def device_of(device: torch.device) -> CudaDevice | None:
+    """The streams of a CUDA device; None for a device with synchronous copies to the host."""
+    return CudaDevice(device) if device.type == "cuda" else None
 
 
 class Staging:
@@ -83,16 +120,13 @@ class Staging:
             target = self._buffers[path] = empty
         if device is None:
             target.copy_(source)
-        else:
-            self._copy_from(device, source, target)
-        return target
-
-    def _copy_from(self, device: StagingDevice, source: Tensor, target: Tensor) -> None:
-        """Copy on the side stream. The state keeps the source alive until `snapshot` has waited for the copy."""
+            return target
+        # The state keeps the source alive until `snapshot` has waited for the copy.
         side = self._sides.setdefault(source.device, device.side_stream())
         side.wait_event(device.current_stream().record_event())
         with device.on(side):
             target.copy_(source, non_blocking=True)
+        return target
 
 
 def _plain_copy(value: Any) -> Any:

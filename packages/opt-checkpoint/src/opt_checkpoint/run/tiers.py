@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling
 from opt_checkpoint.disk.detect import Opened
@@ -31,9 +31,9 @@ from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.local_tier import LocalTier
 from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
 from opt_checkpoint.run.rank_part import load_part, open_part, plan_part
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere
 from opt_checkpoint.run.run_name import RUN, run_name
-from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport, error_of
+from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
 from opt_checkpoint.run.tier_choice import NOTHING, Verdict, keepers, this_node
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -110,9 +110,9 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             durable, keep=keep, keep_every=keep_every, process_group=process_group, timeout_s=timeout_s
         )
         self._local_path = Path(str(local)).absolute()
-        everyone(self._ranks, error_of(lambda: local_path(local, "the local tier")), "opening the local tier")
+        from_all(self._ranks, lambda: str(local_path(local, "the local tier")), "opening the local tier")
         self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
-        self._keepers = keepers(self._ranks.gather_everywhere(node or this_node()))
+        self._keepers = keepers(from_all(self._ranks, lambda: node or this_node(), "naming nodes"))
         if self._keepers is None and self._ranks.rank == 0:
             warnings.warn(
                 f"all {self._ranks.size} rank(s) are on one node: the local tier {self._local_path} survives the loss "
@@ -161,7 +161,9 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
             raise RuntimeError("naming a run gives it a name")
-        saver.start(state, tier.place(step, self._ranks.rank), lambda s: self._write_local(saver.ranks, tier, s, step))
+        saver.start(
+            state, tier.place(step, self._ranks.rank), lambda s, _: self._write_local(saver.ranks, tier, s, step)
+        )
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
             self._last_durable = self._durable.latest(at_most=step) or 0
@@ -173,12 +175,12 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
 
     def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
         """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
-        series, save = self._durable.series, agreed(ranks, lambda: uuid.uuid4().hex, "naming a save")
-        rollback = agreed(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
+        series, save = self._durable.series, from_first(ranks, lambda: uuid.uuid4().hex, "naming a save")
+        rollback = from_first(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
         tier.write(ranks, state, step, save)
         if rollback is not None:
             what = f"recording step {step} in {series.directory} (it is in the local tier)"
-            agreed(ranks, lambda: series.finish(step, rollback), what)
+            from_first(ranks, lambda: series.finish(step, rollback), what)
 
     def wait(self) -> None:
         """Wait for the running saves. Raises CheckpointingException if one failed; the same on every rank."""
@@ -266,7 +268,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
     def _unrecorded(self, tier: LocalTier, durable: int) -> Verdict | None:
         """The local step of a run that went back and died before the durable tier recorded that it is complete."""
         series = self._durable.series
-        for rollback in agreed(self._ranks, series.pending, f"reading {series.directory}"):
+        for rollback in from_first(self._ranks, series.pending, f"reading {series.directory}"):
             if rollback.step < durable:
                 verdict = tier.settle(self._ranks, not_before=rollback.step)
                 if verdict.local is not None and verdict.local.parts[0].save == rollback.save_id:
@@ -352,17 +354,16 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if tier is None:
             raise RuntimeError("a local step was found, so the run has a name")
         opened: list[Opened] = []
-        error = error_of(lambda: opened.append(open_part(tier.place(step, self._ranks.rank))))
-        everyone(self._ranks, error, f"opening step {step} of the local tier")
+        open_own = lambda: opened.append(open_part(tier.place(step, self._ranks.rank)))
+        from_all(self._ranks, open_own, f"opening step {step} of the local tier")
         return opened[0]
 
     def _planner(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> ShardedLoadPlanner:
         return ShardedLoadPlanner(
             state,
-            opened.index,
-            opened.common,
-            strict=StrictHandling.parse(rules["strict"]),
-            dtype=DtypeRule.parse(rules.get("dtype", "exact")),
+            opened,
+            strict=rules["strict"],
+            dtype=rules.get("dtype", "exact"),
             aliases=rules.get("aliases", NO_ALIASES),
             safe_globals=rules.get("safe_globals", ()),
         )
@@ -384,7 +385,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if self._tier is None:
             durable = self._durable.directory
             name = lambda: run_name(self._durable.series.store, may_write=may_write)
-            run = agreed(self._ranks, name, f"naming the run of {durable}")
+            run = from_first(self._ranks, name, f"naming the run of {durable}")
             if run is not None:
                 self._tier = LocalTier(self._local_path, run, keep=self._keep_local, keeper_of=self._keepers)
         return self._tier

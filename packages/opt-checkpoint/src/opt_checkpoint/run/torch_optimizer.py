@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,22 +19,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.dcp.load_planner import DtypeRule, ShardedLoadPlanner
-from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.disk.detect import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.named_model import plain_names
-from opt_checkpoint.run.ranks import Ranks, agreed, everyone, ranks_of, same_location
-from opt_checkpoint.run.save_load import (
-    NO_ALIASES,
-    Verify,
-    carry_out_load,
-    error_of,
-    open_checked,
-    reader_of,
-    with_client,
-)
+from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
+from opt_checkpoint.run.save_load import NO_ALIASES, Verify, carry_out_load, open_everywhere, reader_of
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
@@ -91,19 +82,25 @@ def sharded_optimizer(
     tensors: dict[str, dict[str, ShardedTensor]] = defaultdict(dict)
     plain: dict[str, dict[str, Any]] = defaultdict(dict)
     named = list(_named(model, optimizer))
-    state = _state_by_param(optimizer)
+    states = _state_by_param(optimizer)
     for own in named:
-        for state_name, value in state.get(own.param, {}).items():
-            if isinstance(value, Tensor):
-                tensors[own.name][state_name] = _sharded_state(own, state_name, value, rank)
-            else:
+        for state_name, value in states.get(own.param, {}).items():
+            if not isinstance(value, Tensor):
                 plain[own.name][state_name] = value
+                continue
+            key = f"{PREFIX}{state_name}.{own.name}"
+            if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
+                raise CheckpointValueError(
+                    f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a "
+                    f"shard, or the same on all ranks; describe it with make_sharded_state"
+                )
+            tensors[own.name][state_name] = _described(own, key, value, rank)
     parts = {
         "state": dict(tensors),
         "plain_state": dict(plain),
-        "state_names": {own.name: sorted(state.get(own.param, {})) for own in named},
+        "state_names": {own.name: sorted(states.get(own.param, {})) for own in named},
         "param_shapes": {own.name: list(own.param.shape) for own in named},
-        **groups_to_saved(optimizer.param_groups, _names_by_group(model, optimizer)),
+        **groups_to_saved(optimizer.param_groups, _names_by_group(optimizer, named)),
     }
     return ScopedState(parts, replaces=OPTIMIZER)
 
@@ -114,16 +111,6 @@ def _state_by_param(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
         return optimizer.state
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return {params[index]: states for index, states in optimizer.state_dict()["state"].items()}
-
-
-def _sharded_state(own: _Named, state_name: str, value: Tensor, rank: int) -> ShardedTensor:
-    key = f"{PREFIX}{state_name}.{own.name}"
-    if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
-        raise CheckpointValueError(
-            f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a shard, or the "
-            f"same on all ranks; describe it with make_sharded_state"
-        )
-    return _described(own, key, value, rank)
 
 
 def _described(own: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:
@@ -151,8 +138,8 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
             yield _Named(names[id(param)], param, group, marks[names[id(param)]])
 
 
-def _names_by_group(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    names = {id(own.param): own.name for own in _named(model, optimizer)}
+def _names_by_group(optimizer: Optimizer, named: Sequence[_Named]) -> list[list[str]]:
+    names = {id(own.param): own.name for own in named}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -190,17 +177,10 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading an optimizer", path, verify=verify)
-    opened = with_client(agreed(ranks, lambda: open_checked(source, verify), f"opening {path}"), source)
+    opened = open_everywhere(ranks, source, verify)
 
     def read(wanted: ShardedStateDict) -> object:
-        planner = ShardedLoadPlanner(
-            wanted,
-            opened.index,
-            opened.common,
-            strict=StrictHandling.RAISE_UNEXPECTED,
-            dtype=DtypeRule.EXACT,
-            aliases=NO_ALIASES,
-        )
+        planner = ShardedLoadPlanner(wanted, opened, strict="raise_missing", aliases=NO_ALIASES)
         return carry_out_load(ranks, planner, reader_of(opened, verify))
 
     return fill_optimizer(
@@ -235,19 +215,22 @@ def fill_optimizer(
         CheckpointingException: as `load_optimizer`.
     """
     path = opened.index.path
-    saved: SavedOptimizer | None = None
-    error: BaseException | None = None
+    found: list[SavedOptimizer] = []
     named: list[_Named] = []
     fresh: dict[str, dict[str, Tensor]] = {}
-    try:
-        saved = find_optimizer(opened, at)
-        named = list(_named(model, optimizer))
-        fresh = {own.name: _fresh_state(own, opened.index, saved) for own in named}
-        _set_groups(_copied(optimizer.param_groups), model, optimizer, saved, on_conflict, override)
-    except BaseException as raised:
-        error = raised
-    everyone(ranks, error, f"preparing to load the optimizer from {path}")
-    assert saved is not None
+
+    def set_groups(param_groups: list[dict[str, Any]]) -> GroupReport:
+        saved_groups, names = {"groups": found[0].groups, "names": found[0].names}, _names_by_group(optimizer, named)
+        return apply_saved_groups(param_groups, names, saved_groups, on_conflict=on_conflict, override=override)
+
+    def prepare() -> None:
+        found.append(find_optimizer(opened, at))
+        named.extend(_named(model, optimizer))
+        fresh.update((own.name, _fresh_state(own, opened.index, found[0])) for own in named)
+        set_groups(_copied(optimizer.param_groups))  # finds errors before changes
+
+    from_all(ranks, prepare, f"preparing to load the optimizer from {path}")
+    (saved,) = found
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
         f"{own.name}/{state_name}": _described(own, saved.keys[own.name][state_name], tensor, ranks.rank)
@@ -257,31 +240,21 @@ def fill_optimizer(
     read(wanted)
     state = {own.param: {**fresh[own.name], **saved.plain_state.get(own.name, {})} for own in named}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
-        groups = _set_groups(optimizer.param_groups, model, optimizer, saved, on_conflict, override)
-        _install_(optimizer, state)
+        groups = set_groups(optimizer.param_groups)
+        for param, states in state.items():  # the last step, and it cannot fail
+            optimizer.state.pop(param, None)
+            if states:
+                optimizer.state[param] = states
     else:
         copied = _copied(optimizer.param_groups)
-        groups = _set_groups(copied, model, optimizer, saved, on_conflict, override)
-        error = error_of(lambda: optimizer.load_state_dict(_packed(copied, state)))
-        everyone(ranks, error, f"{type(optimizer).__name__}.load_state_dict of what {path} holds")
+        groups, packed = set_groups(copied), _packed(copied, state)
+        what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
+        from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
     return OptimizerLoadReport(
         groups=groups,
         uninitialised=tuple(own.name for own in named if not saved.state_names.get(own.name)),
         gone=tuple(n for n, states in saved.state_names.items() if states and n not in fresh),
     )
-
-
-def _set_groups(
-    param_groups: list[dict[str, Any]],
-    model: nn.Module,
-    optimizer: Optimizer,
-    saved: SavedOptimizer,
-    on_conflict: Conflict,
-    override: Mapping[str, Any],
-) -> GroupReport:
-    """Write the saved values to `param_groups`: the optimizer's own, or first a copy, to find errors before changes."""
-    names = _names_by_group(model, optimizer)
-    return apply_saved_groups(param_groups, names, saved.as_groups, on_conflict=on_conflict, override=override)
 
 
 def _copied(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -320,22 +293,11 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
             memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
             fresh[state_name] = like_sharded(own.param.detach(), memory)
         else:
-            device = local.device if stored.shape or _step_on_device(own.group) else "cpu"
+            # torch's optimizers keep the step count on the host unless they are captured or fused.
+            on_device = stored.shape or own.group.get("capturable") or own.group.get("fused")
+            device = local.device if on_device else "cpu"
             fresh[state_name] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return fresh
-
-
-def _step_on_device(group: Mapping[str, Any]) -> bool:
-    """Whether the step count is on the device. torch's optimizers keep it on the host unless captured or fused."""
-    return bool(group.get("capturable") or group.get("fused"))
-
-
-def _install_(optimizer: Optimizer, state: Mapping[nn.Parameter, dict[str, Any]]) -> None:
-    """Replace the optimizer's state; the last step, and it cannot fail."""
-    for param, own in state.items():
-        optimizer.state.pop(param, None)
-        if own:
-            optimizer.state[param] = own
 
 
 def _packed(param_groups: list[dict[str, Any]], state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[str, Any]:

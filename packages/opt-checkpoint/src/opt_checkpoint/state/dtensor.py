@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,7 +12,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
-from opt_checkpoint.state.strided import Cut, one_run
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -113,12 +115,18 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
     if kinds <= {Shard, Replicate}:
         chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return tuple(chunks[0].offsets) if chunks else (0,) * tensor.dim()
-    if not all(kind in (Shard, Replicate) or _is_strided(kind) for kind in kinds):
+    if not all(kind in (Shard, Replicate) or kind.__name__ == "_StridedShard" for kind in kinds):
         raise CheckpointValueError(
             f"{key} is placed as {tuple(tensor.placements)}; only Shard and Replicate are a block of the global "
             f"tensor. Redistribute it first: tensor.redistribute(placements=[Shard(0), ...])"
         )
-    runs = [one_run(length, _cuts(tensor, dim)) for dim, length in enumerate(tensor.shape)]
+    coordinate = _coordinate(tensor)
+    cuts = [
+        (placement.dim, Cut(coordinate[axis], tensor.device_mesh.size(axis), getattr(placement, "split_factor", 1)))
+        for axis, placement in enumerate(tensor.placements)
+        if hasattr(placement, "dim")
+    ]
+    runs = [one_run(length, [cut for at, cut in cuts if at == dim]) for dim, length in enumerate(tensor.shape)]
     sizes = tuple(local_tensor(tensor).shape)
     if any(run is None or len(run) != n for run, n in zip(runs, sizes, strict=True)):
         raise CheckpointValueError(
@@ -129,27 +137,61 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
     return tuple(run.start for run in runs if run is not None)
 
 
-def _is_strided(kind: type) -> bool:
-    return kind.__name__ == "_StridedShard"
-
-
-def _cuts(tensor: DTensor, dim: int) -> list[Cut]:
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        raise CheckpointValueError("this rank is not on the tensor's device mesh")
-    return [
-        Cut(coordinate[axis], tensor.device_mesh.size(axis), getattr(placement, "split_factor", 1))
-        for axis, placement in enumerate(tensor.placements)
-        if getattr(placement, "dim", None) == dim
-    ]
-
-
 def _replica_of(tensor: DTensor) -> ReplicaId:
     """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica.
 
     A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
     """
-    coordinate = tensor.device_mesh.get_coordinate()
+    return tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if isinstance(p, Replicate)) or 0
+
+
+def _coordinate(tensor: DTensor) -> Sequence[int]:
+    """The position of this rank on the tensor's mesh."""
+    coordinate: Sequence[int] | None = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise CheckpointValueError("this rank is not on the tensor's device mesh")
-    return tuple(c for c, p in zip(coordinate, tensor.placements) if isinstance(p, Replicate)) or 0
+    return coordinate
+
+
+class Cut(NamedTuple):
+    """The cut of a tensor's axis by one axis of a mesh: this rank has part `number` of `size`.
+
+    Args:
+        number: of the part.
+        size: how many there are.
+        split_factor: 1, or into how many runs the axis is first cut; the part is then that of each of these.
+    """
+
+    number: int
+    size: int
+    split_factor: int = 1
+
+
+def one_run(length: int, cuts: Sequence[Cut]) -> range | None:
+    """The rows of an axis that are here, if they are one run however the placements are read; else None.
+
+    Read from left to right, a strided cut takes a part of each of several runs, of which the cuts to its right leave
+    one. FSDP2 on tensor-parallel parameters cuts in the other order. If parts are uneven, the two orders can give
+    different rows, and the layout in memory is ambiguous.
+    """
+    as_placed = _rows(length, cuts)
+    plain = [cut for cut in cuts if cut.split_factor == 1]
+    as_made = _rows(length, [*plain, *(cut._replace(split_factor=1) for cut in cuts if cut.split_factor > 1)])
+    if as_placed != as_made:
+        return None
+    run = range(as_made[0], as_made[-1] + 1) if as_made else range(0)
+    return run if len(run) == len(as_made) else None
+
+
+def _rows(length: int, cuts: Sequence[Cut]) -> list[int]:
+    rows = list(range(length))
+    for cut in cuts:
+        runs = [_part(rows, k, cut.split_factor) for k in range(cut.split_factor)]
+        rows = [row for run in runs for row in _part(run, cut.number, cut.size)]
+    return rows
+
+
+def _part(rows: list[int], number: int, size: int) -> list[int]:
+    """Like `torch.chunk` cuts."""
+    each = -(-len(rows) // size)
+    return rows[number * each : (number + 1) * each]

@@ -8,6 +8,7 @@ whole blocks only.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.quantized import is_quantized
+from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
 
 BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
@@ -89,10 +90,6 @@ class ShardedTensorFactory(ShardedBase):
                 f"factory {self.key} is built by a function, which cannot be applied to a slice of the fused tensor; "
                 f"declare it by segments, or keep this parameter whole on one rank"
             )
-        if declared:
-            self._check_tiling()
-
-    def _check_tiling(self) -> None:
         row = 0
         for segment in self.segments:
             if segment.row_start != row or segment.row_stop <= row:
@@ -100,7 +97,7 @@ class ShardedTensorFactory(ShardedBase):
                     f"segments of {self.key} must tile axis 0 in order: expected a start at row {row}, got {segment}"
                 )
             row = segment.row_stop
-        if not self.local_shape or row != self.local_shape[0]:
+        if declared and (not self.local_shape or row != self.local_shape[0]):
             raise CheckpointValueError(
                 f"segments of {self.key} cover {row} rows, but the local block has shape {self.local_shape}"
             )
@@ -118,38 +115,28 @@ class ShardedTensorFactory(ShardedBase):
         """
         if self.data is not None and is_quantized(self.data):  # its views cannot be loaded into
             return dataclasses.replace(self, data=self.data.dequantize()).build()
-        if self.build_fn is None:
-            return self._build_segments()
         if self.data is None:
             raise CheckpointValueError(f"factory {self.key} has no data to build from")
-        return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        if self.build_fn is not None:
+            return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
+        return [self._piece(self.data, segment) for segment in self.segments]
 
-    def _build_segments(self) -> list[ShardedTensor]:
-        row_numel = 1
-        for n in self.local_shape[1:]:
-            row_numel *= n
-        whole = (0, self.local_shape[0] * row_numel)
-        held = whole if self.flattened_range is None else flat_bounds(self.flattened_range)
-        return [self._piece(s, held, row_numel) for s in self.segments]
-
-    def _piece(self, segment: Segment, held: tuple[int, int], row_numel: int) -> ShardedTensor:
+    def _piece(self, data: Tensor, segment: Segment) -> ShardedTensor:
         """The part of one segment that is in the held run of elements; its data is a view of `data`."""
-        first = segment.row_start * row_numel
         local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
-        start = max(held[0], first)
-        stop = max(start, min(held[1], segment.row_stop * row_numel))
-        flat = None if self.flattened_range is None else slice(start - first, stop - first)
-        if self.data is None:
-            raise CheckpointValueError(f"factory {self.key} has no data to build from")
-        if flat is None:
-            data = self.data[segment.row_start : segment.row_stop]
+        if self.flattened_range is None:
+            part, flat = data[segment.row_start : segment.row_stop], None
         else:
-            data = self.data[start - held[0] : stop - held[0]] if start < held[1] else self.data[:0]
-            flat = flat if start < stop else slice(0, 0)
+            row_numel, (low, high) = math.prod(self.local_shape[1:]), flat_bounds(self.flattened_range)
+            first = segment.row_start * row_numel
+            start, stop = max(low, first), min(high, segment.row_stop * row_numel)
+            part, flat = data[:0], slice(0, 0)
+            if start < stop:
+                part, flat = data[start - low : stop - low], slice(start - first, stop - first)
         return ShardedTensor(
             key=self.key + segment.suffix,
-            data=data,
-            dtype=self.data.dtype,
+            data=part,
+            dtype=data.dtype,
             local_shape=local_shape,
             global_shape=segment.global_shape,
             global_offset=segment.global_offset,
@@ -173,16 +160,13 @@ class ShardedTensorFactory(ShardedBase):
             return self
         numbers = torch.arange(self.data.numel()).view(self.data.shape)
         built = list(_tensors(self.build_fn(self.key, numbers, self.replica_id, None)))
-        segments = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
-        if any(segment is None for segment in segments):
+        found = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
+        segments = sorted((s for s in found if s is not None), key=lambda segment: segment.row_start)
+        stops = [0, *(segment.row_stop for segment in segments)]
+        if None in found or [s.row_start for s in segments] != stops[:-1] or stops[-1] != len(numbers):
             return self
-        ordered = sorted((s for s in segments if s is not None), key=lambda segment: segment.row_start)
-        stops = [0, *(segment.row_stop for segment in ordered)]
-        if [segment.row_start for segment in ordered] != stops[:-1] or stops[-1] != len(numbers):
-            return self
-        return dataclasses.replace(
-            self, build_fn=None, merge_fn=None, segments=tuple(ordered), local_shape=tuple(self.data.shape)
-        )
+        shape = tuple(self.data.shape)
+        return dataclasses.replace(self, build_fn=None, merge_fn=None, segments=tuple(segments), local_shape=shape)
 
     @torch.no_grad()
     def merge(self, loaded: Any) -> Tensor:
@@ -230,3 +214,14 @@ def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_nume
         global_offset=piece.global_offset,
         suffix=piece.key.removeprefix(factory.key),
     )
+
+
+def is_quantized(tensor: Tensor | None) -> bool:
+    """Whether a tensor is quantised, such as an fp8 parameter; it is saved and loaded dequantised.
+
+    The classes of all libraries have in common that they override `dequantize`, and that `copy_` quantises. A view of
+    such a tensor is a copy, which may be read-only, so a file cannot be read directly into it.
+    """
+    if tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) or is_dtensor(tensor):
+        return False
+    return type(tensor).dequantize is not Tensor.dequantize

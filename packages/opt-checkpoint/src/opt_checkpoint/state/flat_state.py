@@ -26,7 +26,6 @@ from opt_checkpoint.state.tree import (
     ScopedState,
     leaves,
     map_leaves,
-    merged_factory,
     path_text,
     scopes,
     without_tensors,
@@ -84,9 +83,11 @@ class FlatState:
             if path in common:
                 return common[path]
             if isinstance(value, ShardedTensor):
-                return _as_requested(self.tensors[path])
+                tensor = self.tensors[path]
+                is_in_place = tensor.source is not None and tensor.data is local_tensor(tensor.source)
+                return tensor.source if is_in_place else tensor.data
             if isinstance(value, ShardedTensorFactory):
-                return merged_factory(value, self.built[path])
+                return value.merge(map_leaves(self.built[path], lambda _, piece: piece.data))
             if isinstance(value, ShardedObject):
                 return objects[path]
             if path in self.empty:
@@ -94,20 +95,6 @@ class FlatState:
             return value.unwrap() if isinstance(value, LocalNonpersistentObject) else value
 
         return _without_absent(map_leaves(self.state, loaded))
-
-
-def _as_requested(loaded: ShardedTensor) -> Tensor | None:
-    """The loaded values: the DTensor whose local values they are, if there is one."""
-    is_in_place = loaded.source is not None and loaded.data is local_tensor(loaded.source)
-    return loaded.source if is_in_place else loaded.data
-
-
-def _check_placed(tensor: ShardedTensor) -> None:
-    """Raise CheckpointingException if this is a part of a whole, and the part is unknown."""
-    if tensor.marks is not None and _has_other_ranks():
-        problem = tensor.marks.problem()
-        if problem:
-            raise CheckpointValueError(problem)
 
 
 def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
@@ -162,9 +149,18 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     for path, value in leaves(state):
         if isinstance(value, ShardedTensorFactory):
             flat.built[path] = value.build()
-            _take_built(flat, path, parts, has_mains=value.has_mains)
+            for inner, piece in leaves(flat.built[path]):
+                if not isinstance(piece, ShardedTensor):
+                    raise CheckpointValueError(
+                        f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors "
+                        f"may be"
+                    )
+                piece.has_mains = value.has_mains
+                flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, parts)
         elif isinstance(value, ShardedTensor):
-            _check_placed(value)
+            problem = value.marks.problem() if value.marks is not None and _has_other_ranks() else ""
+            if problem:  # it is a part of something larger, and the part is unknown
+                raise CheckpointValueError(problem)
             flat.tensors[path] = _with_stored_key(flat, path, value, parts)
         elif isinstance(value, ShardedObject):
             flat.objects[path] = _with_stored_key(flat, path, value, parts)
@@ -186,9 +182,8 @@ def separate_tensors_(flat: FlatState, is_storable: Callable[[torch.dtype], bool
     parts = [path for path, _ in scopes(flat.state)]
     for path, value in flat.common.items():
         if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
-            separated = without_tensors(path, value, is_storable)
-            flat.common[path] = separated.value
-            for inner, tensor in separated.tensors.items():
+            flat.common[path], tensors = without_tensors(path, value, is_storable)
+            for inner, tensor in tensors.items():
                 flat.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
                 flat.plain[path + inner] = tensor
 
@@ -202,13 +197,3 @@ def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path,
     named = copy.copy(value)
     named.key = parts[scope].key_at(scope, value.key)
     return named
-
-
-def _take_built(flat: FlatState, path: Path, parts: Mapping[Path, ScopedState], *, has_mains: bool) -> None:
-    for inner, piece in leaves(flat.built[path]):
-        if not isinstance(piece, ShardedTensor):
-            raise CheckpointValueError(
-                f"the factory at {path_text(path)} built a {type(piece).__name__} where only ShardedTensors may be"
-            )
-        piece.has_mains = has_mains
-        flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, parts)

@@ -8,7 +8,7 @@ agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -76,14 +76,13 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
         for name in own:
             if first.setdefault(name, number) != number:
                 raise GroupMismatchError(f"parameter {name} is in groups {first[name]} and {number}")
-    groups = [{k: _stored(v) for k, v in group.items() if k not in NOT_STORED} for group in param_groups]
+    groups: list[Group] = []
+    for group in param_groups:
+        kept = {field: value for field, value in group.items() if field not in NOT_STORED}
+        # Tensors, such as the lr of a captured optimizer, become CPU tensors and load as tensors.
+        tensors = {field: v.detach().to("cpu").clone() for field, v in kept.items() if isinstance(v, Tensor)}
+        groups.append(kept | tensors)
     return {"groups": groups, "names": [list(own) for own in names]}
-
-
-def _stored(value: Any) -> Any:
-    """A value in stored form. Tensors, such as the lr of a captured optimizer, become CPU tensors and load as
-    tensors."""
-    return value.detach().to("cpu").clone() if isinstance(value, Tensor) else value
 
 
 def apply_saved_groups(
@@ -115,11 +114,20 @@ def apply_saved_groups(
     if on_conflict not in get_args(Conflict):
         raise ValueError(f"on_conflict={on_conflict!r}; allowed: {', '.join(get_args(Conflict))}")
     groups = saved["groups"]
-    _check_override(override, [*param_groups, *groups])
+    fields = sorted({field for group in (*param_groups, *groups) for field in group} - NOT_STORED)
+    unknown = sorted(set(override) - set(fields))
+    if unknown and fields:  # they would have no effect
+        raise GroupMismatchError(
+            f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
+        )
     where = {name: number for number, own in enumerate(saved["names"]) for name in own}
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
-        sources = _sources(groups, where, own)
+        first: dict[int, str] = {}  # of each saved group that parameters were in, the first of them
+        for name in own:
+            if name in where:
+                first.setdefault(where[name], name)
+        sources = [_SavedGroup(groups[saved_in], name) for saved_in, name in first.items()]
         update = _update(group, sources, on_conflict, override)
         update.update((k, v) for k, v in override.items() if k in group)
         updates.append(update)
@@ -134,25 +142,6 @@ def apply_saved_groups(
     current = {name for own in names for name in own}
     new = tuple(name for own in names for name in own if name not in where)
     return GroupReport(new=new, gone=tuple(n for n in where if n not in current), kept=kept, regrouped=tuple(regrouped))
-
-
-def _check_override(override: Mapping[str, Any], groups: Iterable[Group]) -> None:
-    """Raise for a field of `override` that no group has; it would have no effect."""
-    fields = sorted({field for group in groups for field in group} - NOT_STORED)
-    unknown = sorted(set(override) - set(fields))
-    if unknown and fields:
-        raise GroupMismatchError(
-            f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
-        )
-
-
-def _sources(groups: Sequence[Group], where: Mapping[str, int], names: Iterable[str]) -> list[_SavedGroup]:
-    """The saved groups that these parameters were in, each once, in the parameters' order."""
-    found: dict[int, _SavedGroup] = {}
-    for name in names:
-        if name in where:
-            found.setdefault(where[name], _SavedGroup(groups[where[name]], name))
-    return list(found.values())
 
 
 def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict, override: Mapping[str, Any]) -> Group:

@@ -41,7 +41,6 @@ class _Facts(NamedTuple):
     has_entries: bool
     trains: bool
     has_plain: bool
-    has_cut: bool
     has_experts: bool
 
 
@@ -54,7 +53,14 @@ def place_(state: Any, axes: ModelAxes) -> None:
         CheckpointingException: on every rank, if groups are missing, or it is unknown which part a rank has.
     """
     entries = list(_unplaced(state))
-    per_rank: list[_Facts] = axes.everyone.gather_objects(_facts([entry.marks for entry in entries]))
+    plain = [entry.marks for entry in entries if not is_dtensor(entry.marks.tensor)]
+    facts = _Facts(
+        has_entries=bool(entries),
+        trains=any(entry.marks.tensor.requires_grad for entry in entries),
+        has_plain=bool(plain),
+        has_experts=any(marks.is_expert for marks in plain),
+    )
+    per_rank: list[_Facts] = axes.everyone.gather_objects(facts)
     if not any(facts.has_entries for facts in per_rank):
         return
     error = _missing_groups(axes, per_rank)
@@ -85,28 +91,17 @@ def _unplaced(state: Any) -> Iterator[_Unplaced]:
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
 
 
-def _facts(marks: Sequence[Marks]) -> _Facts:
-    plain = [own for own in marks if not is_dtensor(own.tensor)]
-    return _Facts(
-        has_entries=bool(marks),
-        trains=any(own.tensor.requires_grad for own in marks),
-        has_plain=bool(plain),
-        has_cut=any(own.is_cut for own in plain),
-        has_experts=any(own.is_expert for own in plain),
-    )
-
-
 def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
     """A sentence if the groups do not account for all ranks; the same on every rank that was given these groups."""
     ranks = {axes.everyone.size, sum(facts.trains for facts in per_rank)}
     dense = {"dp": axes.dense.size, "tp": axes.tp.size, "pp": axes.pp.size}
     expert = {"expt_dp": axes.expert.size, "expt_tp": axes.expert_tp.size, "ep": axes.ep.size, "pp": axes.pp.size}
-    has_experts = any(facts.has_experts for facts in per_rank)
-    for roles, is_needed in ((dense, any(facts.has_plain for facts in per_rank)), (expert, has_experts)):
+    wanted = [("dense parameters", dense)] if any(facts.has_plain for facts in per_rank) else []
+    wanted += [("experts", expert)] if any(facts.has_experts for facts in per_rank) else []
+    for what, roles in wanted:
         count = math.prod(roles.values())
-        if is_needed and count not in ranks:
+        if count not in ranks:
             sizes = " x ".join(f"{role} of {size}" for role, size in roles.items())
-            what = "experts" if roles is expert else "dense parameters"
             return (
                 f"the process groups account for {count} of {axes.everyone.size} ranks with {what} ({sizes}), so it "
                 f"is unknown which part of the model each rank has; pass every group of "
@@ -167,18 +162,14 @@ def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
 
 def _expert_name(entry: _Unplaced, name: _Name, first: Mapping[str, int | None], repeated: set[str], ep: Axis) -> _Name:
     marks, found = entry.marks, _expert_of(entry)
-    start = None if found is None else first[found.list_name]
-    if found is not None and start is not None:
-        before, after = marks.name[: found.span[0]], marks.name[found.span[1] :]
-        return _Name(f"{before}{found.number + start}{after}")
-    if not marks.is_expert or (found is None and f"{entry.part}/{marks.name}" not in repeated):
+    if found is not None:
+        start = first[found.list_name]
+        if start is not None:
+            before, after = marks.name[: found.span[0]], marks.name[found.span[1] :]
+            return _Name(f"{before}{found.number + start}{after}")
+    elif not marks.is_expert or f"{entry.part}/{marks.name}" not in repeated:
         return name
-    if (
-        found is None
-        and marks.tensor.dim() == 3
-        and not is_dtensor(marks.tensor)
-        and not (marks.is_cut and marks.dim == 0)
-    ):
+    elif marks.tensor.dim() == 3 and not is_dtensor(marks.tensor) and not (marks.is_cut and marks.dim == 0):
         return _Name(marks.name, ((0, ep.rank, ep.size),))  # a stack of experts
     return _Name(f"experts{ep.rank}of{ep.size}.{marks.name}")
 
@@ -214,8 +205,10 @@ def _with_stages(pp: Axis, entries: Sequence[_Unplaced], names: Sequence[_Name])
             copies = [number for number, stage in enumerate(stages) if own in stage.shared]
             placed.append(name._replace(copy=copies.index(pp.rank)))
         elif layers is not None and layers in renumbered:
-            start = sum(stage.lists.get(layers, 0) for stage in stages[: pp.rank])
-            placed.append(name._replace(text=_renumbered(name.text, start)))
+            parts = name.text.split(".")
+            at = next(index for index, part in enumerate(parts) if part.isdigit())
+            parts[at] = str(int(parts[at]) + sum(stage.lists.get(layers, 0) for stage in stages[: pp.rank]))
+            placed.append(name._replace(text=".".join(parts)))
         else:
             prefix = f"stage{pp.rank}of{pp.size}." if own in repeated else ""
             placed.append(name._replace(text=prefix + name.text))
@@ -230,48 +223,42 @@ def _layers_of(entry: _Unplaced) -> str | None:
     return f"{entry.part}/{marks.list_name}"
 
 
-def _renumbered(name: str, start: int) -> str:
-    parts = name.split(".")
-    at = next(index for index, part in enumerate(parts) if part.isdigit())
-    return ".".join([*parts[:at], str(int(parts[at]) + start), *parts[at + 1 :]])
-
-
 def _described(axes: ModelAxes, entry: _Unplaced, name: _Name) -> ShardedTensor | ShardedTensorFactory:
     """Describe one tensor of this rank as a part of the whole model's."""
     marks, tensor = entry.marks, entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
         return replace(tensor, key=name.text, marks=None)
+    assert tensor.data is not None
     tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
-    cuts = [(dim, rank, size) for dim, rank, size in name.cuts]
-    is_cut = marks.is_cut and tp.size > 1
+    cuts, is_cut = list(name.cuts), marks.is_cut and tp.size > 1
     replica_id = (name.copy, 0 if is_cut else tp.rank, replica.rank)
     if is_cut:
-        dim = _partition_dim(marks)
+        if marks.dim is None or marks.dim >= marks.tensor.dim():
+            given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
+            raise CheckpointValueError(
+                f"{marks.name} of shape {tuple(marks.tensor.shape)} has tensor_model_parallel=True, but {given}; set "
+                f"param.partition_dim to the dim of which each tensor-parallel rank has a part, or "
+                f"tensor_model_parallel=False if all ranks have the same values"
+            )
         if marks.stride > 1:
-            return _strided(entry, name, tp, dim, replica_id)
-        cuts.append((dim, tp.rank, tp.size))
-    assert tensor.data is not None
+            segments, shape = _segments(entry, name, tp, marks.dim), tuple(tensor.data.shape)
+            return ShardedTensorFactory(
+                name.text,
+                tensor.data,
+                segments=segments,
+                local_shape=shape,
+                replica_id=replica_id,
+                has_mains=tensor.has_mains,
+            )
+        cuts.append((marks.dim, tp.rank, tp.size))
     return ShardedTensor.from_rank_offsets(
         name.text, tensor.data, *cuts, replica_id=replica_id, has_mains=tensor.has_mains
     )
 
 
-def _partition_dim(marks: Marks) -> int:
-    if marks.dim is None or marks.dim >= marks.tensor.dim():
-        given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
-        raise CheckpointValueError(
-            f"{marks.name} of shape {tuple(marks.tensor.shape)} has tensor_model_parallel=True, but {given}; set "
-            f"param.partition_dim to the dim of which each tensor-parallel rank has a part, or "
-            f"tensor_model_parallel=False if all ranks have the same values"
-        )
-    return marks.dim
-
-
-def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tuple[int, ...]) -> ShardedTensorFactory:
-    """A part that has several runs of rows of the whole, one below the other, as of a fused gate and value."""
-    data, marks = entry.tensor.data, entry.marks
-    assert data is not None
-    shape = tuple(data.shape)
+def _segments(entry: _Unplaced, name: _Name, tp: Axis, dim: int) -> tuple[Segment, ...]:
+    """The runs of rows of the whole tensor that a part has, one below the other, as of a fused gate and value."""
+    marks, shape = entry.marks, entry.tensor.local_shape
     if dim != 0 or name.cuts or shape[0] % marks.stride:
         raise CheckpointValueError(
             f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "
@@ -279,7 +266,7 @@ def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tupl
             f"this parameter with a ShardedTensorFactory in a sharded_state_dict(prefix) method of its module"
         )
     rows = shape[0] // marks.stride
-    segments = tuple(
+    return tuple(
         Segment(
             row_start=number * rows,
             row_stop=(number + 1) * rows,
@@ -287,7 +274,4 @@ def _strided(entry: _Unplaced, name: _Name, tp: Axis, dim: int, replica_id: tupl
             global_offset=((number * tp.size + tp.rank) * rows, *(0 for _ in shape[1:])),
         )
         for number in range(marks.stride)
-    )
-    return ShardedTensorFactory(
-        name.text, data, segments=segments, local_shape=shape, replica_id=replica_id, has_mains=entry.tensor.has_mains
     )

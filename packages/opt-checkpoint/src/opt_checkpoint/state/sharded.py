@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -114,64 +114,50 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: dtype, shapes, offsets, fragmentation or flat range do not fit.
         """
-        self._check_data()
-        self._check_ranks()
-        self._check_grid()
-        self._check_flat_range()
-
-    def _check_data(self) -> None:
-        if self.data is None:
-            return
-        if self.data.dtype != self.dtype:
+        data, flat, key = self.data, self.flattened_range, self.key
+        if data is not None and data.dtype != self.dtype:
             raise CheckpointValueError(
-                f"Data dtype should match `dtype` attribute: {self.data.dtype} is not {self.dtype} ({self.key})"
+                f"Data dtype should match `dtype` attribute: {data.dtype} is not {self.dtype} ({key})"
             )
-        if self.flattened_range is None and tuple(self.data.shape) != self.local_shape:
+        if data is not None and flat is None and tuple(data.shape) != self.local_shape:
             raise CheckpointValueError(
-                f"Data shape {tuple(self.data.shape)} does not match local_shape {self.local_shape} ({self.key})"
+                f"Data shape {tuple(data.shape)} does not match local_shape {self.local_shape} ({key})"
             )
-
-    def _check_ranks(self) -> None:
         if len(self.global_shape) != len(self.global_offset):
             raise CheckpointValueError(
                 f"Global shape {self.global_shape} and global offset {self.global_offset} "
-                f"must have as many axes as each other ({self.key})"
+                f"must have as many axes as each other ({key})"
             )
         if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
             raise CheckpointValueError(
                 f"Local shape {self.local_shape} plus {self.prepend_axis_num} prepended axes must have as many axes as "
-                f"the global shape {self.global_shape} ({self.key})"
+                f"the global shape {self.global_shape} ({key})"
             )
-
-    def _check_grid(self) -> None:
         block = self.global_block_shape
         if self.axis_fragmentations is not None:
             for offset, size in list(zip(self.global_offset, block))[self.prepend_axis_num :]:
                 if size != 0 and offset % size != 0:
                     raise CheckpointValueError(
-                        f"Global offset ({offset}) must be divisible by local shape ({size}) ({self.key}); "
+                        f"Global offset ({offset}) must be divisible by local shape ({size}) ({key}); "
                         f"for uneven sharding pass axis_fragmentations=None"
                     )
         if any(o < 0 or o + n > g for o, n, g in zip(self.global_offset, block, self.global_shape)):
             raise CheckpointValueError(
                 f"Block of shape {block} at {self.global_offset} lies outside the global shape {self.global_shape} "
-                f"({self.key})"
+                f"({key})"
             )
-
-    def _check_flat_range(self) -> None:
-        if self.flattened_range is None:
-            return
-        start, stop = flat_bounds(self.flattened_range)
-        if self.flattened_range.step not in (None, 1) or not 0 <= start <= stop <= math.prod(self.local_shape):
-            raise CheckpointValueError(
-                f"flattened_range {self.flattened_range} must be [start, stop) with step 1 within the "
-                f"{math.prod(self.local_shape)} elements of the local block ({self.key})"
-            )
-        if self.data is not None and tuple(self.data.shape) != (stop - start,):
-            raise CheckpointValueError(
-                f"Data of a flattened_range of {stop - start} elements must be 1-D of that length, "
-                f"not {tuple(self.data.shape)} ({self.key})"
-            )
+        if flat is not None:
+            start, stop = flat_bounds(flat)
+            if flat.step not in (None, 1) or not 0 <= start <= stop <= math.prod(self.local_shape):
+                raise CheckpointValueError(
+                    f"flattened_range {flat} must be [start, stop) with step 1 within the "
+                    f"{math.prod(self.local_shape)} elements of the local block ({key})"
+                )
+            if data is not None and tuple(data.shape) != (stop - start,):
+                raise CheckpointValueError(
+                    f"Data of a flattened_range of {stop - start} elements must be 1-D of that length, "
+                    f"not {tuple(data.shape)} ({key})"
+                )
 
     @property
     def has_regular_grid(self) -> bool:
@@ -242,15 +228,25 @@ class ShardedTensor(ShardedBase):
         if flattened_range is not None:
             raise ValueError(f"from_rank_offsets describes whole blocks; call .flat(data, start, stop) on it ({key})")
         block = (1,) * prepend_axis_num + tuple(data.shape)
-        fragments, offset = _grid_from_triples(key, block, rank_offsets)
+        fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
+        for axis, index, count in rank_offsets:
+            if not 0 <= axis < len(block) or index < 0 or count < 1 or index >= count:
+                raise CheckpointValueError(
+                    f"Invalid rank offsets: (axis {axis}, index {index}, fragments {count}) of {key}; "
+                    f"axis must be below {len(block)} and index below fragments"
+                )
+            if axis in seen:
+                raise CheckpointValueError(f"Invalid rank offsets: axis {axis} of {key} is given twice")
+            seen.add(axis)
+            fragments[axis], offset[axis] = count, index * block[axis]
         return cls(
             key=key,
             data=data,
             dtype=data.dtype,
             local_shape=tuple(data.shape),
             global_shape=tuple(f * n for f, n in zip(fragments, block)),
-            global_offset=offset,
-            axis_fragmentations=fragments,
+            global_offset=tuple(offset),
+            axis_fragmentations=tuple(fragments),
             replica_id=replica_id,
             prepend_axis_num=prepend_axis_num,
             **init_kwargs,
@@ -294,26 +290,6 @@ class ShardedTensor(ShardedBase):
                 global_offset=scaled(self.global_offset),
             )
         ]
-
-
-class _Grid(NamedTuple):
-    fragments: Shape
-    offset: Shape
-
-
-def _grid_from_triples(key: str, block: Shape, triples: Iterable[Sequence[int]]) -> _Grid:
-    fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
-    for axis, index, count in triples:
-        if not 0 <= axis < len(block) or index < 0 or count < 1 or index >= count:
-            raise CheckpointValueError(
-                f"Invalid rank offsets: (axis {axis}, index {index}, fragments {count}) of {key}; "
-                f"axis must be below {len(block)} and index below fragments"
-            )
-        if axis in seen:
-            raise CheckpointValueError(f"Invalid rank offsets: axis {axis} of {key} is given twice")
-        seen.add(axis)
-        fragments[axis], offset[axis] = count, index * block[axis]
-    return _Grid(tuple(fragments), tuple(offset))
 
 
 def flat_bounds(flat: slice) -> tuple[int, int]:

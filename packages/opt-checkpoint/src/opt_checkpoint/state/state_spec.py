@@ -1,21 +1,20 @@
 """How the shape of an optimizer state relates to its parameter's, and the sharding that follows from it.
 
 Most state has its parameter's shape. The rest is declared: one value per parameter (`step`, the factors and bases of
-SOAP), statistics with some axes summed away (Adafactor), one scale per block (quantised moments), state that only
-makes sense on one layout, and values that are not tensors.
+SOAP), statistics with some axes summed away (Adafactor), and state that only makes sense on one layout.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.dtensor import local_tensor
+from opt_checkpoint.state.dtensor import local_tensor, whole_tensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
-from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedObject, ShardedTensor, flat_bounds
+from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor, flat_bounds
 from opt_checkpoint.state.sharded import is_main_replica as is_main
 
 LAYOUT_MARK = "@layout="
@@ -53,17 +52,6 @@ class Reduced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockScales:
-    """One value per block of `block` elements of the last axis of the *global* parameter.
-
-    Args:
-        block: elements per block; cuts between ranks must fall on multiples of it.
-    """
-
-    block: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutBound:
     """A tensor that is valid only for this layout and shard; another layout cannot load it.
 
@@ -74,12 +62,7 @@ class LayoutBound:
     fingerprint: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opaque:
-    """A value that is not a tensor, one for the whole parameter; stored if `torch.load(weights_only=True)` takes it."""
-
-
-StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | BlockScales | LayoutBound | Opaque
+StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | LayoutBound
 
 
 class _Held(NamedTuple):
@@ -114,12 +97,12 @@ class _Held(NamedTuple):
 
 def shard_by_spec(
     model_param: ShardedTensor | ShardedTensorFactory, value: Any, key: str, spec: StateSpec
-) -> ShardedBase:
-    """A state that is not shaped like its parameter, as a sharded value under `key`.
+) -> ShardedTensor:
+    """A state that is not shaped like its parameter, as a sharded tensor under `key`.
 
     Args:
         model_param: the parameter's description.
-        value: the state; any object for `Opaque`, else a tensor whose memory is shared.
+        value: the state, a tensor whose memory is shared.
         key: the state's full key.
         spec: anything but `LikeParam`.
 
@@ -127,22 +110,29 @@ def shard_by_spec(
         CheckpointingException: the spec cannot hold for this parameter or value.
     """
     held = _held(model_param)
-    if isinstance(spec, Opaque):
-        return ShardedObject(key, value, (1,), (0,), held.replica_if(held.has_first_element))
     if not isinstance(value, Tensor):
-        raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; declare it Opaque")
+        raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; store it as a ShardedObject")
     tensor = local_tensor(value)
+    shape, own_shape = tuple(tensor.shape), held.global_shape[held.prepended :]
     match spec:
         case PerParam():
-            return _per_param(held, tensor, key)
+            return _sharded(held, tensor, key, shape, (0,) * len(shape), main=held.has_first_element)
         case PerMatrix():
-            return _per_matrix(held, tensor, key)
+            axes = _stack_axes(held, shape, key)
+            own = shape[axes:]
+            is_first = held.has_first_element if not axes else not any(held.own_offset[axes:])
+            offset = held.own_offset[:axes] + (0,) * len(own)
+            return _sharded(held, tensor, key, own_shape[:axes] + own, offset, main=is_first)
         case Reduced():
-            return _reduced(held, tensor, key, spec.dims)
-        case BlockScales():
-            return _block_scales(held, tensor, key, spec.block)
+            kept = _kept_axes(held, shape, key, spec.dims)
+            is_first = not any(o for axis, o in enumerate(held.own_offset) if axis not in kept)
+            own, offset = (tuple(values[axis] for axis in kept) for values in (own_shape, held.own_offset))
+            return _sharded(held, tensor, key, own, offset, main=is_first)
         case LayoutBound():
-            return _layout_bound(held, tensor, key, spec.fingerprint)
+            place = ".".join(map(str, held.global_offset))
+            flat = "" if held.flat is None else f"+{held.flat[0]}-{held.flat[1]}"
+            name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{flat}"
+            return replace(whole_tensor(name, tensor, replica_id=held.replica_id), may_repeat=held.may_repeat)
         case LikeParam():
             raise CheckpointValueError(f"{key} is LikeParam: use make_sharded_optimizer_tensor")
 
@@ -156,14 +146,9 @@ def _held(param: ShardedTensor | ShardedTensorFactory) -> _Held:
     if not param.segments:
         return _held_of_built(param)
     first, rank = param.segments[0], len(param.local_shape)
+    prepended = len(first.global_shape) - rank
     return _Held(
-        param.local_shape,
-        first.global_shape,
-        first.global_offset,
-        len(first.global_shape) - rank,
-        flat,
-        param.replica_id,
-        may_repeat=False,
+        param.local_shape, first.global_shape, first.global_offset, prepended, flat, param.replica_id, may_repeat=False
     )
 
 
@@ -179,9 +164,8 @@ def _held_of_built(factory: ShardedTensorFactory) -> _Held:
     return _Held(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
 
 
-def _sharded(held: _Held, tensor: Tensor, key: str, own: tuple[Shape, Shape], main: bool) -> ShardedTensor:
-    """A block of the global tensor `(prepended axes) + own shape`, at `own` offset."""
-    shape, offset = own
+def _sharded(held: _Held, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
+    """A block at `offset` of a global tensor of `shape`, to which the prepended axes are added."""
     return ShardedTensor(
         key=key,
         data=tensor,
@@ -196,92 +180,27 @@ def _sharded(held: _Held, tensor: Tensor, key: str, own: tuple[Shape, Shape], ma
     )
 
 
-def _per_param(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
-    shape = tuple(tensor.shape)
-    return _sharded(held, tensor, key, (shape, (0,) * len(shape)), held.has_first_element)
-
-
-def _per_matrix(held: _Held, tensor: Tensor, key: str) -> ShardedTensor:
-    axes = len(held.local_shape) - 2  # of the stack
-    if axes < 0 or tuple(tensor.shape[:axes]) != held.local_shape[:axes]:
+def _stack_axes(held: _Held, shape: Shape, key: str) -> int:
+    """The number of axes of the stack of matrices that a parameter is."""
+    axes = len(held.local_shape) - 2
+    if axes < 0 or shape[:axes] != held.local_shape[:axes]:
         raise CheckpointValueError(
-            f"{key} has shape {tuple(tensor.shape)}; a state with one value per matrix of a parameter "
+            f"{key} has shape {shape}; a state with one value per matrix of a parameter "
             f"{held.local_shape} must have a shape that begins with {held.local_shape[: max(axes, 0)]}"
         )
     if held.flat is not None and axes:
         raise CheckpointValueError(f"{key} has a value for each matrix: its parameter may not be a flat range")
-    own = tuple(tensor.shape[axes:])
-    shape = held.global_shape[held.prepended :][:axes] + own
-    offset = held.own_offset[:axes] + (0,) * len(own)
-    is_first = held.has_first_element if not axes else not any(held.own_offset[axes:])
-    return _sharded(held, tensor, key, (shape, offset), is_first)
+    return axes
 
 
-def _without(values: Shape, dims: tuple[int, ...]) -> Shape:
-    return tuple(v for d, v in enumerate(values) if d not in dims)
-
-
-def _reduced(held: _Held, tensor: Tensor, key: str, dims: tuple[int, ...]) -> ShardedTensor:
+def _kept_axes(held: _Held, shape: Shape, key: str, dims: tuple[int, ...]) -> list[int]:
+    """The axes of a parameter that a state keeps, of which `dims` are removed."""
     rank = len(held.local_shape)
     dims = tuple(d % rank for d in dims)
     if held.flat is not None:
         raise CheckpointValueError(f"{key} is reduced over axes {dims}: its parameter may not be a flat range")
-    if tuple(tensor.shape) != _without(held.local_shape, dims):
-        raise CheckpointValueError(
-            f"{key} has shape {tuple(tensor.shape)}; {held.local_shape} without axes {dims} is "
-            f"{_without(held.local_shape, dims)}"
-        )
-    own_shape = held.global_shape[held.prepended :]
-    first = not any(held.own_offset[d] for d in dims)
-    return _sharded(held, tensor, key, (_without(own_shape, dims), _without(held.own_offset, dims)), first)
-
-
-def _block_scales(held: _Held, tensor: Tensor, key: str, block: int) -> ShardedTensor:
-    own = held.global_shape[held.prepended :]
-    if not own or own[-1] % block or held.own_offset[-1] % block or held.local_shape[-1] % block:
-        raise CheckpointValueError(
-            f"{key} has one scale per {block} elements of the last axis, which must divide the parameter {own}, the "
-            f"block {held.local_shape} and its offset {held.own_offset}; choose a smaller block or another layout"
-        )
-
-    def per_block(values: Shape) -> Shape:
-        return (*values[:-1], values[-1] // block)
-
-    return ShardedTensor(
-        key=key,
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=per_block(held.local_shape),
-        global_shape=per_block(held.global_shape),
-        global_offset=per_block(held.global_offset),
-        axis_fragmentations=None,
-        replica_id=held.replica_id,
-        prepend_axis_num=held.prepended,
-        flattened_range=_flat_of_blocks(held, key, block),
-        may_repeat=held.may_repeat,
-    )
-
-
-def _flat_of_blocks(held: _Held, key: str, block: int) -> slice | None:
-    if held.flat is None:
-        return None
-    if held.flat[0] % block or held.flat[1] % block:
-        raise CheckpointValueError(f"{key}: flat range {held.flat} must begin and end on a multiple of {block}")
-    return slice(held.flat[0] // block, held.flat[1] // block)
-
-
-def _layout_bound(held: _Held, tensor: Tensor, key: str, fingerprint: str) -> ShardedTensor:
-    place = ".".join(map(str, held.global_offset))
-    flat = "" if held.flat is None else f"+{held.flat[0]}-{held.flat[1]}"
-    shape = tuple(tensor.shape)
-    return ShardedTensor(
-        key=f"{key}{LAYOUT_MARK}{fingerprint}/{place}{flat}",
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=shape,
-        global_shape=shape,
-        global_offset=(0,) * len(shape),
-        axis_fragmentations=(1,) * len(shape),
-        replica_id=held.replica_id,
-        may_repeat=held.may_repeat,
-    )
+    kept = [axis for axis in range(rank) if axis not in dims]
+    expected = tuple(held.local_shape[axis] for axis in kept)
+    if shape != expected:
+        raise CheckpointValueError(f"{key} has shape {shape}; {held.local_shape} without axes {dims} is {expected}")
+    return kept

@@ -61,18 +61,13 @@ def path_text(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def is_ours(value: object) -> bool:
-    """Whether a value is one of the sharded types."""
-    return isinstance(value, ShardedBase | LocalNonpersistentObject)
-
-
-def holds_ours(value: object) -> bool:
+def holds_sharded(value: object) -> bool:
     """Whether something sharded is a value, or anywhere inside its dicts, lists and tuples."""
     if isinstance(value, dict):
-        return any(holds_ours(v) for v in value.values())
+        return any(holds_sharded(v) for v in value.values())
     if isinstance(value, list | tuple):
-        return any(holds_ours(v) for v in value)
-    return is_ours(value) or is_dtensor(value)
+        return any(holds_sharded(v) for v in value)
+    return isinstance(value, ShardedBase | LocalNonpersistentObject) or is_dtensor(value)
 
 
 def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
@@ -87,10 +82,10 @@ def leaves(state: Any, path: Path = ()) -> Iterator[Leaf]:
             if not isinstance(key, str | int):
                 raise CheckpointValueError(f"key {key!r} under {path_text(path)!r} must be a str or an int")
             yield from leaves(value, (*path, key))
-    elif isinstance(state, list) and holds_ours(state):
+    elif isinstance(state, list) and holds_sharded(state):
         for index, value in enumerate(state):
             yield from leaves(value, (*path, index))
-    elif isinstance(state, tuple) and holds_ours(state):
+    elif isinstance(state, tuple) and holds_sharded(state):
         raise CheckpointValueError(f"{path_text(path)!r} is a tuple that contains sharded values; make it a list")
     else:
         yield Leaf(path, state)
@@ -104,7 +99,7 @@ def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
         for key, value in state.items():
             if isinstance(value, dict | list):
                 yield from scopes(value, (*path, key))
-    elif isinstance(state, list) and holds_ours(state):
+    elif isinstance(state, list) and holds_sharded(state):
         for index, value in enumerate(state):
             yield from scopes(value, (*path, index))
 
@@ -114,7 +109,7 @@ def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) 
     if isinstance(state, dict) and state:
         changed = {k: map_leaves(v, change, (*path, k)) for k, v in state.items()}
         return state.like(changed) if isinstance(state, ScopedState) else changed
-    if isinstance(state, list) and holds_ours(state):
+    if isinstance(state, list) and holds_sharded(state):
         return [map_leaves(v, change, (*path, i)) for i, v in enumerate(state)]
     return change(path, state)
 
@@ -132,13 +127,7 @@ def nest(values: Mapping[Path, Any]) -> Any:
     return root
 
 
-class _Absent:
-    """The type of `ABSENT`."""
-
-    __slots__ = ()
-
-
-ABSENT = _Absent()
+ABSENT: Any = object()  # stands for a value that does not exist
 
 
 def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -149,21 +138,16 @@ def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     if isinstance(state, dict) and state:
         inner = {key: selected(value, values, (*path, key)) for key, value in state.items()}
         return {key: value for key, value in inner.items() if value is not ABSENT} or ABSENT
-    if isinstance(state, list) and holds_ours(state):
+    if isinstance(state, list) and holds_sharded(state):
         items = [selected(value, values, (*path, i)) for i, value in enumerate(state)]
         return ABSENT if all(item is ABSENT for item in items) else [None if i is ABSENT else i for i in items]
     return values.get(path, ABSENT)
 
 
-class Separated(NamedTuple):
-    """A plain value with None in place of its tensors, and these by path within the value."""
+def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], bool]) -> tuple[Any, dict[Path, Tensor]]:
+    """A plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within it.
 
-    value: Any
-    tensors: dict[Path, Tensor]
-
-
-def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], bool]) -> Separated:
-    """Separate the tensors of storable dtypes in the lists, tuples and dicts of a plain value from the rest.
+    Only tensors of storable dtypes are taken out.
 
     Raises:
         CheckpointingException: one is sparse.
@@ -185,7 +169,7 @@ def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], b
             return {key: separated((*path, key), inner) for key, inner in value.items()}
         return value
 
-    return Separated(separated((), value), tensors)
+    return separated((), value), tensors
 
 
 def lookup(state: Any, path: Path) -> Any:
@@ -206,14 +190,14 @@ def sharded_values(state: Any) -> Iterator[ShardedBase]:
 
 def apply_factories(state: ShardedStateDict) -> None:
     """Replace each factory in `state` by what it builds; writes only to `state`'s containers."""
-    for key, value in list(_children(state)):
+    for key, value in list(_items(state)):
         if isinstance(value, ShardedTensorFactory):
             state[key] = value.build()
         elif isinstance(value, dict | list):
             apply_factories(value)  # type: ignore[arg-type]
 
 
-def _children(container: Any) -> Iterator[tuple[Any, Any]]:
+def _items(container: Any) -> Iterator[tuple[Any, Any]]:
     return iter(container.items() if isinstance(container, dict) else enumerate(container))
 
 
@@ -232,23 +216,19 @@ def apply_factory_merges(loaded: Any, factories: Any) -> Any:
     """
     if isinstance(factories, ShardedTensorFactory):
         return factories.merge(loaded)
-    if isinstance(factories, dict | list) and isinstance(loaded, dict | list):
-        for key, factory in _children(factories):
-            _check_key(loaded, factories, key)
-            loaded[key] = apply_factory_merges(loaded[key], factory)
-        return loaded
-    raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} and {type(factories)}")
-
-
-def _check_key(loaded: Any, factories: Any, key: Any) -> None:
-    if isinstance(loaded, dict):
-        if key not in loaded:
+    if not (isinstance(factories, dict | list) and isinstance(loaded, dict | list)):
+        raise ValueError(f"Duplicate non-dict and non-list values encountered: {type(loaded)} and {type(factories)}")
+    if isinstance(loaded, list) and isinstance(factories, list) and len(loaded) != len(factories):
+        raise ValueError(f"Cannot merge two lists with different lengths ({len(loaded)} and {len(factories)})")
+    for key, factory in _items(factories):
+        if isinstance(loaded, dict) and key not in loaded:
             raise ValueError(f"Different dict keys: {key!r} of the factories is not among the loaded {list(loaded)}")
-    elif isinstance(factories, list):
-        if len(loaded) != len(factories):
-            raise ValueError(f"Cannot merge two lists with different lengths ({len(loaded)} and {len(factories)})")
-    elif not isinstance(key, int) or not 0 <= key < len(loaded):
-        raise ValueError(f"Cannot merge dict key {key!r} into a list of {len(loaded)}; keys must be positions in it")
+        if isinstance(loaded, list) and not (isinstance(key, int) and 0 <= key < len(loaded)):
+            raise ValueError(
+                f"Cannot merge dict key {key!r} into a list of {len(loaded)}; keys must be positions in it"
+            )
+        loaded[key] = apply_factory_merges(loaded[key], factory)
+    return loaded
 
 
 def add_prefix_for_sharding(state: ShardedStateDict, prefix: str) -> None:
@@ -278,8 +258,3 @@ def apply_prefix_mapping(state: ShardedStateDict, prefixes: Mapping[str, str]) -
             if value.key.startswith(old):
                 value.key = new + value.key.removeprefix(old)
                 break
-
-
-def merged_factory(factory: ShardedTensorFactory, built: Any) -> Tensor:
-    """The tensor of a factory whose pieces, `built`, have just been loaded in place."""
-    return factory.merge(map_leaves(built, lambda _, piece: piece.data))

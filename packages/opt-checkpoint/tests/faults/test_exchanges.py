@@ -1,0 +1,305 @@
+"""F1: five exchanges a save and a load; whatever a rank raises, wherever, all ranks raise, and none waits."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_ranks import RankPool, ThreadRanks, on_threads
+from states import assert_is_step, state_at
+
+from opt_checkpoint import (
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointKeyError,
+    CheckpointManager,
+    PlanCache,
+    load,
+    save,
+    sharded_like,
+    verify_checkpoint,
+)
+from opt_checkpoint.run.ranks import from_all, from_first, through_first
+
+
+class Counted(ThreadRanks):
+    """Ranks that record the messages they send: the kind of exchange, and its bytes."""
+
+    def _record(self, name: str, value: Any) -> None:
+        vars(self).setdefault("sent", []).append((name, len(pickle.dumps(value))))
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self._record("all_gather", value)
+        return super().all_gather(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        self._record("gather", value)
+        values = super().all_gather(value)
+        return values if self.rank == 0 else None
+
+    def scatter(self, values: Any) -> Any:
+        self._record("scatter", values)
+        return super().all_gather(values)[0][self.rank]
+
+    def broadcast(self, value: Any) -> Any:
+        self._record("broadcast", value)
+        return super().all_gather(value)[0]
+
+
+def counted(size: int, work: Callable[[Any], object]) -> list[tuple[str, int]]:
+    """What rank 1 (or 0, if it is alone) sent during a task."""
+
+    def record(ranks: Any) -> Any:
+        ranks = Counted(ranks.rank, ranks.size, ranks.barrier, ranks.slots)
+        work(ranks)
+        return vars(ranks)["sent"]
+
+    return on_threads(size, record)[-1 if size > 1 else 0]
+
+
+def many(rank: int, count: int) -> dict[str, Any]:
+    """Tensors that each rank has a row of."""
+    row = torch.full((1, 4), float(rank))
+    shards = {
+        f"w{n}": sharded_like(f"w{n}", torch.zeros(2, 4)).flat(row.view(-1), rank * 4, rank * 4 + 4)
+        for n in range(count)
+    }
+    return {**shards, "step": 7}
+
+
+def saving(path: Path, caches: list[PlanCache], state: Callable[[int], dict[str, Any]]) -> Callable[[Any], None]:
+    return lambda ranks: save(state(ranks.rank), path, process_group=ranks, plans=caches[ranks.rank])
+
+
+SAVE = ["all_gather", "gather", "scatter", "gather", "broadcast"]
+LOAD = ["all_gather", "broadcast", "gather", "broadcast", "all_gather"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_save_and_a_load_take_five_exchanges(tmp_path: Path, size: int) -> None:
+    caches = [PlanCache() for _ in range(size)]
+    for path in (tmp_path / "first", tmp_path / "later"):
+        assert [name for name, _ in counted(size, saving(path, caches, lambda rank: state_at(1, rank, size)))] == SAVE
+    loading = lambda r: load(state_at(0, r.rank, size, filled=False), tmp_path / "later", process_group=r)
+    assert [name for name, _ in counted(size, loading)] == LOAD
+
+
+def test_layouts_go_to_rank_0_only_and_not_at_all_with_a_cached_plan(tmp_path: Path) -> None:
+    caches = [PlanCache(), PlanCache()]
+    few = counted(2, saving(tmp_path / "1", [PlanCache(), PlanCache()], lambda rank: many(rank, 1)))
+    first, later = (counted(2, saving(tmp_path / n, caches, lambda rank: many(rank, 200))) for n in ("2", "3"))
+    assert first[0] == few[0], "what all ranks receive depends on the number of tensors"
+    assert first[1][1] > 200 * 40 > 10 * later[1][1]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_save_of_a_manager_adds_one_exchange_for_the_snapshot_and_none_for_its_series(
+    tmp_path: Path, in_background: bool
+) -> None:
+    def work(ranks: Any) -> None:
+        with CheckpointManager(tmp_path, keep=1, process_group=ranks, in_background=in_background) as manager:
+            for step in (1, 2):
+                vars(ranks)["sent"].clear()
+                manager.save(step, state_at(step, ranks.rank, 2))
+                manager.wait()
+
+    sent = [name for name, _ in counted(2, work)]
+    assert sent == (["all_gather", *SAVE] if in_background else SAVE)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
+
+
+class HoldsALock(Exception):
+    """Does not pickle."""
+
+    def __init__(self) -> None:
+        super().__init__("holds a lock")
+        self.lock = threading.Lock()
+
+
+class TwoArguments(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, what: str = "error", number: int = 2) -> None:
+        super().__init__(f"{what} number {number}")
+
+
+class CannotBePrinted(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+ERRORS = {
+    HoldsALock: "holds a lock",
+    TwoArguments: "error number 2",
+    CannotBePrinted: r"\(its message cannot be printed\)",
+    KeyboardInterrupt: "",
+    SystemExit: "",
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("where", ["all", "first", "each", "combined"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_an_exchange_completes_and_raises_on_every_rank(kind: type[BaseException], where: str, culprit: int) -> None:
+    def work(ranks: Any) -> object:
+        def fail(*given: object) -> object:
+            if ranks.rank == culprit:
+                raise kind
+            return 0
+
+        if where == "all":
+            return from_all(ranks, fail, "it")
+        if where == "first":
+            return from_first(ranks, fail, "it")
+        return through_first(ranks, fail if where == "each" else int, fail if where == "combined" else len, "it")
+
+    results = on_threads(2, work)
+    if where in ("first", "combined") and culprit == 1:
+        assert not any(isinstance(result, BaseException) for result in results)
+        return
+    is_interrupt = not issubclass(kind, Exception)
+    assert type(results[culprit]) is (kind if is_interrupt else CheckpointFailedError)
+    for result in results if not is_interrupt else [results[1 - culprit]]:
+        assert isinstance(result, CheckpointFailedError)
+        assert f"rank {culprit}: {kind.__name__}: " in str(result)
+        assert any(f"On rank {culprit}:" in note and "in fail" in note for note in result.__notes__)
+
+
+def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
+    for results in (
+        on_threads(2, lambda ranks: from_all(ranks, threading.Lock if ranks.rank else int, "it")),
+        on_threads(2, lambda ranks: from_first(ranks, threading.Lock, "it")),
+        on_threads(2, lambda ranks: through_first(ranks, int, lambda _: threading.Lock(), "it")),
+    ):
+        assert all(isinstance(result, CheckpointFailedError) and "pickle" in str(result) for result in results)
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt in one thread at a call of a function of the package during an exchange."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event != "call" or "/opt_checkpoint/" not in code.co_filename or not self._in_exchange(frame):
+            return
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+    @staticmethod
+    def _in_exchange(frame: Any) -> bool:
+        outer = frame.f_back
+        while outer is not None:
+            if outer.f_code.co_qualname == "_Exchange.attempt":
+                return frame.f_code.co_filename != outer.f_code.co_filename
+            outer = outer.f_back
+        return False
+
+
+def interrupted_at(act: Callable[[Any], object], rank: int, at: int) -> tuple[int, list[Any]]:
+    """An act of two ranks, one of which is interrupted at its `at`-th call; the number of calls, and the results."""
+    interrupt = Interrupted(at)
+
+    def work(ranks: Any) -> object:
+        if ranks.rank == rank:
+            sys.setprofile(interrupt)
+        try:
+            return act(ranks)
+        finally:
+            sys.setprofile(None)
+
+    started = time.monotonic()
+    results = on_threads(2, work)
+    assert time.monotonic() - started < 20, f"call {at} on rank {rank}: a rank waited"
+    return interrupt.calls, results
+
+
+def check(results: list[Any], rank: int, at: int) -> bool:
+    """Either all ranks succeed, because cleanup has swallowed the interrupt, or all raise."""
+    own, other = results[rank], results[1 - rank]
+    if isinstance(own, KeyboardInterrupt):
+        assert isinstance(other, CheckpointFailedError), f"call {at} on rank {rank}: {other!r}"
+        assert f"rank {rank}: KeyboardInterrupt" in str(other)
+        return True
+    assert not any(isinstance(result, BaseException) for result in results), f"call {at} on rank {rank}: {results}"
+    return False
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_at_any_call_of_a_save_is_itself_there_and_an_error_elsewhere(
+    tmp_path: Path, rank: int, full: bool
+) -> None:
+    def act(ranks: Any) -> None:
+        save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
+
+    calls, _ = interrupted_at(act, rank, 0)
+    (tmp_path / "x").rename(tmp_path / "whole")
+    for at in range(1, calls + 1, 1 if full else max(1, calls // 40)):
+        was_raised = check(interrupted_at(act, rank, at)[1], rank, at)
+        left = [path for path in tmp_path.iterdir() if path.name != "whole"]
+        assert was_raised or left
+        if left:  # interrupted after the commit
+            assert [path.name for path in left] == ["x"]
+            assert verify_checkpoint(tmp_path / "x") == []
+            shutil.rmtree(tmp_path / "x")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_at_any_call_of_a_load_is_itself_there_and_an_error_elsewhere(
+    tmp_path: Path, rank: int, full: bool
+) -> None:
+    def act(ranks: Any) -> Any:
+        return load(state_at(0, ranks.rank, 2, filled=False), tmp_path / "x", process_group=ranks, threads=1).state
+
+    on_threads(2, lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks))
+    calls, _ = interrupted_at(act, rank, 0)
+    for at in range(1, calls + 1, 1 if full else max(1, calls // 40)):
+        check(interrupted_at(act, rank, at)[1], rank, at)
+    for number, loaded in enumerate(on_threads(2, act)):
+        assert_is_step(loaded, 1, number, 2)
+
+
+def test_a_key_that_one_rank_misses_is_the_same_error_on_all(tmp_path: Path) -> None:
+    on_threads(3, lambda ranks: save({"a": torch.ones(2), "b": 1}, tmp_path / "x", process_group=ranks))
+
+    def ask(ranks: Any) -> Any:
+        wanted = {"a": torch.zeros(2), **({"other": torch.zeros(2)} if ranks.rank == 1 else {})}
+        return load(wanted, tmp_path / "x", process_group=ranks)
+
+    texts = {(type(error), str(error)) for error in on_threads(3, ask)}
+    ((kind, text),) = texts
+    assert kind is CheckpointKeyError
+    assert "rank 1: CheckpointKeyError: 1 requested key(s) are not in" in text
+
+
+def interrupt_a_process(rank: int, size: int, folder: str) -> None:
+    """The same between processes, over gloo: rank 1 is interrupted while it writes, and while it reads."""
+    path = Path(folder) / "good"
+    save(state_at(1, rank, size), path)
+    for act in (
+        lambda: save(state_at(1, rank, size), Path(folder) / "x"),
+        lambda: load(state_at(0, rank, size, filled=False), path),
+    ):
+        if rank == 1:
+            sys.setprofile(Interrupted(150))
+        try:
+            with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointingException):
+                act()
+        finally:
+            sys.setprofile(None)
+    assert_is_step(load(state_at(0, rank, size, filled=False), path).state, 1, rank, size)
+
+
+def test_an_interrupt_of_a_process_is_an_error_of_the_others(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, interrupt_a_process, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["good"]
