@@ -34,7 +34,7 @@ class ThreadRanks(Ranks):
         super().__init__(rank, size)
         vars(self).update(barrier=barrier, slots=slots)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         self.slots[self.rank] = pickle.dumps(value)
         self.barrier.wait()
         values = [pickle.loads(slot) for slot in self.slots]
@@ -42,14 +42,14 @@ class ThreadRanks(Ranks):
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
-        values = self.all_gather(value)
+        values = self.gather_objects(value)
         return values if self.rank == 0 else None
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
-        return self.all_gather(values)[0][self.rank]
+        return self.gather_objects(values)[0][self.rank]
 
     def broadcast(self, value: Any) -> Any:
-        return self.all_gather(value)[0]
+        return self.gather_objects(value)[0]
 
 
 def on_threads(size: int, work: Callable[[Any], Any]) -> list[Any]:

@@ -36,22 +36,22 @@ class Counted(ThreadRanks):
     def _record(self, name: str, value: Any) -> None:
         vars(self).setdefault("sent", []).append((name, len(pickle.dumps(value))))
 
-    def all_gather(self, value: Any) -> list[Any]:
-        self._record("all_gather", value)
-        return super().all_gather(value)
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._record("gather_objects", value)
+        return super().gather_objects(value)
 
     def gather(self, value: Any) -> list[Any] | None:
         self._record("gather", value)
-        values = super().all_gather(value)
+        values = super().gather_objects(value)
         return values if self.rank == 0 else None
 
     def scatter(self, values: Any) -> Any:
         self._record("scatter", values)
-        return super().all_gather(values)[0][self.rank]
+        return super().gather_objects(values)[0][self.rank]
 
     def broadcast(self, value: Any) -> Any:
         self._record("broadcast", value)
-        return super().all_gather(value)[0]
+        return super().gather_objects(value)[0]
 
 
 def counted(size: int, work: Callable[[Any], object]) -> list[tuple[str, int]]:
@@ -79,8 +79,8 @@ def saving(path: Path, caches: list[PlanCache], state: Callable[[int], dict[str,
     return lambda ranks: save(state(ranks.rank), path, process_group=ranks, plans=caches[ranks.rank])
 
 
-SAVE = ["all_gather", "gather", "scatter", "gather", "broadcast"]
-LOAD = ["all_gather", "broadcast", "gather", "broadcast", "all_gather"]
+SAVE = ["gather_objects", "gather", "scatter", "gather", "broadcast"]
+LOAD = ["gather_objects", "broadcast", "gather", "broadcast", "gather_objects"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -112,7 +112,7 @@ def test_a_save_of_a_manager_adds_one_exchange_for_the_snapshot_and_none_for_its
                 manager.wait()
 
     sent = [name for name, _ in counted(2, work)]
-    assert sent == (["all_gather", *SAVE] if in_background else SAVE)
+    assert sent == (["gather_objects", *SAVE] if in_background else SAVE)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000002"]
 
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.run.ranks import ranks_of
+from opt_checkpoint.run.ranks import Ranks, ranks_of
 from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
-from opt_checkpoint.state.model_axes import ModelAxes, marks_of
+from opt_checkpoint.state.model_axes import ModelAxes, Replica, marks_of
 from opt_checkpoint.state.model_parallel import place_
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import ScopedState
@@ -80,8 +80,28 @@ def sharded_model(
         state[plain] = value
     sharded = ScopedState(state | described)
     if groups is not None:
-        place_(sharded, ModelAxes.of_groups(groups))
+        place_(sharded, _axes_of(groups))
     return sharded
+
+
+def _axes_of(groups: Any) -> ModelAxes:
+    """The axes of an object with process groups by role. A role that is absent or None has one rank."""
+
+    def axis(*roles: str) -> Ranks:
+        found = (getattr(groups, role, None) for role in roles)
+        group = next((group for group in found if group is not None), None)
+        return Ranks() if group is None else ranks_of(group)
+
+    dense, expert = axis("dp_cp", "dp"), axis("expt_dp")
+    return ModelAxes(
+        everyone=ranks_of(None),
+        tp=axis("tp"),
+        expert_tp=axis("expt_tp"),
+        ep=axis("ep"),
+        pp=axis("pp"),
+        dense=Replica(dense.rank, dense.size),
+        expert=Replica(expert.rank, expert.size),
+    )
 
 
 def _described_by_modules(model: nn.Module) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Ranks:
         """Rank 0 of the group as a rank of the world."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
-    def all_gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
         values = [value] * self.size
         if self.size > 1:
@@ -169,7 +169,7 @@ def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
         CheckpointingException: some rank raised an error.
     """
     exchange = _Exchange(ranks, what)
-    return exchange.values(ranks.all_gather(exchange.outcome(compute)))
+    return exchange.values(ranks.gather_objects(exchange.outcome(compute)))
 
 
 def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opt_checkpoint.state.dtensor import is_dtensor
@@ -15,7 +14,7 @@ _ON_STAGES = ("shared_embedding", "shared_position_embedding", "pipeline_paralle
 
 
 class Axis(Protocol):
-    """A group of ranks as this rank sees it; `opt_distributed`'s `Comm` is one."""
+    """A group of ranks as this rank sees it, such as `run.ranks.Ranks`, or a `Comm` of opt_distributed."""
 
     @property
     def rank(self) -> int: ...
@@ -26,22 +25,6 @@ class Axis(Protocol):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order."""
         ...
-
-
-class GroupAxis:
-    """The ranks of a process group; None: one rank, or with `world=True` all of them."""
-
-    def __init__(self, group: dist.ProcessGroup | None, *, world: bool = False) -> None:
-        self._group = dist.group.WORLD if world and dist.is_available() and dist.is_initialized() else group
-        self.rank = 0 if self._group is None else dist.get_rank(self._group)
-        self.size = 1 if self._group is None else dist.get_world_size(self._group)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
 
 class Replica(NamedTuple):
@@ -62,28 +45,6 @@ class ModelAxes:
     pp: Axis
     dense: Replica
     expert: Replica
-
-    @classmethod
-    def of_groups(cls, groups: Any) -> ModelAxes:
-        """The axes of an object with process groups by role: `opt_stack.ProcessGroups`, or Megatron-Core's collection.
-
-        A role that is absent or None has one rank.
-        """
-
-        def axis(*roles: str) -> GroupAxis:
-            found = (getattr(groups, role, None) for role in roles)
-            return GroupAxis(next((group for group in found if group is not None), None))
-
-        dense, expert = axis("dp_cp", "dp"), axis("expt_dp")
-        return cls(
-            everyone=GroupAxis(None, world=True),
-            tp=axis("tp"),
-            expert_tp=axis("expt_tp"),
-            ep=axis("ep"),
-            pp=axis("pp"),
-            dense=Replica(dense.rank, dense.size),
-            expert=Replica(expert.rank, expert.size),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
