@@ -113,7 +113,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     offers = [pickle.dumps(Offer({}, own.layout.fingerprint, b"", remembered)) for own in contents]
     planner = ShardedSavePlanner({}, cache=cache)
     writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)
-    planner.offer(0, {})
+    planner.describe(0, {})
     clock = Clock()
     planner.accept([pickle.loads(offer) for offer in offers])
     is_remembered = planner._agreement.is_remembered
@@ -123,7 +123,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     clock.lap()
     received = [pickle.loads(message) for message in messages]
     clock.lap("unpickle plans")
-    assigned_parts = planner.create_global_plan(received)
+    assigned_parts = planner.assign(received)
     clock.lap("global plan")
     messages_back = writer.begin(planner)
     clock.lap("prepare")

@@ -274,13 +274,13 @@ def save_in_series(rank: int, size: int, folder: str) -> list[str]:
     GlobalPlan.of = classmethod(counted)  # type: ignore[method-assign,assignment]
     from opt_checkpoint.dcp.writer import CheckpointWriter
 
-    write = CheckpointWriter.write_data
+    write = CheckpointWriter.write
     with CheckpointManager(folder, keep=100) as manager:
         for step in range(1, 9):
             verdicts.append(str(step))
             state = state_at(step, rank, size)
             if step == 3 and rank == 1:
-                CheckpointWriter.write_data = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
+                CheckpointWriter.write = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
             if step == 5 and rank == 1:
                 state["extra"] = sharded_like("extra", torch.ones(3))
             if step == 7 and rank == 1:
@@ -290,7 +290,7 @@ def save_in_series(rank: int, size: int, folder: str) -> list[str]:
                 manager.wait()
             except CheckpointFailedError as error:
                 verdicts.append("failed" if "division by zero" in str(error) else str(error))
-            CheckpointWriter.write_data = write  # type: ignore[method-assign]
+            CheckpointWriter.write = write  # type: ignore[method-assign]
     GlobalPlan.of = classmethod(original)  # type: ignore[method-assign,assignment]
     return verdicts
 

@@ -84,14 +84,14 @@ def test_a_changed_common_value_is_noticed(tmp_path: Path) -> None:
 def test_an_item_that_was_not_written_is_noticed_before_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = CheckpointWriter.write_data
+    write = CheckpointWriter.write
 
     def forget(*arguments: Any) -> Any:
         written = write(*arguments)
         written.objects.popitem()
         return written
 
-    monkeypatch.setattr(CheckpointWriter, "write_data", forget)
+    monkeypatch.setattr(CheckpointWriter, "write", forget)
     with pytest.raises(CheckpointingException, match=r"\d+ items were written, \d+ were planned"):
         save(state_at(1, 0, 1), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []

@@ -75,8 +75,8 @@ def save_safetensors(
 class _TensorPlanner(ShardedSavePlanner):
     """Plans the save of a state that holds tensors only."""
 
-    def offer(self, rank: int, arguments: dict[str, str]) -> Offer:
-        offer = super().offer(rank, arguments)
+    def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
+        offer = super().describe(rank, arguments)
         others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
         if others:
             raise CheckpointValueError(

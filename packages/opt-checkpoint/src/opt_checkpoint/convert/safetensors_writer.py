@@ -107,7 +107,7 @@ class SafetensorsWriter:
             messages.append(_WriteTo(self._folder, pieces, mapped.tied, places))
         return messages
 
-    def write_data(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
+    def write(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
         """Write this rank's boxes of all arrays and sync them; returns the number of bytes.
 
         Raises:

@@ -114,7 +114,7 @@ class ShardedLoadPlanner:
         """The name under which a key is stored: the key itself, or the first alias that is stored."""
         return aliased(key, self._index.tensors, self._aliases)
 
-    def create_local_plan(self) -> bytes:
+    def plan(self) -> bytes:
         """Plan all reads of this rank, in `items`.
 
         Returns:
@@ -243,7 +243,7 @@ class ShardedLoadPlanner:
         return self._casts or converts_exactly(stored, wanted)
 
     def unexpected_of(self, per_rank: Sequence[bytes]) -> tuple[str, ...]:
-        """The stored keys that no rank requests, from what `create_local_plan` has returned on all ranks.
+        """The stored keys that no rank requests, from what `plan` has returned on all ranks.
 
         Raises:
             CheckpointKeyError: there are some, and `strict` does not allow that.
@@ -259,7 +259,7 @@ class ShardedLoadPlanner:
         warn_of_left_out(map(path_text, self.flat.empty), nones, unexpected, where)
         return unexpected
 
-    def finish_plan(self, unexpected: tuple[str, ...]) -> None:
+    def begin_writing(self, unexpected: tuple[str, ...]) -> None:
         """Begin to write memory, after all ranks have planned. From here on, only reading can fail."""
         self.unexpected = unexpected
         for shard in self._to_zero:

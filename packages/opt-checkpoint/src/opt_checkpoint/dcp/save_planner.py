@@ -62,16 +62,16 @@ class ShardedSavePlanner:
         cache: the plan of an earlier save.
     """
 
-    flat: FlatState  # set by `offer`
+    flat: FlatState  # set by `describe`
     rank: int  # the same
-    assigned: AssignedParts  # what this rank writes; set by `finish_plan`
-    plan: GlobalPlan  # on the coordinator; set by `create_global_plan`
+    assigned: AssignedParts  # what this rank writes; set by `take`
+    plan: GlobalPlan  # on the coordinator; set by `assign`
 
     def __init__(self, state: ShardedStateDict, *, common: str = "equal", cache: PlanCache | None = None) -> None:
         self._state, self._policy, self._cache = state, common, cache or PlanCache()
         self._stock: dict[str, Any] = {}  # on the coordinator: values also stored on their own, for stock readers
 
-    def offer(self, rank: int, arguments: dict[str, str]) -> Offer:
+    def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
         """Flatten the state, and describe what ranks must agree on before they plan.
 
         Args:
@@ -97,14 +97,14 @@ class ShardedSavePlanner:
         """Decide from the offers of all ranks whether to reuse a cached plan."""
         self._agreement = Agreement.of(offers, self._policy)
 
-    def create_local_plan(self) -> LocalContents:
+    def contents(self) -> LocalContents:
         """Describe what this rank could write; with a cached plan, only what depends on values."""
         contents = self._contents
         if self._agreement.is_remembered:
             contents = replace(contents, layout=None)
         return replace(contents, common={}) if self._agreement.equal_common else contents
 
-    def create_global_plan(self, contents: Sequence[LocalContents]) -> list[AssignedParts | None]:
+    def assign(self, contents: Sequence[LocalContents]) -> list[AssignedParts | None]:
         """Validate what all ranks hold and assign it to ranks; or reuse the plan that all ranks have cached.
 
         Returns:
@@ -149,7 +149,7 @@ class ShardedSavePlanner:
         stock_only = self.stock_only
         return [[*first, COMMON_KEY, *(key for key in self._stock if key in stock_only)], *others]
 
-    def finish_plan(self, assigned: AssignedParts | None) -> None:
+    def take(self, assigned: AssignedParts | None) -> None:
         """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
         found = assigned or self._cached.assigned
         if found is None:

@@ -88,7 +88,7 @@ class CheckpointWriter:
         self._store.begin(self._target, self._save_id, replace=self._replace)
         return [self._save_id] * planner.plan.held.ranks
 
-    def write_data(self, save_id: str, planner: ShardedSavePlanner) -> WrittenFile:
+    def write(self, save_id: str, planner: ShardedSavePlanner) -> WrittenFile:
         """Write this rank's file and sync it.
 
         Raises:

@@ -150,7 +150,7 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
 
     def plan() -> list[str]:
         try:
-            asked.append(planner.create_local_plan())
+            asked.append(planner.plan())
         except CheckpointingException as error:
             errors.append(error)
         return planner.missing

@@ -182,7 +182,7 @@ class Writer(Protocol):
     def begin(self, planner: ShardedSavePlanner) -> list[Any]:
         """On rank 0, create the directory; returns the message for each rank."""
 
-    def write_data(self, message: Any, planner: ShardedSavePlanner) -> Any:
+    def write(self, message: Any, planner: ShardedSavePlanner) -> Any:
         """Write the parts of this rank; returns what rank 0 must know of them."""
 
     def finish(self, planner: ShardedSavePlanner, written: list[Any]) -> None:
@@ -222,15 +222,15 @@ def carry_out_save(
 
     def describe() -> Offer:
         writers.append(new_writer())
-        return planner.offer(ranks.rank, texts_of({"path": writers[0].path, **arguments}))
+        return planner.describe(ranks.rank, texts_of({"path": writers[0].path, **arguments}))
 
     def assign(contents: list[LocalContents]) -> list[tuple[AssignedParts | None, Any]]:
-        assigned = planner.create_global_plan(contents)
+        assigned = planner.assign(contents)
         return list(zip(assigned, writers[0].begin(planner), strict=True))
 
     def write() -> Any:
-        planner.finish_plan(assigned)
-        return writers[0].write_data(message, planner)
+        planner.take(assigned)
+        return writers[0].write(message, planner)
 
     def commit(written: list[Any]) -> None:
         writers[0].finish(planner, written)
@@ -240,7 +240,7 @@ def carry_out_save(
         offers = from_all(ranks, describe, what)
         check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
         planner.accept(offers)
-        assigned, message = through_first(ranks, planner.create_local_plan, assign, what, each=True)
+        assigned, message = through_first(ranks, planner.contents, assign, what, each=True)
         through_first(ranks, write, commit, what)
         then(writers[0])
     except BaseException:
@@ -336,7 +336,7 @@ def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: Checkpoint
     """
 
     def plan() -> bytes:
-        asked = planner.create_local_plan()
+        asked = planner.plan()
         reader.verify(planner)
         return asked
 
@@ -354,7 +354,7 @@ def read_planned(
     """
 
     def read() -> None:
-        planner.finish_plan(unexpected)
+        planner.begin_writing(unexpected)
         reader.read_data(planner)
         planner.assemble()
 
