@@ -20,24 +20,10 @@ def test_even_parts_are_runs_that_tile_the_axis_tensor_parallel_ranks_first(num_
     assert [list(run or []) for run in runs] == [[2 * n, 2 * n + 1] for n in range(num_dp * num_tp)]
 
 
-def test_uneven_parts_are_accepted_if_both_readings_agree() -> None:
-    """Six rows over 2 x 2: tensor parallelism leaves three, of which FSDP2 gives two to its first rank."""
+def test_uneven_parts_are_accepted_only_if_both_readings_agree() -> None:
+    """Nine rows over four and two: as placed, the last row is tensor-parallel rank 0's; as FSDP2 made it, rank 1's."""
     runs = {(dp, tp): one_run(6, cuts(dp, tp, 2, 2)) for dp in range(2) for tp in range(2)}
     assert runs == {(0, 0): range(2), (1, 0): range(2, 3), (0, 1): range(3, 5), (1, 1): range(5, 6)}
-
-
-def test_uneven_parts_that_can_be_read_in_two_ways_are_none() -> None:
-    """Nine rows, five and four of them, over four: as placed, the last rank's one row is tensor-parallel rank 0's; as
-    FSDP2 made it, rank 1's."""
-    assert one_run(9, cuts(3, 0, 4, 2)) is None
-    assert one_run(9, cuts(3, 1, 4, 2)) is None
-    assert one_run(9, cuts(0, 0, 4, 2)) == range(2)
-
-
-def test_a_part_of_each_of_several_runs_is_none() -> None:
-    assert one_run(8, [Cut(0, 2, split_factor=2)]) is None
-
-
-def test_an_axis_that_is_not_cut_is_whole_and_an_empty_part_is_an_empty_run() -> None:
-    assert one_run(5, []) == range(5)
-    assert one_run(2, [Cut(2, 3)]) == range(0)
+    assert [one_run(9, cuts(dp, tp, 4, 2)) for dp, tp in ((3, 0), (3, 1), (0, 0))] == [None, None, range(2)]
+    assert one_run(8, [Cut(0, 2, split_factor=2)]) is None  # a part of each of several runs
+    assert (one_run(5, []), one_run(2, [Cut(2, 3)])) == (range(5), range(0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import sys
@@ -223,17 +222,6 @@ def test_a_state_that_does_not_fit_is_refused_and_left_alone(saved: Path, name: 
     with pytest.raises(kind, match=text):
         load(state, saved)
     assert (bias == -1).all()
-
-
-def test_blocks_of_two_ranks_that_may_repeat_are_stored_once_if_they_are_equal(tmp_path: Path) -> None:
-    def of_rank(values: list[float]) -> dict[str, Any]:
-        block = ShardedTensor.from_rank_offsets("w", torch.tensor(values))
-        return {"w": dataclasses.replace(block, may_repeat=True)}
-
-    save_as_ranks([of_rank([1.0, 2.0]), of_rank([1.0, 2.0])], tmp_path / "equal")
-    with pytest.raises(CheckpointingException, match="w"):
-        save_as_ranks([of_rank([1.0, 2.0]), of_rank([2.0, 1.0])], tmp_path / "exchanged")
-    assert not (tmp_path / "exchanged").exists()
 
 
 @pytest.mark.parametrize("other", [[2.0, 1.0, 3.0], [1.0, 2.0, 4.0], [1.0, 2.0, -3.0]])
