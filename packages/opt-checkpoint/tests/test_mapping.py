@@ -66,7 +66,7 @@ def test_rank_offsets_count_prepended_axes() -> None:
     "triples", [[(-1, 0, 1)], [(2, 0, 1)], [(0, -1, 2)], [(0, 0, 0)], [(0, 2, 2)], [(0, 0, 2)] * 2]
 )
 def test_rank_offsets_out_of_range_or_given_twice_are_refused(triples: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(CheckpointingException, match="Invalid rank offsets: .*axis"):
+    with pytest.raises(CheckpointingException, match=r"Invalid rank offsets: .*axis"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), *triples)
 
 
