@@ -65,11 +65,13 @@ class ShardedSavePlanner:
     flat: FlatState  # set by `describe`
     rank: int  # the same
     assigned: AssignedParts  # what this rank writes; set by `take`
-    plan: GlobalPlan  # on the coordinator; set by `assign`
+    plan: GlobalPlan  # on the coordinator, as the next two; set by `assign`
+    objects_of_ranks: list[list[str]]  # unique keys of the objects that each rank writes
+    stock_only: set[str]  # keys of the plain values that rank 0 also writes on their own, for stock readers
 
     def __init__(self, state: ShardedStateDict, *, common: str = "equal", cache: PlanCache | None = None) -> None:
-        self._state, self._policy, self._cache = state, common, cache or PlanCache()
-        self._stock: dict[str, Any] = {}  # on the coordinator: values also stored on their own, for stock readers
+        self._state, self._policy, self._cache = state, common, cache
+        self._stock: dict[str, Any] = {}
 
     def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
         """Flatten the state, and describe what ranks must agree on before they plan.
@@ -89,7 +91,7 @@ class ShardedSavePlanner:
         self._contents = local_contents(self.flat, self._held)
         assert self._contents.layout is not None
         common = "".join(sorted(map(repr, self._contents.common.items()))).encode("utf-8", "surrogatepass")
-        self.rank, self._cached = rank, self._cache.plan_of(rank)
+        self.rank, self._cached = rank, CachedPlan() if self._cache is None else self._cache.plan_of(rank)
         layout = self._contents.layout.fingerprint
         return Offer(arguments, layout, hashlib.sha256(common).digest(), self._cached.name)
 
@@ -124,6 +126,9 @@ class ShardedSavePlanner:
             self.plan = cached
             cached.check_values(digests)
         self._stock = stock_values(self.flat)
+        self.stock_only = self._stock.keys() - set(self.plan.held.keys)
+        first, *others = self.plan.objects
+        self.objects_of_ranks = [[*first, COMMON_KEY, *(k for k in self._stock if k in self.stock_only)], *others]
         return [None] * len(contents) if cached else [*self.plan.assigned()]
 
     def _compare_common(self, differing: Sequence[str]) -> None:
@@ -137,26 +142,15 @@ class ShardedSavePlanner:
             )
         logger.warning("%s; rank 0's are stored", text)
 
-    @property
-    def stock_only(self) -> set[str]:
-        """Keys of the plain values that the coordinator also writes on their own, for stock readers."""
-        return self._stock.keys() - set(self.plan.held.keys)
-
-    @property
-    def objects_of_ranks(self) -> list[list[str]]:
-        """Unique keys of the objects that each rank writes; on the coordinator."""
-        first, *others = self.plan.objects
-        stock_only = self.stock_only
-        return [[*first, COMMON_KEY, *(key for key in self._stock if key in stock_only)], *others]
-
     def take(self, assigned: AssignedParts | None) -> None:
         """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
         found = assigned or self._cached.assigned
         if found is None:
             raise RuntimeError("a rank without a cached plan agreed to use one")
         self.assigned = found
-        plan = self.plan if self.rank == 0 else None
-        self._cache.keep(CachedPlan(self._agreement.plan, self.rank, found, plan))
+        if self._cache is not None:
+            plan = self.plan if self.rank == 0 else None
+            self._cache.keep(CachedPlan(self._agreement.plan, self.rank, found, plan))
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """The keys and bytes of the objects that this rank writes.
