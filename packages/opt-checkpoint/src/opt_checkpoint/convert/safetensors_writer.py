@@ -15,8 +15,8 @@ from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_row
 from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import NameRule
 from opt_checkpoint.convert.safetensors_layout import INDEX, Layout, PlacedArray, layout_of
-from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
+from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.dtype_names import dtype_from_name
@@ -88,7 +88,7 @@ class SafetensorsWriter:
             CheckpointingException: names or shapes do not fit the rules, or something is at the target.
             OSError: the file system reports an error.
         """
-        plan, tensors = planner.plan, planner.plan.held
+        plan, tensors = planner.plan, planner.plan.tensors
         mapped = to_theirs(self._export.names, _described(tensors))
         layout = layout_of(mapped.theirs, dtype=self._export.dtype, shard_bytes=self._export.shard_bytes)
         self._store.begin(self._target, self._save_id)
@@ -168,7 +168,7 @@ class SafetensorsWriter:
         self._store.abandon(self._target, self._save_id)
 
 
-def _described(tensors: HeldTensors) -> dict[str, Described]:
+def _described(tensors: TensorsOfRanks) -> dict[str, Described]:
     """Every tensor that ranks hold, by name."""
     described: dict[str, Described] = {}
     columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from opt_checkpoint.dcp.balance import Parts, assign_parts
-from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.local_contents import LocalLayout
+from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
 from opt_checkpoint.dcp.validation import validate_sharding_integrity
 from opt_checkpoint.disk.checksums import crc32
 from opt_checkpoint.disk.columns import Array
@@ -51,14 +51,14 @@ class GlobalPlan:
     """Who writes what.
 
     Args:
-        held: what all ranks hold.
+        tensors: what all ranks hold.
         objects: unique keys of the objects that each rank writes.
         repeats: (pairs, 2) tensors that two ranks hold; their values must be equal in each save.
         parts: the parts of tensors that ranks write.
         layouts: the layouts that the plan was made from.
     """
 
-    held: HeldTensors
+    tensors: TensorsOfRanks
     objects: list[list[str]]
     repeats: Array
     parts: Parts
@@ -76,14 +76,14 @@ class GlobalPlan:
         Raises:
             CheckpointingException: the layouts do not fit together, or values that must be equal are not.
         """
-        held = HeldTensors.of(layouts, only_first=only_first)
-        repeats = held.repeats()
-        main = held.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
-        main[repeats[_are_equal(held, repeats, digests), 1]] = False
-        checked = replace(held, main=main)
+        tensors = TensorsOfRanks.of(layouts, only_first=only_first)
+        repeats = tensors.repeats()
+        main = tensors.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
+        main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
+        checked = replace(tensors, main=main)
         validate_sharding_integrity(checked, [own.objects for own in layouts])
         objects = [[item.unique_key for item in own.objects if item.main] for own in layouts]
-        return cls(held=held, objects=objects, repeats=repeats, parts=assign_parts(checked), layouts=layouts)
+        return cls(tensors=tensors, objects=objects, repeats=repeats, parts=assign_parts(checked), layouts=layouts)
 
     def check_values(self, digests: Array) -> None:
         """Check that the values of a later save with the same layouts allow the same plan.
@@ -91,21 +91,21 @@ class GlobalPlan:
         Raises:
             CheckpointingException: ranks that hold the same block have different values for it.
         """
-        if not _are_equal(self.held, self.repeats, digests).all():
+        if not _are_equal(self.tensors, self.repeats, digests).all():
             GlobalPlan.of(self.layouts, digests, only_first=False)
             raise CheckpointValueError("values that several ranks hold as main replicas differ")
 
     @property
     def parts_nbytes(self) -> Array:
         """(p,) bytes of the values of each part."""
-        nbytes: Array = np.prod(self.parts.sizes, axis=1) * self.held.itemsize[self.held.owner[self.parts.box]]
+        nbytes: Array = np.prod(self.parts.sizes, axis=1) * self.tensors.itemsize[self.tensors.owner[self.parts.box]]
         return nbytes
 
     def assigned(self) -> list[AssignedParts]:
         """The parts that each rank writes, by rank."""
-        held, parts = self.held, self.parts
-        first_box = np.searchsorted(held.rank[held.owner], np.arange(held.ranks))
-        bounds = np.searchsorted(parts.rank, np.arange(held.ranks + 1)).tolist()
+        tensors, parts = self.tensors, self.parts
+        first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
+        bounds = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1)).tolist()
         local = parts.box - first_box[parts.rank]
         return [
             AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], own)
@@ -113,9 +113,9 @@ class GlobalPlan:
         ]
 
 
-def _are_equal(held: HeldTensors, repeats: Array, digests: Array) -> Array:
+def _are_equal(tensors: TensorsOfRanks, repeats: Array, digests: Array) -> Array:
     """(pairs,) whether both tensors of each pair have equal values."""
-    place = np.cumsum(held.may_repeat) - 1
+    place = np.cumsum(tensors.may_repeat) - 1
     equal: Array = digests[place[repeats[:, 0]]] == digests[place[repeats[:, 1]]]
     return equal
 

@@ -126,7 +126,7 @@ class ShardedSavePlanner:
             self.plan = cached
             cached.check_values(digests)
         self._stock = stock_values(self.flat)
-        self.stock_only = self._stock.keys() - set(self.plan.held.keys)
+        self.stock_only = self._stock.keys() - set(self.plan.tensors.keys)
         first, *others = self.plan.objects
         self.objects_of_ranks = [[*first, COMMON_KEY, *(k for k in self._stock if k in self.stock_only)], *others]
         return [None] * len(contents) if cached else [*self.plan.assigned()]

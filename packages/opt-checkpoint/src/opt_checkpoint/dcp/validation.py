@@ -10,8 +10,8 @@ import numpy as np
 
 from opt_checkpoint.boxes.box import Box
 from opt_checkpoint.boxes.overlaps import overlapping_pairs
-from opt_checkpoint.dcp.held_tensors import HeldTensors
 from opt_checkpoint.dcp.local_contents import LocalObject
+from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.tree import Path, path_text
 
@@ -19,11 +19,11 @@ _SHOWN = 8
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
 
 
-def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[LocalObject]]) -> None:
+def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Sequence[LocalObject]]) -> None:
     """Check that the main replicas of all ranks tile every tensor, and that every object exists once.
 
     Args:
-        held: the tensors that the ranks could write.
+        tensors: the tensors that the ranks could write.
         objects: the objects of each rank, by rank.
 
     Raises:
@@ -32,39 +32,39 @@ def validate_sharding_integrity(held: HeldTensors, objects: Sequence[Sequence[Lo
     """
     problems: dict[int, str] = {}
     for check in (_description_problems, _overlap_problems, _hole_problems):
-        for key, text in check(held):
+        for key, text in check(tensors):
             problems.setdefault(key, text)
-    texts = [*(f"{held.keys[key]}: {text}" for key, text in sorted(problems.items())), *_object_problems(objects)]
+    texts = [*(f"{tensors.keys[key]}: {text}" for key, text in sorted(problems.items())), *_object_problems(objects)]
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
-def _description_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+def _description_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key whose dtype or shape differs between ranks."""
-    first = held.first_of_key[held.key]
-    same = (held.dtype == held.dtype[first]) & (held.ndim == held.ndim[first])
-    same &= (held.shape == held.shape[first]).all(axis=1)
+    first = tensors.first_of_key[tensors.key]
+    same = (tensors.dtype == tensors.dtype[first]) & (tensors.ndim == tensors.ndim[first])
+    same &= (tensors.shape == tensors.shape[first]).all(axis=1)
     for number in np.flatnonzero(~same).tolist():
         a, b = (
-            f"rank {held.rank[n]} has {held.dtype_names[held.dtype[n]]} {list(held.shape_of(n))}"
+            f"rank {tensors.rank[n]} has {tensors.dtype_names[tensors.dtype[n]]} {list(tensors.shape_of(n))}"
             for n in (first[number], number)
         )
-        yield int(held.key[number]), f"{a}, {b}"
+        yield int(tensors.key[number]), f"{a}, {b}"
 
 
-def _overlap_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+def _overlap_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key whose main replicas overlap."""
-    mains = np.flatnonzero(held.main[held.owner] & held.usable)
-    owner = held.owner[mains]
-    for pairs in overlapping_pairs(held.key[owner], held.offsets[mains], held.sizes[mains]):
+    mains = np.flatnonzero(tensors.main[tensors.owner] & tensors.usable)
+    owner = tensors.owner[mains]
+    for pairs in overlapping_pairs(tensors.key[owner], tensors.offsets[mains], tensors.sizes[mains]):
         for pair in zip(mains[pairs.first].tolist(), mains[pairs.second].tolist()):
             numbers = sorted(pair)
-            a, b = map(held.box, numbers)
-            rank, other = (int(held.rank[held.owner[number]]) for number in numbers)
+            a, b = map(tensors.box, numbers)
+            rank, other = (int(tensors.rank[tensors.owner[number]]) for number in numbers)
             copies = "" if rank == other or a != b else "; of equal copies, only one may have replica_id 0"
             yield (
-                int(held.key[held.owner[numbers[0]]]),
+                int(tensors.key[tensors.owner[numbers[0]]]),
                 f"Invalid access pattern: rank {rank} holds {_span(a)} and rank {other} {_span(b)}, "
                 f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
                 f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
@@ -76,21 +76,21 @@ def _span(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
 
 
-def _hole_problems(held: HeldTensors) -> Iterator[tuple[int, str]]:
+def _hole_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
     """Index and problem of each key that boxes do not cover. Disjoint boxes do if their volumes add up."""
-    mains = np.flatnonzero(held.main[held.owner] & held.usable)
-    key_of_main, shape = held.key[held.owner[mains]], held.shape[held.first_of_key]
-    covered = np.zeros(len(held.keys), np.int64)
-    np.add.at(covered, key_of_main, np.prod(held.sizes[mains], axis=1))
+    mains = np.flatnonzero(tensors.main[tensors.owner] & tensors.usable)
+    key_of_main, shape = tensors.key[tensors.owner[mains]], tensors.shape[tensors.first_of_key]
+    covered = np.zeros(len(tensors.keys), np.int64)
+    np.add.at(covered, key_of_main, np.prod(tensors.sizes[mains], axis=1))
     huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
     for key in np.flatnonzero(huge | (covered != np.prod(shape, axis=1))).tolist():
         total = math.prod(shape[key].tolist())
         if covered[key] != total:
-            ranks = set(held.rank[held.owner[mains]][key_of_main == key].tolist())
+            ranks = set(tensors.rank[tensors.owner[mains]][key_of_main == key].tolist())
             yield (
                 key,
                 f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
-                f"{list(held.shape_of(int(held.first_of_key[key])))} (ranks {sorted(ranks)}); a shard is missing",
+                f"{list(tensors.shape_of(int(tensors.first_of_key[key])))} (ranks {sorted(ranks)}); a shard is missing",
             )
 
 

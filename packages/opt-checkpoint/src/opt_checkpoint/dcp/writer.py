@@ -86,7 +86,7 @@ class CheckpointWriter:
     def begin(self, planner: ShardedSavePlanner) -> list[str]:
         """Create the temporary location, on the coordinator; the save id for each rank. Raises like `Store.begin`."""
         self._store.begin(self._target, self._save_id, replace=self._replace)
-        return [self._save_id] * planner.plan.held.ranks
+        return [self._save_id] * planner.plan.tensors.ranks
 
     def write(self, save_id: str, planner: ShardedSavePlanner) -> WrittenFile:
         """Write this rank's file and sync it.
@@ -179,15 +179,15 @@ def _check_complete(plan: GlobalPlan, objects: Sequence[Sequence[str]], written:
 def _stored(plan: GlobalPlan, written: Sequence[WrittenFile]) -> tuple[StoredTensors, tuple[Array, Array]]:
     """The stored tensors, sorted by key, once every rank has written its file; start and size of the archive of each
     chunk, in the order of their columns."""
-    held, parts = plan.held, plan.parts
-    keys = np.array(sorted(range(len(held.keys)), key=held.keys.__getitem__), np.int64)
-    first = held.first_of_key[keys]
+    tensors, parts = plan.tensors, plan.parts
+    keys = np.array(sorted(range(len(tensors.keys)), key=tensors.keys.__getitem__), np.int64)
+    first = tensors.first_of_key[keys]
     place = np.argsort(keys)
-    tensor = place[held.key[held.owner[parts.box]]]
+    tensor = place[tensors.key[tensors.owner[parts.box]]]
     order = np.argsort(tensor, kind="stable")
-    raw = [held.keys[number].encode("utf-8", "surrogatepass") for number in keys.tolist()]
-    dtypes = sorted(held.dtype_names)
-    renumbered = np.array([dtypes.index(name) for name in held.dtype_names] or [0])
+    raw = [tensors.keys[number].encode("utf-8", "surrogatepass") for number in keys.tolist()]
+    dtypes = sorted(tensors.dtype_names)
+    renumbered = np.array([dtypes.index(name) for name in tensors.dtype_names] or [0])
     start, archive_start, archive_nbytes = (
         np.concatenate(columns).astype("<i8")[order]
         for columns in zip(*((own.start, own.archive_start, own.archive_nbytes) for own in written))
@@ -198,9 +198,9 @@ def _stored(plan: GlobalPlan, written: Sequence[WrittenFile]) -> tuple[StoredTen
     columns = {
         "keys": np.frombuffer(b"".join(raw), "|u1"),
         "key_bytes": np.fromiter(map(len, raw), "<u4", len(raw)),
-        "dtype": renumbered[held.dtype[first]].astype("|u1"),
-        "ndim": held.ndim[first].astype("|u1"),
-        "shape": held.shape[first].astype("<i8"),
+        "dtype": renumbered[tensors.dtype[first]].astype("|u1"),
+        "ndim": tensors.ndim[first].astype("|u1"),
+        "shape": tensors.shape[first].astype("<i8"),
         "chunks": np.bincount(tensor, minlength=len(keys)).astype("<i8"),
         "offsets": parts.offsets[order].astype("<i8"),
         "sizes": parts.sizes[order].astype("<i8"),

@@ -65,7 +65,7 @@ class LayoutBound:
 StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | LayoutBound
 
 
-class _Held(NamedTuple):
+class _Block(NamedTuple):
     """The block of a parameter that a rank holds, from any kind of description."""
 
     local_shape: Shape
@@ -137,22 +137,22 @@ def shard_by_spec(
             raise CheckpointValueError(f"{key} is LikeParam: use make_sharded_optimizer_tensor")
 
 
-def _held(param: ShardedTensor | ShardedTensorFactory) -> _Held:
+def _held(param: ShardedTensor | ShardedTensorFactory) -> _Block:
     flat = None if param.flattened_range is None else flat_bounds(param.flattened_range)
     if isinstance(param, ShardedTensor):
         block = param.local_shape, param.global_shape, param.global_offset, param.prepend_axis_num
-        return _Held(*block, flat, param.replica_id, param.may_repeat)
+        return _Block(*block, flat, param.replica_id, param.may_repeat)
     param = param.declared()
     if not param.segments:
         return _held_of_built(param)
     first, rank = param.segments[0], len(param.local_shape)
     prepended = len(first.global_shape) - rank
-    return _Held(
+    return _Block(
         param.local_shape, first.global_shape, first.global_offset, prepended, flat, param.replica_id, may_repeat=False
     )
 
 
-def _held_of_built(factory: ShardedTensorFactory) -> _Held:
+def _held_of_built(factory: ShardedTensorFactory) -> _Block:
     """A factory whose function does more than cut rows: it begins where one of its tensors begins."""
     built = factory.built_tensors()
     if not built or any(piece.prepend_axis_num for piece in built):
@@ -161,10 +161,10 @@ def _held_of_built(factory: ShardedTensorFactory) -> _Held:
             f"function cuts are unknown; declare the factory by segments"
         )
     first = next((piece for piece in built if not any(piece.global_offset)), built[0])
-    return _Held(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
+    return _Block(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
 
 
-def _sharded(held: _Held, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
+def _sharded(held: _Block, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
     """A block at `offset` of a global tensor of `shape`, to which the prepended axes are added."""
     return ShardedTensor(
         key=key,
@@ -180,7 +180,7 @@ def _sharded(held: _Held, tensor: Tensor, key: str, shape: Shape, offset: Shape,
     )
 
 
-def _stack_axes(held: _Held, shape: Shape, key: str) -> int:
+def _stack_axes(held: _Block, shape: Shape, key: str) -> int:
     """The number of axes of the stack of matrices that a parameter is."""
     axes = len(held.local_shape) - 2
     if axes < 0 or shape[:axes] != held.local_shape[:axes]:
@@ -193,7 +193,7 @@ def _stack_axes(held: _Held, shape: Shape, key: str) -> int:
     return axes
 
 
-def _kept_axes(held: _Held, shape: Shape, key: str, dims: tuple[int, ...]) -> list[int]:
+def _kept_axes(held: _Block, shape: Shape, key: str, dims: tuple[int, ...]) -> list[int]:
     """The axes of a parameter that a state keeps, of which `dims` are removed."""
     rank = len(held.local_shape)
     dims = tuple(d % rank for d in dims)

@@ -16,7 +16,7 @@ from opt_checkpoint.state.sharded import Shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldTensors:
+class TensorsOfRanks:
     """The tensors that each rank holds, in the order of the ranks, and their boxes.
 
     Boxes with `usable` unset are never written, but are counted in box indices, so that a rank finds its own by index.
@@ -54,7 +54,7 @@ class HeldTensors:
     usable: Array
 
     @classmethod
-    def of(cls, layouts: Sequence[LocalLayout], *, only_first: bool) -> HeldTensors:
+    def of(cls, layouts: Sequence[LocalLayout], *, only_first: bool) -> TensorsOfRanks:
         """The columns of all ranks, with one main replica of every plain tensor, on the first rank that holds it.
 
         Args:
