@@ -137,13 +137,6 @@ def test_one_key_for_two_tensors_is_refused_whatever_their_replica_ids(tmp_path:
     assert "replica_id" not in str(told.value)
 
 
-def test_replicas_of_one_tensor_on_one_rank_are_stored_once(tmp_path: Path) -> None:
-    tied = torch.ones(3)
-    state = {"a": sharded_like("w", tied), "b": sharded_like("w", tied, replica_id=1)}
-    save(state, tmp_path / "x")
-    assert len(read_index(tmp_path / "x").tensors["w"].chunks) == 1
-
-
 # ----- plain tensors
 
 
