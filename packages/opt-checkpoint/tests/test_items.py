@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from opt_checkpoint import CheckpointCorruptError, load, read_index, save
 from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
-from opt_checkpoint.disk.columns import decode_columns, encode_columns
+from opt_checkpoint.disk.columns import decode_columns, decode_paths, encode_columns, encode_paths
 from opt_checkpoint.disk.dtype_names import _BY_NAME, dtype_from_name, dtype_name
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.manifest import decode_manifest, encode_manifest, read_manifest
-from opt_checkpoint.disk.path_columns import decode_paths, encode_paths
 from opt_checkpoint.disk.torch_zip_reader import find_values
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 

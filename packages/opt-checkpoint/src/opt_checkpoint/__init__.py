@@ -68,7 +68,7 @@ from opt_checkpoint.state.tree import (
 from opt_checkpoint.store import ObjectPath
 
 if TYPE_CHECKING:  # imported on use
-    from opt_checkpoint.convert.megatron_buckets import BucketSlot
+    from opt_checkpoint.convert.megatron import BucketSlot
     from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
     from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
     from opt_checkpoint.convert.safetensors_export import save_safetensors

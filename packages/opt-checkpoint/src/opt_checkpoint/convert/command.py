@@ -48,8 +48,7 @@ def _from_torch(options: argparse.Namespace) -> None:
 
 
 def _from_megatron(options: argparse.Namespace) -> None:
-    from opt_checkpoint.convert.megatron import megatron_to_checkpoint
-    from opt_checkpoint.convert.megatron_buckets import read_bucket_slots
+    from opt_checkpoint.convert.megatron import megatron_to_checkpoint, read_bucket_slots
 
     slots = None if options.slots is None else read_bucket_slots(options.slots)
     megatron_to_checkpoint(options.source, options.target, slots=slots, step=options.step)

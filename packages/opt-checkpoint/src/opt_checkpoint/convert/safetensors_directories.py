@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder
+from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
 from opt_checkpoint.convert.name_boxes import Described, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
 from opt_checkpoint.convert.safetensors_export import save_safetensors
+from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.convert.safetensors_import import load_safetensors, safetensors_index
-from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import COPIES
 from opt_checkpoint.errors import CheckpointValueError

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
-from opt_checkpoint.convert.safetensors_layout import DEFAULT_SHARD_BYTES, FOLDER
+from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.convert.safetensors_writer import Export, SafetensorsWriter
 from opt_checkpoint.dcp.plan import Offer
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner

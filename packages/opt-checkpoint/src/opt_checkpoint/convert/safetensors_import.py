@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from opt_checkpoint.convert.name_boxes import Described, to_ours
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
-from opt_checkpoint.convert.safetensors_header import read_header
-from opt_checkpoint.convert.safetensors_layout import FOLDER, INDEX, SINGLE, PlacedArray
+from opt_checkpoint.convert.safetensors_files import FOLDER, INDEX, SINGLE, PlacedArray, read_header
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.strictness import StrictHandling

@@ -14,7 +14,7 @@ from torch import Tensor
 from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_rows
 from opt_checkpoint.convert.name_boxes import Described, Piece, to_theirs
 from opt_checkpoint.convert.name_rules import NameRule
-from opt_checkpoint.convert.safetensors_layout import INDEX, Layout, PlacedArray, layout_of
+from opt_checkpoint.convert.safetensors_files import INDEX, Layout, PlacedArray, layout_of
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
 from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
 from opt_checkpoint.disk.checksums import bytes_view

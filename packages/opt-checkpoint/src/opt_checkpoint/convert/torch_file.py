@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.file_backed import mapped_apart, read_into, scratch_folder, select
-from opt_checkpoint.convert.foreign_files import load_torch_file
+from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder, select
 from opt_checkpoint.dcp.stored_names import stored_value
 from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import CheckpointIndex

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from opt_checkpoint.dcp.balance import Parts, assign_parts
+from opt_checkpoint.dcp.coverage import validate_sharding_integrity
 from opt_checkpoint.dcp.local_contents import LocalLayout
 from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
-from opt_checkpoint.dcp.validation import validate_sharding_integrity
 from opt_checkpoint.disk.checksums import crc32
 from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.errors import CheckpointValueError

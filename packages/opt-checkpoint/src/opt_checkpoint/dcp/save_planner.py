@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.boxes.box import Box, FlatBox, boxes_of
+from opt_checkpoint.dcp.coverage import common_differences
 from opt_checkpoint.dcp.local_contents import LocalBoxes, LocalContents, local_contents
 from opt_checkpoint.dcp.plan import Agreement, AssignedParts, CachedPlan, GlobalPlan, Offer, PlanCache
-from opt_checkpoint.dcp.validation import common_differences
 from opt_checkpoint.disk.dtype_names import is_storable
 from opt_checkpoint.disk.index import COMMON_KEY
 from opt_checkpoint.disk.torch_zip_reader import dump_object

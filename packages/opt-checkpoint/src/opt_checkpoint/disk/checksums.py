@@ -7,7 +7,12 @@ checksum of a file is combined from those of its parts without reading it again.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import lru_cache
+from queue import SimpleQueue
+from threading import Thread
+from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,3 +116,38 @@ class PieceSums:
 def crc32(data: bytes | memoryview, start: int = 0) -> int:
     """CRC-32 of bytes, continuing from `start`."""
     return int(_crc32(data, start))
+
+
+class _Job(NamedTuple):
+    piece: memoryview
+    sums: PieceSums
+    done: Future[None]
+
+
+class Hasher:
+    """Hashes pieces of memory one after another, during a `with` block."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread = Thread(target=self._work, name="opt-checkpoint-crc")
+
+    def __enter__(self) -> Hasher:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def submit(self, piece: memoryview, sums: PieceSums) -> Future[None]:
+        """Add a piece to `sums`; the memory may not change until the future is done."""
+        job = _Job(piece, sums, Future())
+        self._jobs.put(job)
+        return job.done
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.sums.add(job.piece)
+            job.done.set_result(None)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32, crc32_combine, pieces
-from opt_checkpoint.disk.hasher import Hasher
+from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, Hasher, PieceSums, bytes_view, crc32, crc32_combine, pieces
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.disk.read_region import is_plain_memory
 from opt_checkpoint.disk.torch_zip_reader import contiguous

@@ -6,12 +6,12 @@ Reading takes the pickle as a description (`inert_pickle`), so nothing in a fore
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from opt_checkpoint.boxes.box import Box, first_overlap
+from opt_checkpoint.boxes.box import Box, cut_flat_range, first_overlap
 from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
     MAX_DIMS,
@@ -26,7 +26,6 @@ from opt_checkpoint.disk.index import (
     check_index,
 )
 from opt_checkpoint.disk.inert_pickle import Made, Name, read_pickle
-from opt_checkpoint.disk.megatron_flat import unflattened
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.store import Location, store_at
@@ -241,3 +240,34 @@ def _size(path: Location, name: str, sizes: Mapping[str, int]) -> int:
 def encode_megatron_mark() -> bytes:
     """The `metadata.json` that marks a directory as Megatron-Core's `torch_dist` format."""
     return json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
+
+
+def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
+    """The tensor in the parameter's shape, with its chunks cut into boxes.
+
+    Args:
+        key: for error messages.
+        stored: as listed in `.metadata`, with the shape `(blocks per axis..., elements of a block)`.
+        shape: the parameter's.
+
+    Raises:
+        CheckpointCorruptError: the two shapes do not fit.
+    """
+    blocks = stored.shape[:-1]
+    fits = len(blocks) == len(shape) and all(b and n % b == 0 for n, b in zip(shape, blocks))
+    if not fits or any(n != 1 for chunk in stored.chunks for n in chunk.box.sizes[:-1]):
+        raise CheckpointCorruptError(
+            f"{key} is stored as flattened blocks of shape {list(stored.shape)}, which do not fit {list(shape)}"
+        )
+    block = tuple(n // b for n, b in zip(shape, blocks))
+    chunks = tuple(box for chunk in stored.chunks for box in _boxes(chunk, block))
+    return StoredTensor(shape=shape, dtype=stored.dtype, chunks=chunks)
+
+
+def _boxes(chunk: StoredChunk, block: Shape) -> Iterator[StoredChunk]:
+    *position, start = chunk.box.offsets
+    corner = tuple(p * n for p, n in zip(position, block))
+    first = 0
+    for box in cut_flat_range(block, start, start + chunk.box.sizes[-1]):
+        yield StoredChunk(box=box.moved(corner), place=chunk.place, archived=chunk.box.sizes, first=first)
+        first += box.numel

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from opt_checkpoint.disk.columns import decode_columns, encode_columns
+from opt_checkpoint.disk.columns import decode_columns, decode_paths, encode_columns, encode_paths, is_usual
 from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, check_index
-from opt_checkpoint.disk.path_columns import decode_paths, encode_paths, is_usual
 from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import MANIFEST, Location, store_at
