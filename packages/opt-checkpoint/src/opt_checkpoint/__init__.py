@@ -77,7 +77,7 @@ if TYPE_CHECKING:  # imported on use
 
 __version__ = "0.1.0"
 _ON_USE = {
-    "convert.megatron_buckets": ("BucketSlot",),
+    "convert.megatron": ("BucketSlot",),
     "convert.megatron_names": ("megatron_gpt2_names", "megatron_llama_names"),
     "convert.name_rules": ("SAME_NAMES", "NameRule", "read_name_rules"),
     "convert.safetensors_export": ("save_safetensors",),
