@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from opt_checkpoint.run.rank_part import PartName
-from opt_checkpoint.run.tier_choice import NOTHING, keepers, newest_whole
+from opt_checkpoint.tiers.rank_part import PartName
+from opt_checkpoint.tiers.tier_choice import NOTHING, keepers, newest_whole
 
 
 def part(rank: int, step: int = 1, save: str = "a", world: int = 2, run: str = "run") -> PartName:

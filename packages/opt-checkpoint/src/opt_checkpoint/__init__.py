@@ -73,7 +73,7 @@ if TYPE_CHECKING:  # imported on use
     from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, read_name_rules
     from opt_checkpoint.convert.safetensors_export import save_safetensors
     from opt_checkpoint.convert.safetensors_import import load_safetensors
-    from opt_checkpoint.run.tiers import Resume, TieredCheckpointManager
+    from opt_checkpoint.tiers.tiered_manager import Resume, TieredCheckpointManager
 
 __version__ = "0.1.0"
 _ON_USE = {
@@ -82,7 +82,7 @@ _ON_USE = {
     "convert.name_rules": ("SAME_NAMES", "NameRule", "read_name_rules"),
     "convert.safetensors_export": ("save_safetensors",),
     "convert.safetensors_import": ("load_safetensors",),
-    "run.tiers": ("Resume", "TieredCheckpointManager"),
+    "tiers.tiered_manager": ("Resume", "TieredCheckpointManager"),
 }
 
 

@@ -22,8 +22,8 @@ from opt_checkpoint import (
     Resume,
 )
 from opt_checkpoint.disk.data_file import FILE_MARK
-from opt_checkpoint.run import exchange
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.tiers import exchange
 
 sys.path.insert(0, str(Path(__file__).parent))
 

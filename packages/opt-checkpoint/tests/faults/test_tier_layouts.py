@@ -22,9 +22,9 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.run import local_tier
-from opt_checkpoint.run.local_tier import LocalTier
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.tiers import local_tier
+from opt_checkpoint.tiers.local_tier import LocalTier
 
 sys.path.insert(0, str(Path(__file__).parent))
 

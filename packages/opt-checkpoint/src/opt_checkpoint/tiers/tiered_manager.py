@@ -28,17 +28,16 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.local_tier import LocalTier
 from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
-from opt_checkpoint.run.rank_part import load_part, open_part, plan_part
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere
-from opt_checkpoint.run.run_name import RUN, run_name
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
-from opt_checkpoint.run.tier_choice import NOTHING, Verdict, keepers, this_node
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.paths import local_path
+from opt_checkpoint.tiers.local_tier import RUN, LocalTier, run_name
+from opt_checkpoint.tiers.rank_part import load_part, open_part, plan_part
+from opt_checkpoint.tiers.tier_choice import NOTHING, Verdict, keepers, this_node
 
 logger = logging.getLogger(__name__)
 _ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
-from opt_checkpoint.run.exchange import Parcel, exchange
-from opt_checkpoint.run.rank_part import PartName, read_part_name, save_part
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.series import named_steps, step_name
-from opt_checkpoint.run.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
 from opt_checkpoint.state.sharded import ShardedStateDict
-from opt_checkpoint.store import Target
+from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
+from opt_checkpoint.tiers.exchange import Parcel, exchange
+from opt_checkpoint.tiers.rank_part import PartName, read_part_name, save_part
+from opt_checkpoint.tiers.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
@@ -184,3 +186,30 @@ def _name_of(path: Path) -> PartName | None:
     except (CheckpointCorruptError, CheckpointingException) as error:
         logger.warning("skipping %s: %s", path, error)
         return None
+
+
+RUN = "run.json"
+
+
+def run_name(store: Store, *, may_write: bool) -> str | None:
+    """Return the name of the run that saves to a directory; None if it has no name.
+
+    Args:
+        store: the durable directory of the run.
+        may_write: whether to name the run if it has no name yet.
+
+    Raises:
+        CheckpointCorruptError: the file does not hold a name.
+        OSError: raised by the file system or store.
+    """
+    if may_write:
+        store.create(RUN, json.dumps({"run": uuid.uuid4().hex}).encode())
+    try:
+        name = json.loads(store.read(RUN))["run"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        name = None
+    if not isinstance(name, str) or not name.isalnum():
+        raise CheckpointCorruptError(f"{store.path(RUN)} is damaged: it does not name a run")
+    return name

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
-from opt_checkpoint.run.rank_part import PartName
+from opt_checkpoint.tiers.rank_part import PartName
 
 Inventory: TypeAlias = Mapping[PartName, str]
 """For one rank: the parts on its node, with the node's path of each."""

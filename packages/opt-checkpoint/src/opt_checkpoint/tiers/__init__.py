@@ -1,0 +1,1 @@
+"""Checkpoints in two tiers, for `TieredCheckpointManager`: the core does not import this."""
