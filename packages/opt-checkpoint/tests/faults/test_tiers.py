@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import queue
+import random
 import shutil
 import sys
+import threading
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint_ranks import RankPool
 from states import assert_is_step, state_at
 
@@ -16,12 +21,14 @@ from opt_checkpoint import (
     CheckpointManager,
     CheckpointMismatchError,
     Resume,
+    committed_steps,
     sharded_like,
     sharded_model,
     sharded_optimizer,
     verify_checkpoint,
 )
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.tiers.turns import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -215,3 +222,53 @@ def train(rank: int, size: int, folder: str) -> None:
 
 def test_a_model_and_its_optimizer_go_on_after_a_node_is_lost(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(2, train, str(tmp_path))
+
+
+def save_to_both(rank: int, size: int, folder: str) -> int:
+    """Save to both tiers at the same time, whose threads run in another order on each rank; how many groups it took."""
+    made, new_group = [], dist.new_group
+    dist.new_group = lambda *arguments, **options: made.append(rank) or new_group(*arguments, **options)
+    try:
+        with tiers(folder, rank, durable_every=1) as manager:
+            for step in range(1, 9):
+                manager.save(step, state_at(step, rank, size))
+    finally:
+        dist.new_group = new_group
+    return len(made)
+
+
+def test_the_background_saves_of_both_tiers_share_one_process_group(tmp_path: Path, ranks: RankPool) -> None:
+    assert ranks.run(3, save_to_both, str(tmp_path)) == [1, 1, 1]
+    assert committed_steps(tmp_path / "durable") == [6, 7, 8]
+    assert resumed(ranks, 3, tmp_path) == Resume(8, "local", (0, 1, 2), ())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_turns_come_in_the_order_of_rank_zero(seed: int) -> None:
+    """Threads of two ranks want to go in random orders; those of rank 0 decide."""
+    proposals: list[queue.Queue[str]] = [queue.Queue(), queue.Queue()]
+    order: list[list[str]] = [[], []]
+
+    def choose(rank: int, proposed: str) -> str:
+        if rank == 0:
+            proposals[1].put(proposed)
+            return proposed
+        return proposals[1].get(timeout=30)
+
+    def work(turns: Turns, rank: int, name: str, count: int) -> None:
+        for _ in range(count):
+            with turns.turn(name):
+                order[rank].append(name)
+
+    threads = []
+    for rank in (0, 1):
+        turns = Turns(partial(choose, rank))
+        names = random.Random(seed + rank).sample(["local", "durable", "third"], 3)
+        threads += [threading.Thread(target=work, args=(turns, rank, name, 30 + len(name))) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert order[0] == order[1]
+    assert len(order[0]) == 90 + len("localdurablethird")

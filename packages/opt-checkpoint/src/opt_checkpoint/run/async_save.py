@@ -77,7 +77,7 @@ class AsyncSaver:
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
-        self._ranks, self._group = ranks_of(process_group), _own_group(process_group, timeout_s)
+        self._ranks, self._group = ranks_of(process_group), background_group(process_group, timeout_s)
         if self._group is not None:
             self._ranks = ranks_of(self._group)
         self._staging = Staging()
@@ -209,7 +209,7 @@ class AsyncSaver:
             leave(group)
 
 
-def _own_group(process_group: dist.ProcessGroup | Ranks | None, timeout_s: float) -> dist.ProcessGroup | None:
+def background_group(process_group: dist.ProcessGroup | Ranks | None, timeout_s: float) -> dist.ProcessGroup | None:
     """A gloo group of the same ranks, so that messages of the background thread are separate from those of training.
 
     None for one rank.

@@ -125,7 +125,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._keep, self._keep_every, self._timeout_s = keep, keep_every, timeout_s
         self._in_background = in_background
         self._plans = PlanCache()
-        self._saver: AsyncSaver | None = None  # made by the first save: a reader needs none
+        self.saver: AsyncSaver | None = None  # made by the first save: a reader needs none
         self._closed = False
         self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
@@ -188,9 +188,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if not self._in_background:
             write(self._ranks, state, self._plans)
             return path
-        if self._saver is None:
-            self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        saver = self._saver
+        if self.saver is None:
+            self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
+        saver = self.saver
         in_background = lambda snapshot, _: write(saver.ranks, snapshot, saver._plans)
         return saver.start(state, path, in_background, common=common).path
 
@@ -233,8 +233,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         Raises:
             CheckpointingException: the save failed; the same on every rank.
         """
-        if self._saver is not None:
-            self._saver.wait()
+        if self.saver is not None:
+            self.saver.wait()
 
     def close(self) -> None:
         """Wait, and release what saving in the background needs; raises like `wait`."""
@@ -242,8 +242,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         try:
             self.wait()
         finally:
-            if self._saver is not None:
-                self._saver.close()
+            if self.saver is not None:
+                self.saver.close()
 
     def latest(self, *, at_most: int | None = None) -> int | None:
         """The highest committed step, as seen by rank 0; None if there never was one.

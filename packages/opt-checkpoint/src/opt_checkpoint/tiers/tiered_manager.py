@@ -27,9 +27,9 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
+from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
 from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
-from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, from_all, from_first, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
@@ -38,6 +38,7 @@ from opt_checkpoint.store.paths import local_path
 from opt_checkpoint.tiers.local_tier import RUN, LocalTier, run_name
 from opt_checkpoint.tiers.rank_part import load_part, open_part, plan_part
 from opt_checkpoint.tiers.tier_choice import NOTHING, Verdict, keepers, this_node
+from opt_checkpoint.tiers.turns import in_turn
 
 logger = logging.getLogger(__name__)
 _ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
@@ -119,6 +120,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
                 stacklevel=2,
             )
         self._saver: AsyncSaver | None = None
+        self._own_group: dist.ProcessGroup | None = None  # of the savers of both tiers
         self._tier: LocalTier | None = None
         self._last_durable: int | None = None
         self._resume: Resume | None = None
@@ -156,7 +158,10 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         same_everywhere(self._ranks, "saving", step=step)
         if self._saver is None:
-            self._saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
+            self._own_group = background_group(self._group, self._timeout_s)
+            local, durable = in_turn(ranks_of(self._own_group or self._ranks), "local", "durable")
+            self._saver = AsyncSaver(local, timeout_s=self._timeout_s)
+            self._durable.saver = AsyncSaver(durable, timeout_s=self._timeout_s)
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
             raise RuntimeError("naming a run gives it a name")
@@ -196,7 +201,13 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             if self._saver is not None:
                 self._saver.close()
         finally:
-            self._durable.close()
+            try:
+                self._durable.close()
+            finally:
+                group, self._own_group = self._own_group, None
+                if group is not None:
+                    self._saver = self._durable.saver = None  # sockets are closed with the last reference to the group
+                    leave(group)
 
     def find(self, state: ShardedStateDict | None = None) -> Resume | None:
         """Find the newest step that is complete in either tier; None if there never was one.
