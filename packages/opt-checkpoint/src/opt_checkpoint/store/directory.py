@@ -15,12 +15,10 @@ import shutil
 import stat
 import sys
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.calls import call
@@ -67,8 +65,10 @@ class Directory:
     def __init__(self, root: Path, *, sync: bool = True) -> None:
         self.root, self._sync = root, sync
         self._leases: dict[str, Lease] = {}
-        self._open: OrderedDict[str, _Descriptor] = OrderedDict()  # least recently read first
-        self._lock = Lock()
+        # Closed with this object: the function does not refer to it.
+        self._opened = lru_cache(_OPEN_FILES)(
+            lambda name, follow: _Descriptor(open_regular(root / name, follow=follow))
+        )
 
     def path(self, name: str = "") -> Path:
         return self.root / name
@@ -163,14 +163,6 @@ class Directory:
             if not count:
                 raise EOFError(f"it ends at byte {start}")
             start, view = start + count, view[count:]
-
-    def _opened(self, name: str, follow: bool) -> _Descriptor:
-        with self._lock:
-            opened = self._open.pop(name, None) or _Descriptor(open_regular(self.path(name), follow=follow))
-            self._open[name] = opened
-            if len(self._open) > _OPEN_FILES:
-                self._open.popitem(last=False)
-        return opened
 
     def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
         path, sizes = self.path(folder), {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -138,29 +137,22 @@ class Requests:
 
     def _make(self, name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
         def once() -> T:
-            with _as_os_errors(key):
+            try:
                 return act()
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some `create`s
+                raise FileExistsError(errno.EEXIST, "the object exists", key) from error
+            except exceptions.NotFoundError as error:
+                raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
+            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+                raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
+            except exceptions.BaseError as error:
+                raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
 
         return retried(lambda: call(name, key, once, detail))
 
 
 def _listed(meta: Any) -> Listed:
     return Listed(meta["path"], meta["size"], meta["last_modified"])
-
-
-@contextmanager
-def _as_os_errors(key: str) -> Iterator[None]:
-    """Raise obstore's exceptions as `OSError`s, in one line each."""
-    try:
-        yield
-    except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some stores' `create`
-        raise FileExistsError(errno.EEXIST, "the object exists", key) from error
-    except exceptions.NotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
-    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
-    except exceptions.BaseError as error:
-        raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
 
 
 def _first_line(error: Exception) -> str:
