@@ -295,7 +295,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         """The reason why this world's layout cannot load a local step; None if it can."""
         opened = self._opened(step)
         try:
-            plan_part(self._ranks, self._planner(state, opened, rules), opened.index)
+            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **{"aliases": NO_ALIASES, **rules}), opened.index)
         except CheckpointMismatchError as error:
             return f"step {step} of the local tier: {error}"
         return None
@@ -368,20 +368,12 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         from_all(self._ranks, open_own, f"opening step {step} of the local tier")
         return opened[0]
 
-    def _planner(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> ShardedLoadPlanner:
-        return ShardedLoadPlanner(
-            state,
-            opened,
-            strict=rules["strict"],
-            dtype=rules.get("dtype", "exact"),
-            aliases=rules.get("aliases", NO_ALIASES),
-            safe_globals=rules.get("safe_globals", ()),
-        )
-
     def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
         reader = CheckpointReader(opened.index)
         try:
-            report = load_part(self._ranks, self._planner(state, opened, rules), reader)
+            report = load_part(
+                self._ranks, ShardedLoadPlanner(state, opened, **{"aliases": NO_ALIASES, **rules}), reader
+            )
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}\nThe local tier loads only with the layout that saved it; if the layout has changed, call "
