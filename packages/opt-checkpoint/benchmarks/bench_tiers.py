@@ -3,25 +3,23 @@
     python packages/opt-checkpoint/benchmarks/bench_tiers.py [--mb 256] [--rounds 3] [--local DIR] [--durable DIR]
 
 Two ranks on gloo stand for two nodes with a directory each. Copies use the loopback interface; both ranks share the
-processors and the disk of this machine. Ratios are relative to a plain copy of the same tensors, and to a resume from
-the durable tier.
+processors and the disk of this machine. Ratios are within a round, to a plain copy of the same tensors and to a
+resume from the durable tier.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import shutil
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import timed
+from measure import Figure, timed, write_results
 
 from opt_checkpoint import CheckpointManager, ShardedTensor, TieredCheckpointManager
 
@@ -62,13 +60,18 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meet
     manager = open_tiers()
     plain = CheckpointManager(durable, in_background=False, keep=1)
     for number in range(options.rounds + 1):
-        copy = seconds(lambda: [c.copy_(s.data) for c, s in zip(copies, state.values(), strict=True)])
-        blocked = seconds(lambda n=number: manager.save(n, state))
-        replicated = seconds(manager.wait)
+        took = {}
+        for what in ("copy", "save") if number % 2 else ("save", "copy"):
+            os.sync()
+            if what == "copy":
+                took[what] = seconds(lambda: [c.copy_(s.data) for c, s in zip(copies, state.values(), strict=True)])
+            else:
+                took[what] = seconds(lambda n=number: manager.save(n, state))
+                took["wait"] = seconds(manager.wait)
         if number:
-            note("plain copy", copy)
-            note("blocked by a local save", blocked)
-            note("then, until it is on both nodes", replicated)
+            note("plain copy", took["copy"])
+            note("blocked by a local save", took["save"])
+            note("then, until it is on both nodes", took["wait"])
     note("save to the durable tier", seconds(lambda: plain.save(0, state)))
     manager.close()
     for _ in range(options.rounds):
@@ -80,29 +83,27 @@ def measure(rank: int, size: int, options: argparse.Namespace, folder: str, meet
             note("resume after a node is lost", seconds(lambda m=found: m.load(state)))
         note("resume from the durable tier, cached", seconds(lambda: plain.load(state)))
     if rank == 0:
-        report({name: statistics.median(values) for name, values in times.items()}, options)
+        report(times, options)
     plain.close()
     shutil.rmtree(local, ignore_errors=True)
     dist.barrier()
     os._exit(0)
 
 
-def report(medians: dict[str, float], options: argparse.Namespace) -> None:
-    """One line per figure, and the ratios."""
+def report(times: dict[str, list[float]], options: argparse.Namespace) -> None:
+    """One line per figure, and the ratios within the rounds: medians and quartiles."""
     print(f"{options.mb} MB a rank, load {os.getloadavg()[0]:.1f}, {os.cpu_count()} processors")
-    for name, value in medians.items():
-        print(f"{value:9.3f} s  {name}")
-    ratios = {
-        "blocked / plain copy": medians["blocked by a local save"] / medians["plain copy"],
-        "resume from the own node / durable": medians["resume from the own node"]
-        / medians["resume from the durable tier, cached"],
-        "resume after a node is lost / durable": medians["resume after a node is lost"]
-        / medians["resume from the durable tier, cached"],
-    }
-    for name, value in ratios.items():
-        print(f"{value:9.2f}    {name}")
+    figures = {f"s, {name}": Figure.of(values) for name, values in times.items()}
+    for ours, base in (
+        ("blocked by a local save", "plain copy"),
+        ("resume from the own node", "resume from the durable tier, cached"),
+        ("resume after a node is lost", "resume from the durable tier, cached"),
+    ):
+        figures[f"{ours} / {base}"] = Figure.of([a / b for a, b in zip(times[ours], times[base], strict=True)])
+    for name, figure in figures.items():
+        print(f"{figure}  {name}")
     if options.json:
-        options.json.write_text(json.dumps({"medians_s": medians, "ratios": ratios}, indent=1) + "\n")
+        write_results(options.json, {"mb": options.mb, "rounds": options.rounds}, figures)
 
 
 def main() -> None:
