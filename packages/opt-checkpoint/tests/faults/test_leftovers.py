@@ -284,13 +284,6 @@ def test_a_deletion_that_was_itself_interrupted_is_finished_by_the_next_save(tmp
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_a_damaged_newest_step_is_passed_over(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(state_at(step, 0, 1), tmp_path / step_name(step))
-    (tmp_path / step_name(2) / "__0_0.distcp").unlink()
-    assert committed_steps(tmp_path) == [1]
-
-
 def meet_what_is_there(rank: int, size: int, folder: str) -> str:
     """A directory where the checkpoint should go is an error on all ranks, and no hang."""
     with pytest.raises(CheckpointExistsError, match="exists, and a checkpoint is never overwritten") as caught:
