@@ -19,7 +19,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Pending
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.result import StepResult
+from opt_distributed.step.outcome import StepResult
 from opt_stack import Optimizer, get_optimizer
 
 Module = TypeVar("Module", bound=nn.Module)

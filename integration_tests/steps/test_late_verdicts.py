@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from opt_checkpoint import ShardedTensor
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.replicas import ReplicaError
-from opt_distributed.step import last_verdict
+from opt_distributed.comm.device import HostCopy
+from opt_distributed.step import outcome
 from opt_distributed.step.counts import StepCount
-from opt_distributed.step.last_verdict import LastVerdict
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.verdict import DeviceVerdict
 from opt_stack import Optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -228,20 +227,20 @@ def refused() -> list[Optimizer]:
 
 def test_the_end_of_the_process_warns_of_a_refused_last_step() -> None:
     kept = refused()
-    found = messages(last_verdict._warn_at_exit)
+    found = messages(outcome._warn_at_exit)
     assert len(found) == len(kept) == SIZE
     assert all(re.match(f"the interpreter exits: {REFUSED}", one) for one in found)
 
 
-@pytest.mark.parametrize("then", [LastVerdict, last_verdict._warn_at_exit])
+@pytest.mark.parametrize("then", [outcome.warn_of_deleted, outcome._warn_at_exit])
 def test_a_refused_last_step_of_a_deleted_optimizer_is_reported_later(
     then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Garbage may be collected while a graph is captured, or while another thread waits: nothing may wait then."""
     kept = refused()
-    arrives = DeviceVerdict.arrives
+    arrives = HostCopy.arrives
     looks: list[float] = []
-    monkeypatch.setattr(DeviceVerdict, "arrives", lambda one, within: looks.append(within) or arrives(one, within))
+    monkeypatch.setattr(HostCopy, "arrives", lambda copy, within: looks.append(within) or arrives(copy, within))
     assert messages(lambda: (kept.clear(), gc.collect())) == []
     assert looks == []
     found = messages(then)

@@ -77,7 +77,7 @@ def train_with_graphs(
 def watched(optimizer: Optimizer) -> list[str]:
     """What is done with the graph from now on, in the last entry."""
     did: list[str] = []
-    step = optimizer.stepper._graphed
+    step = optimizer.stepper._captured
     assert step is not None
     step._recorded._graph = Watched(step._recorded._graph, did)
     return did

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opt_distributed.comm.device import Host
-from opt_distributed.step.graphed import MANY_MISSES, Recorded
+from opt_distributed.step.capture import MANY_MISSES, Recorded
 
 
 class Device(Host):

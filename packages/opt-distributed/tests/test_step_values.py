@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from opt_config import DynamicScale
-from opt_distributed.comm.device import Host
-from opt_distributed.step.clip import clip_coefficient, clip_coefficients
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hyper import KeptHyper
-from opt_distributed.step.result import StepResult
+from opt_distributed.step.outcome import StepResult
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.verdict import Decided, Objections, Terms, Verdict
+from opt_distributed.step.verdict import Limits, Report, clip_coefficients, decide
 from opt_kernels.works import Hyper
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
@@ -138,42 +136,59 @@ def vars_of(row: Hyper) -> dict[str, object]:
 
 
 def test_clip_coefficients_are_one_below_the_limit_and_a_quotient_above() -> None:
-    norms = torch.tensor([0.0, 0.5, 1.0, 3.0, 7.0], dtype=torch.float64)
-    assert clip_coefficients(norms, 1.0).tolist() == pytest.approx([1.0, 1.0, 1 / (1 + 1e-6), 1 / 3, 1 / 7], rel=1e-6)
+    norms = [0.0, 0.5, 1.0, 3.0, 7.0]
     for limit in (1.0, 0.3, 0.0, math.inf):
-        assert clip_coefficients(norms, limit).tolist() == [clip_coefficient(norm, limit) for norm in norms.tolist()]
+        expected = [min(limit / (norm + 1e-6), 1.0) if limit else 1.0 for norm in norms]
+        assert clip_coefficients(torch.tensor(norms, dtype=torch.float64), limit).tolist() == expected
 
 
 NAN, INF = math.nan, math.inf
 
-# Squares of two slots, and elements that are not finite.
+# Squares of two slots, and elements that are not finite: the norms, and whether the step overflows.
 SUMS = [
-    ((9.0, 4.0), 0),
-    ((0.0, 0.0), 0),
-    ((NAN, 4.0), 0),
-    ((9.0, INF), 0),
-    ((9.0, 4.0), 3),
-    ((NAN, 1.0), 1),
-    ((-1.0, 1.0), 0),
+    ((9.0, 4.0), 0, [3.0, 2.0], False),
+    ((0.0, 0.0), 0, [0.0, 0.0], False),
+    ((NAN, 4.0), 0, [NAN, 2.0], True),
+    ((9.0, INF), 0, [3.0, INF], True),
+    ((9.0, 4.0), 3, [INF, INF], True),
+    ((NAN, 1.0), 1, [NAN, INF], True),
+    ((-1.0, 1.0), 0, [NAN, 1.0], True),
 ]
 
 
+class Limit:
+    """A guard of two flags whose second sum must not exceed 1."""
+
+    num_flags = 2
+
+    def flags(self) -> list[float]:
+        return [7.0, 0.0]
+
+    def is_wrong(self, sums: torch.Tensor) -> torch.Tensor:
+        return sums[1] > 1
+
+    def error(self, sums: object) -> Exception:
+        return ValueError(f"{sums}")
+
+
+@pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("limit", [INF, 2.0])
-def test_host_and_device_reach_the_same_verdict(scale: float, limit: float) -> None:
-    for squares, num_nonfinite in SUMS:
-        numbers = torch.tensor([*squares, num_nonfinite, 5.0, 0.0, 0.0], dtype=torch.float64)
-        terms = Terms(2, torch.tensor(scale, dtype=torch.float64), limit)
-        host = Verdict(numbers, Objections(None, None, None, ()), terms, Host())
-        device = Decided.of(numbers, None, terms)
-        found = host.findings
-        assert bool(device.overflow) == found.overflow
-        assert bool(device.skip) == (found.overflow or found.is_refused)
-        assert not device.has_error
-        assert repr(tuple(device.norms.tolist())) == repr(found.norms)
-        if not found.overflow:
-            scales = [float(one) for one in device.scales(1.5, (True, False))]
-            assert scales == list(host.scales(1.5, (True, False)))
+@pytest.mark.parametrize("limit", [INF, 0.6])
+def test_a_verdict_keeps_overflow_error_and_refusal_apart(scale: float, limit: float, wrong: bool) -> None:
+    for squares, num_nonfinite, norms, overflow in SUMS:
+        numbers = torch.tensor([*squares, num_nonfinite, 5.0, 7.0, 2.0 * wrong], dtype=torch.float64)
+        limits = Limits(slots=("", "b"), clips=(True, False), skip_above=limit)
+        inv_scale = torch.tensor(scale, dtype=torch.float64)
+        verdict = decide(numbers, [Limit()], inv_scale=inv_scale, limits=limits)
+        report = Report.of(verdict.report.tolist(), num_slots=2, num_guards=1)
+        refused = norms[0] * scale > limit
+        expected = ([norm * scale for norm in norms], 5, overflow, refused, [wrong], [7.0, 2.0 * wrong])
+        assert repr(tuple(report)) == repr(expected)
+        assert (bool(verdict.overflow), bool(verdict.is_wrong)) == (overflow, wrong)
+        assert bool(verdict.skip) == (overflow or refused or wrong) == (not report.success)
+        if not overflow:
+            clipped = scale * min(1.5 / (norms[0] * scale + 1e-6), 1.0)
+            assert [float(factor) for factor in verdict.scales(1.5, limits.clips)] == [clipped, scale]
 
 
 def test_a_result_is_read_once_and_only_on_access() -> None:

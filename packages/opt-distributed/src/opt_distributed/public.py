@@ -25,8 +25,8 @@ from opt_distributed.layout import (
     whole_layout,
 )
 from opt_distributed.step.dtensor import PlacementError
-from opt_distributed.step.group_check import HyperError
-from opt_distributed.step.result import StepResult
+from opt_distributed.step.guards.equal_groups import HyperError
+from opt_distributed.step.outcome import StepResult
 from opt_distributed.step.state import StateError
 from opt_distributed.step.stepper import Stepper
 

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas, check_untrained
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.step.write_check import WriteCheck
+from opt_distributed.step.guards.written_replicas import WrittenReplicas
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Needs
 from opt_paramgroups import (
@@ -25,7 +26,7 @@ from opt_paramgroups import (
 )
 from opt_stack.building.build import build_stepper, holds_parts
 from opt_stack.given_groups import complete_groups
-from opt_stack.optimizer import Optimizer
+from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS
 from opt_stack.planning.draft import Draft, Groups, Overrides, make_rules_
 from opt_stack.planning.plan import Plan
@@ -270,8 +271,11 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )
     optimizer.loaded_weights.watch(draft.chunks)
+    stepper.guards.insert(0, Objection(optimizer))
     if everyone.size > 1:
-        stepper.write_check = WriteCheck(roles.dense, everyone, compare=optimizer.replica_check())
+        written = WrittenReplicas(roles.dense, roles.totals, optimizer, device=devices.device_of(model.device))
+        stepper.guards.append(written)
+        stepper.at_start.append(written.at_start)
     return optimizer
 
 

@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
 from opt_distributed.buffers.stored import StorageError
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.ready import Ready
-from opt_distributed.step.result import StepResult
+from opt_distributed.step.outcome import StepResult
+from opt_distributed.step.pieces import OwnedPiece, Ready
 from opt_distributed.step.sources import OwnGrads, check_dense
 from opt_distributed.step.unit import Unit
 from opt_kernels.backends.grad_stats import grad_stats

@@ -2,9 +2,9 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.finalize import unfinalized
+from opt_distributed.step.guards.guard import Refusal
 from opt_distributed.step.state import reset_state_
 from opt_distributed.step.stepper import Stepper, StepResult
 from opt_paramgroups import ParamId
@@ -35,6 +36,17 @@ _HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 class ReplacedParamsError(UnusableGradientError, ValueError):
     """`param_groups` hold other parameters than those that the optimizer was built with."""
+
+
+class Objection(Refusal):
+    """A guard: parameters were replaced or frozen, gradients are not finalized, or loaded weights would be lost."""
+
+    def __init__(self, optimizer: "Optimizer"):
+        self._optimizer = ref(optimizer)
+
+    def find(self) -> UnusableGradientError | None:
+        optimizer = self._optimizer()
+        return None if optimizer is None else optimizer.objection()
 
 
 class Optimizer(GradientStatistics, StateDicts):
@@ -194,16 +206,13 @@ class Optimizer(GradientStatistics, StateDicts):
             self.loaded_weights.begin_evaluation()
 
     def _groups_of_step(self) -> Sequence[dict[str, Any]]:
-        """Return the groups for the next step, and tell the stepper why this rank must not update, if so.
+        """Return the groups for the next step.
 
         If parameters were replaced, these are the groups as they were built, so that this rank joins the collectives of
-        the step that all ranks then refuse.
+        the step that all ranks then refuse (`Objection`).
         """
         self._check_replicas()
-        replaced = self._replaced_params()
-        self.stepper.has_written = self._everyone.size > 1 and self.loaded_weights.has_written()
-        self.stepper.objection = replaced or self._objection()
-        return self.param_groups if replaced is None else self._built_groups
+        return self.param_groups if self._replaced_params() is None else self._built_groups
 
     def _replaced_params(self) -> UnusableGradientError | None:
         """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
@@ -218,18 +227,23 @@ class Optimizer(GradientStatistics, StateDicts):
             "get_optimizer"
         )
 
-    def replica_check(self) -> Callable[[], None]:
-        """A collective function that raises ReplicaError, on every rank, if replicas differ. Does not keep the
-        optimizer alive."""
-        return partial(self._replicas.compare, self._held, self.stepper.scaler)
+    def has_written(self) -> bool:
+        """Return whether other code wrote weights or state on this rank since its last step."""
+        return self.loaded_weights.has_written()
+
+    def compare_replicas(self) -> None:
+        """Raise ReplicaError, on every rank, if replicas differ. Collective."""
+        self._replicas.compare(self._held, self.stepper.scaler)
 
     def _check_replicas(self) -> None:
         """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""
         loaded = self.loaded_weights
         self._replicas.check(self._held, self.stepper.scaler, has_loaded=loaded.are_new_since_built)
 
-    def _objection(self) -> UnusableGradientError | None:
-        """The reason why this rank must not update, if any; all ranks then refuse the step."""
+    def objection(self) -> UnusableGradientError | None:
+        """Return why this rank must not update, if so; all ranks then refuse the step."""
+        if (replaced := self._replaced_params()) is not None:
+            return replaced
         if self.wrapped and not all(map(_REQUIRES_GRAD, self._params)):
             frozen = [str(id) for id, param in zip(self._ids, self._params, strict=True) if not param.requires_grad]
             return UnusableGradientError(

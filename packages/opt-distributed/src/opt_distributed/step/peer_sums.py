@@ -34,6 +34,8 @@ class PeerSums:
 
         Collective. Raises CollectiveError if a sum failed, or exceeded the timeout of its group.
         """
+        if not self._marked:
+            return
         parts = [
             Part(meta, source.reduced.piece(meta.id, of_param))
             for source, marked in self._marked.items()

@@ -45,7 +45,7 @@ class PieceRun:
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
         for piece in self.pieces:
-            piece.take_count(self.count)
+            piece.count = self.count
         self.hyper = KeptHyper(getattr(self.rule, "hyper_names", ()))
         mains = [piece.moved for piece in self.pieces]
         self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
@@ -79,12 +79,6 @@ class PieceRun:
     def is_decoded(self) -> bool:
         """Whether its mains use additional memory while they are open."""
         return any(isinstance(main, CodedMain) for main in self.opened)
-
-
-def may_join(runs: Sequence[PieceRun]) -> bool:
-    """Whether two runs now have equal keys, because their numbers of updates have become equal."""
-    keys = {run.key._replace(step=run.count if run.count.known is None else run.count.known) for run in runs}
-    return len(keys) < len(runs)
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:

@@ -1,6 +1,6 @@
-"""`OwnedPiece`: the part of one parameter that a rank owns, with its main values and state."""
+"""`OwnedPiece`: the part of one parameter that a rank owns, with its main values and state; those that are `Ready`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,13 +16,6 @@ from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId
-
-
-@dataclass(slots=True)
-class Touched:
-    """What was done to the pieces of a unit outside of its updates."""
-
-    counts: int = 0  # how often pieces were given another count of updates
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +36,7 @@ class OwnedPiece:
     replica: int | None = None  # its replica number, if data-parallel ranks do not hold the same parts
     part: str = ""  # names this rank's part of a plain parameter that is cut over tensor-parallel ranks
     stage: ComputeStage | None = None  # gathers it with the other ranks' parts of the same matrix
-    count: StepCount = field(
-        default_factory=StepCount
-    )  # of updates; shared with pieces that are always updated with it
-    touched: Touched = field(default_factory=Touched)  # shared with all pieces of the unit
+    count: StepCount = field(default_factory=StepCount)  # of updates; shared with pieces that are updated with it
 
     @property
     def moved(self) -> Main | CodedMain | QuantizedMain:
@@ -60,12 +50,7 @@ class OwnedPiece:
 
     @step.setter
     def step(self, value: int) -> None:
-        self.take_count(StepCount(value))
-
-    def take_count(self, count: StepCount) -> None:
-        """Count updates with `count` from now on."""
-        self.count = count
-        self.touched.counts += 1
+        self.count = StepCount(value)
 
     @property
     def is_whole(self) -> bool:
@@ -93,3 +78,23 @@ def kinds_of(pieces: Sequence[OwnedPiece]) -> Kinds:
         kind = Kind(piece.source, piece.norm_slot, piece.counted, piece.inspected)
         found.setdefault(kind, []).append(place)
     return found
+
+
+Grads = Sequence[Tensor | None]
+"""The gradients of all pieces of a unit, None for a piece without one."""
+
+
+class Ready(NamedTuple):
+    """The pieces of a unit that have gradients, and these gradients, in the same order.
+
+    Two lists instead of pairs: with thousands of small parameters, creating objects takes most of a step's time.
+    """
+
+    pieces: Sequence[OwnedPiece]
+    grads: Sequence[Tensor]
+    kinds: Kinds | None = None  # of the pieces, if they are known
+
+    def without(self, unused: Collection[ParamId]) -> "Ready":
+        """Drop the pieces of these parameters."""
+        kept = [(p, g) for p, g in zip(self.pieces, self.grads, strict=True) if p.id not in unused]
+        return Ready([p for p, _ in kept], [g for _, g in kept])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,32 +13,13 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.clip import times
-from opt_distributed.step.pieces import Kind, kinds_of
-from opt_distributed.step.ready import Ready
+from opt_distributed.step.pieces import Kind, Ready, kinds_of
 from opt_distributed.step.sources import Source
+from opt_distributed.step.verdict import times
 from opt_kernels.backends.grad_stats import grad_stats
-from opt_paramgroups import ParamId
 
 Upload = Callable[[Callable[[], Tensor]], Tensor]
 """Uploads the host tensor that a function returns to the device of the step, without blocking the host."""
-
-
-class Sums(NamedTuple):
-    """Statistics of this step's gradients over all ranks, equal on every rank. Numbers on the host, or tensors."""
-
-    squares: Any  # (slots,) sum of squares of the mean gradient, for each norm slot; includes the loss scale
-    num_nonfinite: Any
-    num_zeros: Any
-    num_refused: Any  # ranks whose gradients must not be used
-    num_moved: Any  # ranks with a parameter that has left the memory which updates write to
-    flags: Any  # (n,) sums of further flags
-
-    @classmethod
-    def of(cls, numbers: Sequence[float] | Tensor, *, num_slots: int) -> "Sums":
-        """Split the result of `reduce_stats`, on the device or on the host."""
-        nonfinite, zeros, refused, moved = numbers[num_slots : num_slots + 4]
-        return cls(numbers[:num_slots], nonfinite, zeros, refused, moved, numbers[num_slots + 4 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +42,7 @@ def reduce_stats(
     device: torch.device,
     num_slots: int,
     count_zeros: bool,
-    known: Tensor,
+    flags: Tensor,
     upload: Upload,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce. No two ranks count the same element.
@@ -72,14 +53,17 @@ def reduce_stats(
     Norms and zeros count one copy of each element. Infinities and NaNs are counted in every copy that may differ, so
     that a NaN on a rank whose copy is not counted stops the step as well.
 
-    `known` is the result of `known_numbers`, on the device, and is reduced with the rest. `upload` copies other numbers
-    of the host to the device, which are the same at every step in which the same parameters have gradients. The host
-    reads nothing, except in `Source.resolve_`. Returns `Sums` as one tensor, float64 on the device.
+    `flags` (n,) are those of the guards, float64 on the device, and are summed with the rest. `upload` copies other
+    numbers of the host to the device, which are the same at every step in which the same parameters have gradients. The
+    host reads nothing, except in `Source.resolve_`.
+
+    Returns (num_slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
+    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of `flags`.
 
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
-    local = torch.cat([_swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros), known])
+    local = torch.cat([_swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros), flags])
     if not [source for family in families for source in family.sources if source.unresolved]:
         _sum_(local, everyone)
         return local
@@ -101,17 +85,8 @@ def reduce_stats(
     return sums
 
 
-def known_numbers(*, refused: bool, moved: bool, flags: Sequence[float] = ()) -> list[float]:
-    """The host's part of the statistics.
-
-    Whether this rank's gradients must not be used, whether one of its parameters has left the memory which updates
-    write to, and `flags`, whose number is equal on every rank.
-    """
-    return [float(refused), float(moved), *flags]
-
-
-class Known:
-    """The host's part of the statistics on the device, copied there when it changes: the same memory at every step."""
+class HostNumbers:
+    """Numbers of the host on the device, copied there when they change: the same memory at every step."""
 
     def __init__(self, device: Device):
         self._device = device
@@ -126,11 +101,6 @@ class Known:
             self._place.copy_(self._device.upload(host_numbers(numbers)))
         self._numbers = numbers
         return self._place
-
-
-def moved_parameter(families: Iterable[Family]) -> ParamId | None:
-    """A parameter of this rank that is no longer in the memory that updates write to; None if all are."""
-    return next((id for family in families for source in family.sources if (id := source.moved()) is not None), None)
 
 
 def reduce_norm(ready: Iterable[Ready], *, everyone: Comm, norm_type: float, slot: int) -> float:

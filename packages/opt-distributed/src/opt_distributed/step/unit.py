@@ -10,22 +10,21 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError
-from opt_distributed.step.clip import times
 from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
-from opt_distributed.step.piece_runs import PieceRun, may_join, runs_of
-from opt_distributed.step.pieces import Kinds, OwnedPiece, Touched, kinds_of
-from opt_distributed.step.ready import Grads, Ready
+from opt_distributed.step.piece_runs import PieceRun, runs_of
+from opt_distributed.step.pieces import Grads, Kinds, OwnedPiece, Ready, kinds_of
 from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
+from opt_distributed.step.verdict import times
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
 
-_LAYOUT = attrgetter("layout")
+_LAYOUT, _COUNT = attrgetter("layout"), attrgetter("count")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,18 +41,13 @@ class Unit:
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
     read_grads: ReadGrads = field(init=False)  # of all pieces
     _kinds: Kinds = field(init=False)  # of all pieces
-    _touched: Touched = field(init=False)
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
-    _num_counts: int = field(init=False, default=-1)  # `_touched.counts` when these were made
+    _counts: list[StepCount] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
     _error: SparseGradientError | None = field(init=False, default=None)
-    _memory: list[Tensor] = field(init=False, default_factory=list)  # cache of `memory`, valid for `_runs`
 
     def __post_init__(self) -> None:
         self.read_grads = _reader(self.pieces)
         self._kinds = kinds_of(self.pieces)
-        self._touched = Touched()
-        for piece in self.pieces:
-            piece.touched = self._touched
 
     def ready(self, found: Grads) -> Ready:
         """The pieces that have a gradient in this step, before it is known whether any rank used the parameter.
@@ -206,26 +200,21 @@ class Unit:
         return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
-        """The runs of these pieces. Those of all pieces are cached while their pieces are always updated together."""
+        """The runs of these pieces. Those of all pieces stay while each has its count of updates."""
         if pieces is not self.pieces:
             return runs_of(pieces, self.rule)
-        is_kept = self._runs and self._num_counts == self._touched.counts
-        if not is_kept or (len(self._runs) > 1 and may_join(self._runs)):
+        if list(map(_COUNT, pieces)) != self._counts:  # loaded, or updated without the others
             self._runs = runs_of(pieces, self.rule)
-            self._num_counts = self._touched.counts
-            self._memory = []
+            self._counts = list(map(_COUNT, pieces))
         return self._runs
 
     def counts(self, ready: Ready) -> list[StepCount]:
         """The counts of updates of these pieces, one for each run."""
         return [run.count for run in self._runs_of(ready.pieces)]
 
-    @property
-    def memory(self) -> Sequence[Tensor]:
+    def memory(self) -> list[Tensor]:
         """All tensors that an update of all pieces writes."""
-        if not self._memory:
-            self._memory = [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
-        return self._memory
+        return [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
 
     def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
         """The state of one of its pieces before the first step."""

@@ -13,7 +13,7 @@ from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.planner import WorldSizes
 from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.find import find_roles
-from opt_distributed.step.result import StepResult
+from opt_distributed.step.outcome import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer

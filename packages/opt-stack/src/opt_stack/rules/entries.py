@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
-from opt_distributed.step.group_entries import CHOICES
+from opt_distributed.step.guards.usable_groups import CHOICES
 from opt_kernels.choice import NamedChoice
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import bare, check_unread, described, hooks_of

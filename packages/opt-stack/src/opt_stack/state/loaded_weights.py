@@ -111,7 +111,7 @@ class LoadedWeights:
         self._has_state = False
 
     def has_written(self) -> bool:
-        """Whether other code wrote weights or state since the last step that was made. Call it before `problem`."""
+        """Whether other code wrote weights or state since the last step that was made."""
         self._has_written = self._has_written or self._has_state or self.are_new
         return self._has_written
 
@@ -170,6 +170,7 @@ class LoadedWeights:
             )
         if not self.are_new:
             return None
+        self._has_written = True
         other = next((piece for piece in self._copied if not _agrees(piece)), None)
         if other is not None:
             return UnusableGradientError(

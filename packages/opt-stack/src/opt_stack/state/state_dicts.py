@@ -82,7 +82,7 @@ class StateDicts(torch.optim.Optimizer):
         weights. Loading such a state begins evaluation mode, and `train()` restores the trained weights.
         """
         self.offload.check_restored("state_dict()")
-        self.stepper.last.warn("state_dict()")
+        self.stepper.warn_of_unread("state_dict()")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {
@@ -235,7 +235,7 @@ class StateDicts(torch.optim.Optimizer):
                 the model a rank has.
         """
         self.check_ready("sharded_state_dict()")
-        self.stepper.last.warn("sharded_state_dict()")
+        self.stepper.warn_of_unread("sharded_state_dict()")
         place_(model_sharded_state_dict, axes_of(self.roles))
         self._described = describe_params(model_sharded_state_dict, self.param_groups)
         return sharded_state(self._described, self.param_groups, self._held, self.stepper.scaler, self._everyone)

@@ -1,10 +1,10 @@
-"""Check that parameter groups still have the entries that the optimizer was built with.
+"""Guard: a parameter group has no learning rate yet, or lacks the entries that the optimizer was built with.
 
 Numbers are read in every step. Everything else was read when the optimizer was built, such as the rule of a group, so
 a change of it would have no effect.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from operator import is_
 from types import MappingProxyType
@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_distributed.step.hyper import FIELDS
+from opt_distributed.step.guards.guard import Groups, Inputs, Refusal
+from opt_distributed.step.hyper import FIELDS, check_rate
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_unread, reads_weight_decay
 from opt_kernels.rules.base import Rule
@@ -30,11 +31,19 @@ class GroupError(ValueError):
     """An entry of a parameter group was changed in a way that no step supports."""
 
 
-class GroupEntries:
-    """The entries of the groups as they were built, and as the last step saw them."""
+class UsableGroups(Refusal):
+    """Knows the entries of the groups as they were built (none before `compare`), and as the last step saw them."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], rules: Mapping[int, Rule] = NO_RULES) -> None:
-        """`rules` are those that update this rank's parameters, by the indices of their groups."""
+    def __init__(self, inputs: Inputs, applied: Collection[int]):
+        """`applied` are the indices of the groups that this rank's pieces belong to."""
+        self._inputs, self._applied = inputs, applied
+        self.compare(())
+
+    def compare(self, groups: Groups, rules: Mapping[int, Rule] = NO_RULES) -> None:
+        """Compare the entries of later groups with the present ones.
+
+        `rules` are those that update this rank's parameters, by the indices of their groups.
+        """
         self._rules = rules
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
         # Schedulers write the others in every step; they may be any number, if the rule reads them.
@@ -45,16 +54,30 @@ class GroupEntries:
         ]
         self._seen: list[tuple[Any, ...]] = [() for _ in groups]
 
-    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise GroupError for an entry that was removed, for a fixed one that was changed or added, and for betas or
-        other numbers of another form. Unchanged groups cost one pass in C each."""
-        for index, group in enumerate(groups):
+    def find(self) -> ValueError | None:
+        """Return the error of `check`. The groups of the step become those that the optimizer was built with then: the
+        verdict skips the update, but this rank joins its collectives."""
+        try:
+            self.check(self._inputs.groups)
+        except ValueError as error:
+            groups = self._as_built(self._inputs.groups)
+            self._inputs.groups = [{**group, "lr": 0.0} if group["lr"] is None else group for group in groups]
+            return error
+        return None
+
+    def check(self, groups: Groups) -> None:
+        """Raise ValueError for a group without a learning rate, and GroupError for an entry that was removed, for a
+        fixed one that was changed or added, and for betas or other numbers of another form. Unchanged groups cost one
+        pass in C each."""
+        for index, group in enumerate(groups if self._built else ()):
             seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
                 built = self._built[index]
                 for problem in chain(_problems(built, group), self._without_effect(index, group)):
                     raise GroupError(f"group {built.get('name', index)!r}: {problem}")
                 self._seen[index] = present
+        for index in self._applied:
+            check_rate(groups[index])
 
     def _without_effect(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
         """Yield why weight decay or betas that were changed would have no effect."""
@@ -67,14 +90,15 @@ class GroupEntries:
             except NumberError as error:
                 yield str(error)
 
-    def as_built(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The groups with the entries that they were built with."""
+    def _as_built(self, groups: Groups) -> Groups:
+        if not self._built:
+            return groups
         return [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
 
-    def accept_loaded(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def accept_loaded(self, groups: Groups) -> None:
         """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
         they do not make a checkpoint unreadable."""
-        for built, group in zip(self._built, groups, strict=True):
+        for built, group in zip(self._built, groups, strict=bool(self._built)):
             built.update({name: group[name] for name in _FLAGS if name in group})
             for name in (WEIGHT_DECAY, "betas"):
                 if name in group and name in built and _has_form_of(group[name], built[name]):

@@ -17,18 +17,17 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
-from opt_distributed.step.group_check import GroupCheck, Groups
+from opt_distributed.step.guards.guard import Groups
 from opt_distributed.step.hyper import FIELDS
-from opt_distributed.step.limits import Limits
-from opt_distributed.step.ready import Ready
+from opt_distributed.step.pieces import Ready
 from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads
-from opt_distributed.step.stats import Family, Known, Upload, reduce_stats
-from opt_distributed.step.unit import Unit, begin_units_
-from opt_distributed.step.verdict import Decided, Terms
+from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
+from opt_distributed.step.stats import Upload
+from opt_distributed.step.unit import Unit
+from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.hooks import bare
 from opt_kernels.hyper_table import HyperTable
 from opt_paramgroups import ParamId
@@ -77,83 +76,60 @@ class Recorded(Generic[T]):
             )
 
 
-class GraphedStep:
+Work = Callable[[list[Ready], Tensor, Groups, Upload], Verdict]
+"""Statistics, verdict, loss scale and updates of a step, given gradients, flags, groups and a way to upload numbers."""
+
+
+class CapturedStep:
     """The part of a `Stepper`'s step that is captured."""
 
-    def __init__(
-        self,
-        *,
-        units: Sequence[Unit],
-        families: Sequence[Family],
-        everyone: Comm,
-        device: torch.device,
-        scaler: Scaler,
-    ):
+    def __init__(self, units: Sequence[Unit], sources: Sequence[Source], *, scaler: Scaler, device: torch.device):
         """Raises GraphError if the device does not support graphs."""
-        self.units, self.families, self.everyone = units, families, everyone
-        self.device, self.scaler = device, scaler
+        self.units, self.device, self.scaler = units, device, scaler
+        self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._queues = devices.device_of(device)
-        self._recorded: Recorded[Decided] = Recorded(self._queues)
+        self._recorded: Recorded[Verdict] = Recorded(self._queues)
         own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
         self._table = HyperTable((*FIELDS, *own), device=device, upload=self._queues.upload, choosing=choosing)
         self._constants = _Constants(self._queues)
-        self._known = Known(self._queues)
         self._grads = [_StableGrads() for _ in units]
+        self._memory = [tensor for unit in units for tensor in unit.memory()]  # that updates write
 
-    def lacking(self, ready: Sequence[Ready]) -> ParamId | None:
-        """A parameter that has no gradient on this rank; None if all have one."""
-        for family in self.families:
-            for source in family.sources:
-                if isinstance(source, BufferedGrads) and (id := source.lacking()) is not None:
-                    return id
+    def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
+        """Return the error for a parameter that has no gradient on this rank; None if all have one."""
+        id = self._lacking(ready)
+        if id is None:
+            return None
+        return UnusableGradientError(
+            f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
+            "parameters every time; freeze those that are not used, or turn graphs off"
+        )
+
+    def _lacking(self, ready: Sequence[Ready]) -> ParamId | None:
+        for source in self._buffered:
+            if (id := source.lacking()) is not None:
+                return id
         for unit, of_unit in zip(self.units, ready, strict=True):
             if of_unit.pieces is not unit.pieces:
                 there = {piece.id for piece in of_unit.pieces}
                 return next(piece.id for piece in unit.pieces if piece.id not in there)
         return None
 
-    @torch.no_grad()
-    def step(
-        self, ready: Sequence[Ready], groups: Groups, known: Sequence[float], limits: Limits, check: GroupCheck | None
-    ) -> Decided:
-        """Compute the statistics and the verdict, and update the ready pieces.
+    def step(self, work: Work, ready: Sequence[Ready], flags: Tensor, groups: Groups, limits: Limits) -> Verdict:
+        """Do `work`, or replay it. If gradients are lacking, `flags` must say that this rank refuses the step.
 
-        `known` is described in `stats.known_numbers`. If gradients are lacking, it must say that this rank refuses
-        the step. The tensors of the result are valid until the next call.
+        The tensors of the result are valid until the next call.
         """
-        is_complete = self.lacking(ready) is None
+        is_complete = self._lacking(ready) is None
         ready = [grads.kept(of_unit) for grads, of_unit in zip(self._grads, ready, strict=True)]
         self._table.refresh_(groups)
         self.scaler.stay_on(self._queues)
-        numbers = self._known.write_(known)
         if not is_complete:
-            return self._run(ready, numbers, limits, check, lambda make: self._queues.upload(make()))
+            return work(ready, flags, self._table.groups, lambda make: self._queues.upload(make()))
         key = self._key(ready, limits)
         upload = self._constants.of(key)
-        return self._recorded(lambda: self._run(ready, numbers, limits, check, upload()), key)
-
-    def _run(
-        self, ready: Sequence[Ready], known: Tensor, limits: Limits, check: GroupCheck | None, upload: Upload
-    ) -> Decided:
-        inv_scale = self.scaler.inverse
-        numbers = reduce_stats(
-            self.families,
-            ready,
-            everyone=self.everyone,
-            device=self.device,
-            num_slots=len(limits.slots),
-            count_zeros=limits.count_zeros,
-            known=known,
-            upload=upload,
-        )
-        decided = Decided.of(numbers, check, Terms(len(limits.slots), inv_scale, limits.skip_above))
-        self.scaler.update(decided.overflow, unless=decided.has_error)
-        scales, groups, skip = decided.scales(limits.max_norm, limits.clips), self._table.groups, decided.skip
-        begun = begin_units_(self.units, ready, groups, scale_of_slot=scales, skip=skip, device=self.device)
-        for unit, of_unit, of_hooks in zip(self.units, ready, begun, strict=True):
-            unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
-        return decided
+        return self._recorded(lambda: work(ready, flags, self._table.groups, upload()), key)
 
     def _key(self, ready: Sequence[Ready], limits: Limits) -> Hashable:
         """Everything that a capture freezes. Counts are compared by identity: loading state replaces them."""
@@ -162,10 +138,8 @@ class GraphedStep:
             count.stay_on(self.device)
         factor = self.scaler.factor
         scale = factor.data_ptr() if isinstance(factor, Tensor) else factor
-        memory = [
-            tensor for unit, of_unit in zip(self.units, ready, strict=True) for tensor in (*of_unit.grads, *unit.memory)
-        ]
-        return tuple(counts), addresses(memory), scale, self._table.frozen, limits
+        grads = [grad for of_unit in ready for grad in of_unit.grads]
+        return tuple(counts), addresses([*grads, *self._memory]), scale, self._table.frozen, limits
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Check that all ranks step with the same hyper-parameters, as part of the step's one reduction.
+"""Guard: ranks would update the same parameters with different numbers.
 
 If a scheduler follows the loss of one rank, or only some ranks edit `param_groups`, replicas drift apart. So each rank
 contributes a checksum of the numbers of every group that it applies. The sums of checksums and of their squares show
@@ -13,37 +13,40 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.step.group_entries import FIXED
+from opt_distributed.step.guards.guard import Groups, Inputs
+from opt_distributed.step.guards.usable_groups import FIXED
 from opt_distributed.step.hyper import FIELDS
 
 _BITS = 20  # the sum of squares stays exact in float64 on up to 8,192 ranks
-
-Groups = Sequence[Mapping[str, Any]]
 
 
 class HyperError(ValueError):
     """Ranks would update the same parameters with different numbers."""
 
 
-class GroupCheck:
+class EqualGroups:
     """Compares groups that several ranks apply, by position and name.
 
-    Groups that differ between ranks from the start, such as those of different pipeline stages, are not compared.
+    Its flags: 1, the checksum and its square for each compared group that this rank applies, else zeros. Groups that
+    differ between ranks from the start, such as those of different pipeline stages, are not compared.
     """
 
-    def __init__(self, groups: Groups, *, applied: Collection[int], own: Iterable[str] = (), everyone: Comm) -> None:
+    def __init__(
+        self, inputs: Inputs, groups: Groups, *, applied: Collection[int], own: Iterable[str] = (), everyone: Comm
+    ):
         """Collective: all ranks of `everyone` call it.
 
         Args:
+            inputs: those of the step, with the present groups.
             groups: `param_groups`.
             applied: indices of the groups that this rank's pieces belong to.
             own: further entries that rules read, which are not fields of `Hyper`.
             everyone: all ranks of the step.
         """
+        self._inputs = inputs
         self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
-        self._alone = everyone.size == 1
         applied_here = {(i, str(groups[i].get("name", ""))): self._checksum(groups[i]) for i in sorted(applied)}
-        per_rank: list[dict[tuple[int, str], int]] = [] if self._alone else everyone.gather_objects(applied_here)
+        per_rank: list[dict[tuple[int, str], int]] = [] if everyone.size == 1 else everyone.gather_objects(applied_here)
         values: dict[tuple[int, str], list[int]] = {}
         for of_rank in per_rank:
             for key, checksum in of_rank.items():
@@ -52,47 +55,48 @@ class GroupCheck:
         self._applied = [key in applied_here for key in self._keys]
 
     @property
-    def compares(self) -> bool:
-        """Whether any group is compared. The same on every rank."""
-        return bool(self._keys)
-
-    @property
     def num_compared(self) -> int:
         """The number of compared groups. The same on every rank."""
         return len(self._keys)
 
-    def flags(self, groups: Groups) -> list[float]:
-        """This rank's summands: 1, the checksum and its square for each compared group that it applies, else zeros."""
+    @property
+    def num_flags(self) -> int:
+        return 3 * len(self._keys)
+
+    def flags(self) -> Sequence[float]:
         flags: list[float] = []
         for (index, _), applied in zip(self._keys, self._applied, strict=True):
-            checksum = self._checksum(groups[index]) if applied else 0
+            checksum = self._checksum(self._inputs.groups[index]) if applied else 0
             flags += [float(applied), float(checksum), float(checksum**2)]
         return flags
 
-    def differ(self, summed: Tensor) -> Tensor:
-        """(groups,) bool, on the device: for which groups `check` would raise, given the sum of all ranks' `flags`.
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        differ: Tensor = _differ(*sums.to(torch.int64).view(-1, 3).unbind(1))
+        return differ.any()
 
-        Further flags may follow.
-        """
-        # Integers: up to 2,048 ranks every product is exact; beyond, both sides are, modulo 2**64.
-        count, total, squares = summed[: 3 * len(self._keys)].to(torch.int64).view(-1, 3).unbind(1)
-        return count * squares != total * total
-
-    def check(self, summed: Sequence[float], groups: Groups) -> None:
-        """Raise HyperError, on every rank, unless the numbers of all ranks are equal."""
+    def error(self, sums: Sequence[float]) -> Exception | None:
         for number, (index, name) in enumerate(self._keys):
-            count, total, squares = (int(value) for value in summed[3 * number : 3 * number + 3])
-            if count * squares != total**2:
-                here = {entry: groups[index][entry] for entry in self._entries if entry in groups[index]}
-                raise HyperError(
+            if _differ(*map(int, sums[3 * number : 3 * number + 3])):
+                group = self._inputs.groups[index]
+                here = {entry: group[entry] for entry in self._entries if entry in group}
+                return HyperError(
                     f"group {name!r} has different numbers on the ranks that update its parameters (here {here}); they "
                     "must be equal on all ranks: make the same edits of param_groups everywhere, and give schedulers "
                     "such as ReduceLROnPlateau a metric that is averaged over the ranks. Nothing was updated"
                 )
+        return None
 
     def _checksum(self, group: Mapping[str, Any]) -> int:
         numbers = [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
         return crc32(repr(numbers).encode()) >> (32 - _BITS)
+
+
+def _differ(count: Any, total: Any, squares: Any) -> Any:
+    """Whether checksums differ, given integers or tensors of them.
+
+    Up to 2,048 ranks every product fits into 64 bits; beyond, tensors are compared modulo 2**64.
+    """
+    return count * squares != total * total
 
 
 def _plain(value: Any) -> Any:
