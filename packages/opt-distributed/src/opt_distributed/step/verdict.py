@@ -44,11 +44,7 @@ class Report(NamedTuple):
     @classmethod
     def of(cls, numbers: list[float], *, num_slots: int, num_guards: int) -> "Report":
         """Read the copy of `Verdict.report`."""
-        norms, (overflow, refused), rest = (
-            numbers[:num_slots],
-            numbers[num_slots : num_slots + 2],
-            numbers[num_slots + 2 :],
-        )
+        norms, (overflow, refused, *rest) = numbers[:num_slots], numbers[num_slots:]
         wrong, (_, zeros, *flags) = rest[:num_guards], rest[num_guards:]
         return cls(norms, int(zeros), bool(overflow), bool(refused), list(map(bool, wrong)), flags)
 
@@ -82,11 +78,10 @@ def decide(numbers: Tensor, guards: Sequence[Guard], *, inv_scale: float | Tenso
     overflow = ~(norms < torch.inf).all()  # a NaN is not below
     norms = times(norms, inv_scale)
     is_refused = norms[0] > limits.skip_above
-    wrong = torch.stack(
-        [overflow, is_refused, *(guard.is_wrong(own) for guard, own in zip(guards, flags, strict=True))]
-    )
-    report = torch.cat([norms, wrong, numbers[num_slots:]])
-    return Verdict(norms, overflow, wrong[2:].any(), wrong.any(), inv_scale, report)
+    wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
+    reasons = torch.stack([overflow, is_refused, *wrong])
+    report = torch.cat([norms, reasons, numbers[num_slots:]])
+    return Verdict(norms, overflow, reasons[2:].any(), reasons.any(), inv_scale, report)
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
