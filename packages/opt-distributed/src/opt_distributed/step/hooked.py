@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
-from opt_distributed.step.compute import ComputeStage, update_
+from opt_distributed.step.exchange import ComputeStage, update_
 from opt_distributed.step.hooked_rows import sum_over_ranks_
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.hooks.measured import Begun

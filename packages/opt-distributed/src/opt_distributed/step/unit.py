@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError
-from opt_distributed.step.compute import ComputeStage, init_state, update_
 from opt_distributed.step.counts import StepCount
+from opt_distributed.step.exchange import ComputeStage, init_state, update_
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide

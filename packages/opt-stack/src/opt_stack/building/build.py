@@ -20,8 +20,8 @@ from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
 from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.compute import init_state
 from opt_distributed.step.dtensor import is_first_replica, local
+from opt_distributed.step.exchange import init_state
 from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.host_side import HostSide, StepNumbers
 from opt_distributed.step.main_grads import ReducedMainGrads

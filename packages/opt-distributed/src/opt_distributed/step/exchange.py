@@ -8,6 +8,10 @@ compute the matrix. Whole matrices exist only between gather and scatter. A `Com
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import chain
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +28,90 @@ from opt_paramgroups import ParamId
 WHOLE_NUMEL = 1 << 26
 """Elements of whole matrices that a rank computes after one gather, which bounds their memory. At least one matrix."""
 
+EVERYONE = -1  # in place of the rank that owns a matrix
 Parts = Mapping[ParamId, Tensor]
+
+
+class _Joined(NamedTuple):
+    """A matrix that a rank has after parts along one axis were joined."""
+
+    id: ParamId
+    shape: tuple[int, ...]  # of the joined block
+    dim: int  # along which its parts are joined
+    parts: Sequence[tuple[int, ...]]  # shapes of the parts, by peer
+    numels: list[int]  # of the parts
+
+    def joined(self, flat: Sequence[Tensor]) -> Tensor:
+        """Concatenate flat parts."""
+        if self.dim == 0:
+            return torch.cat(list(flat)).view(self.shape)
+        return torch.cat([part.view(shape) for part, shape in zip(flat, self.parts, strict=True)], self.dim)
+
+    def cut(self, block: Tensor) -> Sequence[Tensor]:
+        """Split the joined block into flat parts."""
+        if self.dim == 0:
+            return torch.split(block.reshape(-1), self.numels)
+        parts = torch.split(block, [shape[self.dim] for shape in self.parts], self.dim)
+        return [part.reshape(-1) for part in parts]
+
+
+class _Leg:
+    """An exchange along one axis, planned: who sends how many elements of which matrices. Tensors are flat.
+
+    Every peer has parts of the matrices `before`; matrices `after` are joined on this rank. Owners receive from all
+    peers by one all-to-all; where every rank computes, `after` are all matrices, and a gather is one all-gather.
+    """
+
+    def __init__(
+        self, comm: Comm, before: Mapping[ParamId, tuple[int, ...]], to: Sequence[int], after: Sequence[_Joined]
+    ):
+        """`before` has the shapes of this rank's parts, and `to` the ranks that they are sent to, in this order."""
+        self.comm, self.before, self.after = comm, before, after
+        self.numels = list(map(prod, before.values()))
+        sent = [0] * comm.size
+        for rank, numel in zip(to, self.numels, strict=True):
+            sent[rank] += numel
+        # By peer, and by matrix for each peer.
+        self.pieces = [joined.numels[peer] for peer in range(comm.size) for joined in after]
+        num = len(after)
+        received = [sum(self.pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
+        self.to_owners, self.to_peers = Sizes(received=received, sent=sent), Sizes(received=sent, sent=received)
+
+    def join(self, held: Parts, like: Tensor) -> dict[ParamId, Tensor]:
+        """Send this rank's parts to the owners, and join those that it owns."""
+        flat = [held[id].reshape(-1) for id in self.before]
+        out = like.new_empty(sum(self.to_owners.received))
+        with _naming("exchange"):
+            self.comm.all_to_all_(out, torch.cat(flat) if flat else like.new_empty(0), sizes=self.to_owners)
+        return self._joined(out)
+
+    def join_everywhere(self, held: Parts) -> dict[ParamId, Tensor]:
+        """Join all matrices on every rank. Pads shorter parts: an all-gather needs equal sizes."""
+        received = self.to_owners.received
+        length = max(received)
+        flat = torch.cat([held[id].reshape(-1) for id in self.before])
+        full = flat.new_empty(self.comm.size * length)
+        with _naming("gather"):
+            self.comm.all_gather_(full, torch.cat([flat, flat.new_zeros(length - flat.numel())]))
+        if min(received) == length:
+            return self._joined(full)
+        rows = zip(full.view(-1, length), received, strict=True)
+        return self._joined(torch.cat([row[:numel] for row, numel in rows]))
+
+    def part(self, wholes: Parts, like: Tensor) -> dict[ParamId, Tensor]:
+        """The inverse of `join`: return this rank's parts of `before`, given the joined blocks `after`."""
+        cuts = [joined.cut(wholes[joined.id]) for joined in self.after]
+        sent = torch.cat(list(chain.from_iterable(zip(*cuts, strict=True)))) if cuts else like.new_empty(0)
+        out = like.new_empty(sum(self.numels))
+        with _naming("exchange"):
+            self.comm.all_to_all_(out, sent, sizes=self.to_peers)
+        parts = torch.split(out, self.numels) if self.numels else ()
+        return {id: part.view(shape) for (id, shape), part in zip(self.before.items(), parts, strict=True)}
+
+    def _joined(self, flat: Tensor) -> dict[ParamId, Tensor]:
+        num = len(self.after)
+        parts = torch.split(flat, self.pieces) if num else ()
+        return {joined.id: joined.joined(parts[number::num]) for number, joined in enumerate(self.after)}
 
 
 class ComputeStage:
@@ -32,7 +119,7 @@ class ComputeStage:
 
     Every rank of the grid makes the same calls with the same matrices, at least one, in the same order. All tensors of
     a call have one dtype and device. A gather is one collective for each axis that is not kept, whatever the number of
-    matrices, and so is a scatter.
+    matrices, and so is a scatter. Sizes and shapes of an exchange are planned once for the same matrices.
     """
 
     def __init__(self, layout: ComputeLayout, comms: Sequence[Comm], *, of_whole: Mapping[ParamId, MatrixSpec]):
@@ -42,7 +129,10 @@ class ComputeStage:
         self.of_whole = of_whole  # the description of each whole matrix for the rule
         self._slots = {slot.matrix.id: slot for slot in layout.slots}
         self._order = {id: number for number, id in enumerate(self._slots)}
-        self._gathered = range(layout.kept, len(layout.sizes))
+        self._wholes = {id: layout.whole(slot, self.at) for id, slot in self._slots.items()}
+        self._parts = {id: layout.block(slot, self.at) for id, slot in self._slots.items()}
+        self._every = layout.computes is Computes.EVERY
+        self._legs = lru_cache(maxsize=64)(self._planned)
 
     def __contains__(self, id: Hashable) -> bool:
         return id in self._slots
@@ -53,7 +143,7 @@ class ComputeStage:
 
     def whole(self, id: ParamId) -> Block:
         """The block of the parameter that is one matrix to the rule."""
-        return self.layout.whole(self._slots[id], self.at)
+        return self._wholes[id]
 
     def computes(self, id: ParamId) -> bool:
         """Whether this rank runs the rule on the matrix."""
@@ -65,11 +155,11 @@ class ComputeStage:
 
     def runs(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
         """Divide `tasks` into runs that are gathered together, in the order of the layout: the same on every rank."""
-        limit = WHOLE_NUMEL * (self.layout.num_ranks if self.layout.computes is Computes.OWNER else 1)
+        limit = WHOLE_NUMEL * (1 if self._every else self.layout.num_ranks)
         run: list[Task] = []
         numel = 0
         for task in sorted(tasks, key=lambda task: self._order[matrix_of(task.work)]):
-            size = self.whole(matrix_of(task.work)).numel
+            size = self._wholes[matrix_of(task.work)].numel
             if run and numel + size > limit:
                 yield run
                 run, numel = [], 0
@@ -81,87 +171,53 @@ class ComputeStage:
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
         """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
         held, like = dict(parts), next(iter(parts.values()))
-        for axis in reversed(self._gathered):
-            held = self._joined_everywhere(axis, held) if self._every else self._joined_at_owners(axis, held, like)
+        for leg in self._legs(tuple(parts)):
+            held = leg.join_everywhere(held) if self._every else leg.join(held, like)
         return held
 
     def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
         """Return this rank's part of each matrix in `like`. `wholes` are the matrices that this rank computed."""
         if self._every:
-            return {id: _narrow(whole, self._block(id, self.at), self.whole(id)) for id, whole in wholes.items()}
-        held = dict(wholes)
-        for axis in self._gathered:
-            held = self._parted(axis, held, like)
+            return {id: _narrow(whole, self._parts[id], self._wholes[id]) for id, whole in wholes.items()}
+        held, one = dict(wholes), next(iter(like.values()))
+        for leg in reversed(self._legs(tuple(like))):
+            held = leg.part(held, one)
         return {id: held[id] for id in like}
 
     def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
         flat = torch.cat([x.reshape(-1) for x in sums.values()])
-        for axis in self._gathered:
+        for comm in self.comms[self.layout.kept :]:
             with _naming("sum"):
-                self.comms[axis].all_reduce_(flat)
+                comm.all_reduce_(flat)
         by_id = torch.split(flat, [x.numel() for x in sums.values()])
         return {id: total.view(x.shape) for (id, x), total in zip(sums.items(), by_id)}
 
-    @property
-    def _every(self) -> bool:
-        return self.layout.computes is Computes.EVERY
+    def _planned(self, ids: tuple[ParamId, ...]) -> list[_Leg]:
+        """The exchanges that gather these matrices: along the last axis first."""
+        legs = []
+        for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
+            comm = self.comms[axis]
+            owners = [self._owner(id, axis) for id in ids]
+            order = sorted(range(len(ids)), key=owners.__getitem__)  # by owner; stable
+            before = {ids[at]: self._block(ids[at], self.at[: axis + 1]).shape for at in order}
+            ids = tuple(id for id, owner in zip(ids, owners, strict=True) if owner in (comm.rank, EVERYONE))
+            legs.append(
+                _Leg(comm, before, [max(owners[at], 0) for at in order], [self._joined(id, axis) for id in ids])
+            )
+        return legs
 
-    def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
-        return self.layout.block(self._slots[id], at)
+    def _joined(self, id: ParamId, axis: int) -> _Joined:
+        at, dim = self.at[:axis], self._slots[id].matrix.dims[axis]
+        parts = [self._block(id, (*at, peer)).shape for peer in range(self.comms[axis].size)]
+        return _Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts)))
 
     def _owner(self, id: ParamId, axis: int) -> int:
         owner = self._slots[id].owner
-        assert owner is not None
-        return owner[axis - self.layout.kept]
+        return EVERYONE if owner is None else owner[axis - self.layout.kept]
 
-    def _along(self, axis: int, ids: Iterable[ParamId], peer: int) -> list[Block]:
-        """The blocks that the peer along `axis` holds, after the parts along later axes were joined."""
-        return [self._block(id, (*self.at[:axis], peer)) for id in ids]
-
-    def _cat(self, axis: int, ids: Sequence[ParamId], by_peer: Sequence[Sequence[Tensor]]) -> dict[ParamId, Tensor]:
-        dims = (self._slots[id].matrix.dims[axis] for id in ids)
-        return {id: torch.cat(list(parts), dim) for id, dim, parts in zip(ids, dims, zip(*by_peer, strict=True))}
-
-    def _joined_at_owners(self, axis: int, held: Parts, like: Tensor) -> dict[ParamId, Tensor]:
-        """Send every part to the rank along `axis` with the coordinate of the matrix's owner, and concatenate there."""
-        comm = self.comms[axis]
-        of_peer = [[id for id in held if self._owner(id, axis) == peer] for peer in range(comm.size)]
-        owned = of_peer[comm.rank]
-        received = _exchange(
-            comm,
-            [[held[id] for id in ids] for ids in of_peer],
-            [self._along(axis, owned, peer) for peer in range(comm.size)],
-            like=like,
-        )
-        return self._cat(axis, owned, received)
-
-    def _parted(self, axis: int, held: Parts, like: Parts) -> dict[ParamId, Tensor]:
-        """The inverse of `_joined_at_owners`: owners along `axis` send every peer its part."""
-        comm = self.comms[axis]
-        # Matrices whose owner has the coordinates of this rank along all later axes.
-        here = [id for id in like if all(self._owner(id, k) == self.at[k] for k in self._gathered if k > axis)]
-        of_peer = [[id for id in here if self._owner(id, axis) == peer] for peer in range(comm.size)]
-        owned = of_peer[comm.rank]
-        sent = [
-            [_narrow(held[id], block, self._block(id, self.at[:axis])) for id, block in zip(owned, blocks)]
-            for blocks in (self._along(axis, owned, peer) for peer in range(comm.size))
-        ]
-        expected = [self._along(axis, ids, comm.rank) for ids in of_peer]
-        received = _exchange(comm, sent, expected, like=next(iter(like.values())))
-        return {id: part for ids, parts in zip(of_peer, received) for id, part in zip(ids, parts)}
-
-    def _joined_everywhere(self, axis: int, held: Parts) -> dict[ParamId, Tensor]:
-        """Concatenate every matrix on every rank along `axis`. Pads shorter parts: an all-gather needs equal sizes."""
-        comm, ids = self.comms[axis], list(held)
-        expected = [self._along(axis, ids, peer) for peer in range(comm.size)]
-        length = max(sum(block.numel for block in blocks) for blocks in expected)
-        flat = torch.cat([part.reshape(-1) for part in held.values()])
-        shard = torch.cat([flat, flat.new_zeros(length - flat.numel())])
-        full = flat.new_empty(comm.size * length)
-        with _naming("gather"):
-            comm.all_gather_(full, shard)
-        return self._cat(axis, ids, [_cut(row, blocks) for row, blocks in zip(full.view(comm.size, length), expected)])
+    def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
+        return self.layout.block(self._slots[id], at)
 
 
 def matrix_of(work: Work) -> ParamId:
@@ -272,27 +328,6 @@ def _narrow(tensor: Tensor, part: Block, of: Block) -> Tensor:
     for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
         tensor = tensor.narrow(dim, start - base, length)
     return tensor
-
-
-def _cut(flat: Tensor, blocks: Sequence[Block]) -> list[Tensor]:
-    sizes = [block.numel for block in blocks]
-    return [part.view(block.shape) for part, block in zip(torch.split(flat[: sum(sizes)], sizes), blocks)]
-
-
-def _exchange(
-    comm: Comm, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Block]], *, like: Tensor
-) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r, and return what rank r sent to this rank, in blocks `expected[r]`. One collective."""
-    flat = [part.reshape(-1) for parts in sent for part in parts]
-    x = torch.cat(flat) if flat else like.new_empty(0)
-    sizes = Sizes(
-        received=[sum(block.numel for block in blocks) for blocks in expected],
-        sent=[sum(part.numel() for part in parts) for parts in sent],
-    )
-    out = like.new_empty(sum(sizes.received))
-    with _naming("exchange"):
-        comm.all_to_all_(out, x, sizes=sizes)
-    return [_cut(part, blocks) for part, blocks in zip(torch.split(out, list(sizes.received)), expected)]
 
 
 @contextmanager
