@@ -80,10 +80,6 @@ def kinds_of(pieces: Sequence[OwnedPiece]) -> Kinds:
     return found
 
 
-Grads = Sequence[Tensor | None]
-"""The gradients of all pieces of a unit, None for a piece without one."""
-
-
 class Ready(NamedTuple):
     """The pieces of a unit that have gradients, and these gradients, in the same order.
 

@@ -181,9 +181,7 @@ class Stepper:
         self.num_begun += 1
         self.inputs.groups, self.inputs.refused = groups, None
         self._reduce_()
-        ready = [unit.ready(unit.read_grads()) for unit in self.units]
-        for unit in self.units:
-            self._refuse(unit.take_error())
+        ready = [unit.ready(self._refuse) for unit in self.units]
         if self._captured is not None:
             self._refuse(self._captured.lacking(ready))
         return ready, [flag for guard in self.guards for flag in guard.flags()]

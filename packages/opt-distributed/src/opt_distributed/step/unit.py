@@ -1,6 +1,6 @@
 """`Unit`: one rule, and the pieces of parameters on this rank that it updates."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import MappingProxyType
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import SparseGradientError
+from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.exchange import ComputeStage, init_state, update_
 from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
 from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
 from opt_distributed.step.host_side import HostSide
 from opt_distributed.step.piece_runs import PieceRun, runs_of
-from opt_distributed.step.pieces import Grads, Kinds, OwnedPiece, Ready, kinds_of
+from opt_distributed.step.pieces import Kinds, OwnedPiece, Ready, kinds_of
 from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import HookedUpdate
@@ -24,7 +24,7 @@ from opt_kernels.rules.base import Needs, Rule
 from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
 
-_LAYOUT, _COUNT = attrgetter("layout"), attrgetter("count")
+_COUNT, _LAYOUT = attrgetter("count"), attrgetter("layout")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,39 +43,28 @@ class Unit:
     _kinds: Kinds = field(init=False)  # of all pieces
     _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
     _counts: list[StepCount] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
-    _error: SparseGradientError | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.read_grads = _reader(self.pieces)
         self._kinds = kinds_of(self.pieces)
 
-    def ready(self, found: Grads) -> Ready:
-        """The pieces that have a gradient in this step, before it is known whether any rank used the parameter.
+    def ready(self, refuse: Callable[[UnusableGradientError], None]) -> Ready:
+        """Read the gradients: the pieces that have one, before it is known whether any rank used the parameter.
 
-        `found` is the result of `read_grads`. Pieces with sparse gradients are left out, and `take_error` returns why.
+        Pieces with sparse gradients are left out, after a call of `refuse`.
         """
+        found = self.read_grads()
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
-            return self._without_sparse(found)
-        all_have = len(grads) == len(found)
-        pieces = (
-            self.pieces
-            if all_have
-            else [piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None]
-        )
-        return Ready(pieces, grads, self._kinds if all_have else None)
-
-    def _without_sparse(self, found: Grads) -> Ready:
-        try:
-            check_dense((piece.id for piece in self.pieces), found)
-        except SparseGradientError as error:
-            self._error = error
-        return self.ready([None if is_sparse(grad) else grad for grad in found])
-
-    def take_error(self) -> SparseGradientError | None:
-        """Return why the gradients that `ready` saw must not be used, and forget it; None if they may be used."""
-        error, self._error = self._error, None
-        return error
+            try:
+                check_dense((piece.id for piece in self.pieces), found)
+            except SparseGradientError as error:
+                refuse(error)
+            found = [None if is_sparse(grad) else grad for grad in found]
+            grads = [grad for grad in found if grad is not None]
+        if len(grads) == len(found):
+            return Ready(self.pieces, grads, self._kinds)
+        return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
     @property
     def begins(self) -> bool:
@@ -140,12 +129,11 @@ class Unit:
         if self.host is None:
             self._update_(ready, groups, scale_of_slot, skip, begun)
             return
-        is_made, grads, scales = self.host.wait(ready.pieces, ready.grads)
-        if not is_made:
-            return
-        with self.host.device.on_host():
-            self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
-        self.host.return_(ready.pieces)
+        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
+        if proceeds:
+            with self.host.device.on_host():
+                self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
+            self.host.return_(ready.pieces)
 
     def _update_(
         self,
@@ -155,6 +143,7 @@ class Unit:
         skip: Tensor | None,
         begun: HookedStep | None,
     ) -> None:
+        """Read the rule's columns, update them, and count."""
         if begun is not None:
             begun.finish_(skip=skip)
         for scale, runs in self._runs_by_scale(ready, scale_of_slot):
@@ -176,19 +165,15 @@ class Unit:
             return [runs]
         return [[run] for run in runs]
 
-    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> list["_Scaled"]:
+    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> Iterable["_Scaled"]:
         """Group runs by the scale of their gradients."""
-        found: dict[Hashable, _Scaled] = {}
+        found: dict[tuple[int, float], _Scaled] = {}
         for run in self._runs_of(ready.pieces):
             slot, by = run.key.norm_slot, run.key.source.grad_scale
-            scale = scale_of_slot[slot]
-            # Whether two tensors have the same value is unknown to the host.
-            key = (slot, by) if isinstance(scale, Tensor) else scale * by
-            if key not in found:
-                product = times(scale, by) if isinstance(scale, Tensor) else scale * by
-                found[key] = _Scaled(product, [])
-            found[key].runs.append(run)
-        return list(found.values())
+            if (slot, by) not in found:
+                found[slot, by] = _Scaled(times(scale_of_slot[slot], by), [])
+            found[slot, by].runs.append(run)
+        return found.values()
 
     def _batches(self, runs: Sequence[PieceRun], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
         batches = []

@@ -7,12 +7,14 @@ at once on a CPU, and at the latest in the next step on an accelerator.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from opt_distributed.step.guards.guard import Guard
+
+Scale = TypeVar("Scale", bound=float | Tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,6 @@ def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:
     return torch.full_like(norms, max_norm).div_(norms + 1e-6).clamp_(max=1.0)
 
 
-def times(numbers: Tensor, factor: float | Tensor) -> Tensor:
+def times(numbers: Scale, factor: float | Tensor) -> Scale:
     """`numbers * factor`; without an operation on the device if the host knows that it would change nothing."""
-    return numbers if isinstance(factor, float) and factor == 1.0 else numbers * factor
+    return numbers if isinstance(factor, float) and factor == 1.0 else cast(Scale, numbers * factor)
