@@ -24,8 +24,7 @@ from torch import Tensor
 
 from opt_distributed.comm.device import _DONE as DONE
 from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.host_main import HostMain
-from opt_distributed.step.host_side import HostSide, OnHost, StepNumbers
+from opt_distributed.step.offload import HostMain, HostSide, OnHost, StepNumbers
 
 pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)
 

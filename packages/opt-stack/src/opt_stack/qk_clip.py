@@ -25,7 +25,7 @@ from opt_config import ConfigError
 from opt_distributed.comm.collectives import Op, agree, agreed
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.dtensor import is_dtensor, local
-from opt_distributed.step.host_main import HostMain
+from opt_distributed.step.offload import HostMain
 from opt_distributed.step.pieces import OwnedPiece
 from opt_stack.optimizer import Optimizer
 

@@ -10,8 +10,8 @@ from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.dtensor import local_numel
 from opt_distributed.step.exchange import ComputeStage
-from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Main
+from opt_distributed.step.offload import HostMain
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.sources import Source
 from opt_kernels.works import MatrixSpec

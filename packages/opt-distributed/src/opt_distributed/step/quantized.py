@@ -6,7 +6,7 @@
 So scales are those of the whole parameter on any layout, and codes are those of a single process.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.step.mains import Numbers
-from opt_distributed.step.sources import ReadGrads, Run, Source
+from opt_distributed.step.sources import Publisher, Source
 from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
 
@@ -118,10 +118,10 @@ def _stands_for(present: Tensor, initial: Tensor) -> bool:
 
 
 class QuantizedSource:
-    """A `Source` of fp8 parameters: quantises what was updated before it publishes.
+    """Publishes fp8 parameters: quantises what was updated, before the source of their gradients sends codes.
 
     Args:
-        inner: the source of gradients, which also publishes codes.
+        inner: the source of gradients, which publishes codes.
         params: the parameters of the buffer, in the same order on all ranks of `comm`.
         comm: the ranks that own parts of them; a world of one if every rank owns everything.
     """
@@ -214,48 +214,12 @@ class QuantizedSource:
         self.quantize_()
         self.inner.publish_()
 
-    # --- the rest is the inner source's -----------------------------------------------------------------------------
-
-    @property
-    def grad_scale(self) -> float:
-        """See `Source`."""
-        return self.inner.grad_scale
-
-    @property
-    def unresolved(self) -> Sequence[ParamId]:
-        """See `Source`."""
-        return self.inner.unresolved
-
-    def reduce_(self) -> None:
-        """See `Source`."""
-        self.inner.reduce_()
-
-    def flags(self) -> Tensor:
-        """See `Source`."""
-        return self.inner.flags()
-
-    def resolve_(self, flags: Tensor) -> None:
-        """See `Source`."""
-        self.inner.resolve_(flags)
-
-    def unused(self) -> Collection[ParamId]:
-        """See `Source`."""
-        return self.inner.unused()
-
-    def moved(self) -> ParamId | None:
-        """See `Source`."""
-        return self.inner.moved()
-
-    def reader(self, runs: Sequence[Run]) -> ReadGrads:
-        """See `Source`."""
-        return self.inner.reader(runs)
-
 
 def extra_of(main: object) -> Mapping[str, Tensor]:
     """The further tensors of an fp8 parameter that a checkpoint must hold, sharing memory; empty for others."""
     return main.param.extra() if isinstance(main, QuantizedMain) else {}
 
 
-def quantized_sources(completes: Sequence[Source]) -> Iterator[QuantizedSource]:
+def quantized_sources(completes: Sequence[Publisher]) -> Iterator[QuantizedSource]:
     """The sources whose parameters are in fp8."""
     return (source for source in completes if isinstance(source, QuantizedSource))

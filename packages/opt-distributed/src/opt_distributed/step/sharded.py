@@ -28,8 +28,8 @@ from opt_checkpoint.state.state_spec import SPLIT_MARK
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, extra_of
+from opt_distributed.step.saved_states import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.state import MAIN, STEP, StateError
-from opt_distributed.step.stored import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared

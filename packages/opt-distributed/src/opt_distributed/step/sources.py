@@ -3,12 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.binding import SparseGradientError
+from opt_distributed.buffers.binding import GradientError, SparseGradientError
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Converted, stored_dtype
@@ -30,7 +30,15 @@ _NONE: frozenset[ParamId] = frozenset()
 _GRAD = attrgetter("grad")
 
 
-class Source(Protocol):
+class Publisher(Protocol):
+    """A set of parameters whose new values are sent together."""
+
+    def publish_(self) -> None:
+        """Make the updated values visible on every rank that holds the parameters, or start to."""
+        ...
+
+
+class Source(Publisher, Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
     In a step: `reduce_`; the readers; `resolve_` with the `flags` summed over data-parallel ranks; `unused`;
@@ -38,8 +46,8 @@ class Source(Protocol):
     """
 
     @property
-    def params(self) -> Mapping[ParamId, Any]:
-        """The parameters, or where they are in fp8, their codes and scales."""
+    def params(self) -> Mapping[ParamId, nn.Parameter]:
+        """The parameters."""
         ...
 
     @property
@@ -82,12 +90,29 @@ class Source(Protocol):
         """
         ...
 
+
+class Settled:
+    """A source of gradients that are final where they are, and whose new values need not be sent."""
+
+    unresolved: Sequence[ParamId] = ()
+
+    def reduce_(self) -> None:
+        return None
+
+    def flags(self) -> Tensor:
+        return torch.empty(0, dtype=torch.float64)
+
+    def resolve_(self, flags: Tensor) -> None:
+        return None
+
+    def unused(self) -> Collection[ParamId]:
+        return _NONE  # readers return None for these
+
     def publish_(self) -> None:
-        """Make the updated values visible on every rank that holds the parameters, or start to."""
-        ...
+        return None
 
 
-class OwnGrads:
+class OwnGrads(Settled):
     """Gradients that are used where autograd left them, without a reduction.
 
     Either no other rank contributes to them, or they are reduced already, for example by torch's own
@@ -96,8 +121,6 @@ class OwnGrads:
     `grad_scale` is 1 / dense replicas, even for an expert that only one of them holds: it has processed tokens of all
     of them, and the loss is their mean.
     """
-
-    unresolved: Sequence[ParamId] = ()
 
     def __init__(
         self,
@@ -111,18 +134,6 @@ class OwnGrads:
         self.grad_scale = 1.0 / num_replicas
         first = next(iter(params.values()))
         self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
-
-    def reduce_(self) -> None:
-        return None
-
-    def flags(self) -> Tensor:
-        return torch.empty(0, dtype=torch.float64)
-
-    def resolve_(self, flags: Tensor) -> None:
-        return None
-
-    def unused(self) -> Collection[ParamId]:
-        return _NONE  # readers return None for these
 
     def moved(self) -> ParamId | None:
         if self.memory is not None:
@@ -178,7 +189,7 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-class LaidOutGrads:
+class LaidOutGrads(Settled):
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
     If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
@@ -187,7 +198,6 @@ class LaidOutGrads:
     """
 
     grad_scale = 1.0
-    unresolved: Sequence[ParamId] = ()
 
     def __init__(
         self,
@@ -211,15 +221,6 @@ class LaidOutGrads:
         for average in self._averages:
             average.reduce_()
 
-    def flags(self) -> Tensor:
-        return torch.empty(0, dtype=torch.float64)
-
-    def resolve_(self, flags: Tensor) -> None:
-        return None
-
-    def unused(self) -> Collection[ParamId]:
-        return _NONE
-
     def moved(self) -> ParamId | None:
         addresses = zip(self.params.items(), self._addresses, strict=True)
         return next((id for (id, param), address in addresses if local_address(param) != address), None)
@@ -234,8 +235,36 @@ class LaidOutGrads:
         param = self.params[id]
         return lambda: None if param.grad is None else local_grad(param)
 
-    def publish_(self) -> None:
-        return None
+
+class ReducedMainGrads(Settled):
+    """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
+
+    They are final: means, or sums that were divided by the number of tokens. The step neither reduces nor scales them,
+    and every rank updates all of these parameters.
+    """
+
+    grad_scale = 1.0
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
+        self.params = params
+        first = next(iter(params.values()))
+        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
+
+    def moved(self) -> ParamId | None:
+        return self._converted.first()
+
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        return lambda: [self._grad(id, of_param) for id, of_param in runs]
+
+    def _grad(self, id: ParamId, of_param: slice) -> Tensor:
+        param = self.params[id]
+        grad: Tensor | None = getattr(param, "main_grad", None)
+        if grad is None or grad.shape != param.shape:
+            raise GradientError(
+                f"main_grad of {id} is {None if grad is None else tuple(grad.shape)}; the wrapper of this "
+                f"parameter must hold its gradient of shape {tuple(param.shape)}"
+            )
+        return grad if of_param == slice(0, param.numel()) else grad.reshape(-1)[of_param]
 
 
 class AveragedReplicas:

@@ -16,7 +16,7 @@ from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_li
 from opt_distributed.step.mains import Numbers
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, extra_of
-from opt_distributed.step.stored import decoded, is_by_part, kept_states, saves_values, store_
+from opt_distributed.step.saved_states import decoded, is_by_part, kept_states, saves_values, store_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind, StateSpec
 

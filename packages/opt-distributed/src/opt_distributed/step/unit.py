@@ -12,12 +12,22 @@ from torch import Tensor
 from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
 from opt_distributed.step.counts import StepCount
 from opt_distributed.step.exchange import ComputeStage, init_state, update_
-from opt_distributed.step.hooked import CutParams, HookedStep, ScaledBatches, add_over_ranks_, begin_
-from opt_distributed.step.hooked_rows import CutRows, Held, means_of_pieces, means_over_ranks, means_to_host
-from opt_distributed.step.host_side import HostSide
+from opt_distributed.step.hooked import (
+    CutParams,
+    CutRows,
+    Held,
+    HookedStep,
+    ScaledBatches,
+    add_over_ranks_,
+    begin_,
+    means_of_pieces,
+    means_over_ranks,
+    means_to_host,
+)
+from opt_distributed.step.offload import HostSide
 from opt_distributed.step.piece_runs import PieceRun, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Ready, kinds_of
-from opt_distributed.step.sources import ReadGrads, ReadWhole, Source, check_dense, is_sparse
+from opt_distributed.step.sources import Publisher, ReadGrads, ReadWhole, Source, check_dense, is_sparse
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.rules.base import Needs, Rule
@@ -34,7 +44,7 @@ class Unit:
     name: str
     rule: Rule
     pieces: Sequence[OwnedPiece]
-    completes: Sequence[Source] = ()  # sources to which no later unit of the step writes, on any rank
+    completes: Sequence[Publisher] = ()  # sources to which no later unit of the step writes, on any rank
     stages: Sequence[ComputeStage] = ()  # of pieces that are parts of matrices; in the same order on all ranks
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients

@@ -22,15 +22,13 @@ from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.dtensor import is_first_replica, local
 from opt_distributed.step.exchange import init_state
-from opt_distributed.step.host_main import HostMain
-from opt_distributed.step.host_side import HostSide, StepNumbers
-from opt_distributed.step.main_grads import ReducedMainGrads
 from opt_distributed.step.mains import Main, Numbers, make_main
+from opt_distributed.step.offload import HostMain, HostSide, StepNumbers
 from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
 from opt_distributed.step.scaler import scaler_of
-from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
+from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, ReducedMainGrads, Source
 from opt_distributed.step.spans import profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Limits, Stepper
@@ -126,8 +124,9 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     averaged = averaged_by_torch(draft.chunks, draft.params, roles.dense)
     wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
     plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
-    own = {b.name: _quantizing(wrapped.get(b.name) or plain[b.name], b, draft) for b in plan.buffers}
-    units = list(_units(draft, device, own))
+    own = {b.name: wrapped.get(b.name) or plain[b.name] for b in plan.buffers}
+    fp8 = {b.name: _quantizing(own[b.name], b, draft) for b in plan.buffers if b.dtype is FP8}
+    units = list(_units(draft, device, own, fp8))
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
@@ -182,7 +181,9 @@ def _completed(plan: Plan) -> list[list[str]]:
     return [[name for name, at in last.items() if at == number] for number in range(len(sides))]
 
 
-def _units(draft: Draft, device: torch.device, sources: Mapping[str, Source]) -> Iterator[Unit]:
+def _units(
+    draft: Draft, device: torch.device, sources: Mapping[str, Source], fp8: Mapping[str, QuantizedSource]
+) -> Iterator[Unit]:
     plan, params, metas, roles = draft.plan, draft.params, draft.metas, draft.roles
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: cut_params(unit, plan.buffers, params, metas, roles) for unit in plan.units}
@@ -196,8 +197,8 @@ def _units(draft: Draft, device: torch.device, sources: Mapping[str, Source]) ->
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(side, draft, sources, placed, host)),
-            completes=[sources[name] for name in completed],
+            pieces=list(_pieces(side, draft, sources, fp8, placed, host)),
+            completes=[fp8.get(name, sources[name]) for name in completed],
             stages=stages_of(placed.values()),
         )
         unit.cut, unit.cut_rows = cut[planned.name], rows[planned.name]
@@ -242,10 +243,8 @@ def _source(
     return BufferedGrads(sums, memory, axes, num_replicas=replicas)
 
 
-def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> Source:
-    """Return the source of a buffer; for fp8 parameters, wrapped in one that quantises them after the update."""
-    if buffer.dtype is not FP8:
-        return source
+def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> QuantizedSource:
+    """Return the publisher of a buffer of fp8 parameters, which quantises them after the update."""
     found = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
     return QuantizedSource(source, found, _axes(draft.roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
@@ -258,6 +257,7 @@ def _pieces(
     side: _Side,
     draft: Draft,
     sources: Mapping[str, Source],
+    fp8: Mapping[str, QuantizedSource],
     placed: Mapping[ParamId, PlacedMatrix],
     host: HostBuilder,
 ) -> Iterator[OwnedPiece]:
@@ -274,11 +274,9 @@ def _pieces(
             param, meta, group = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
-            source = sources[buffer.name]
-            if isinstance(source, QuantizedSource):
-                fp8 = source.main(id, of_param)
-                main, at = fp8, placed[id]
-                state = init_state(rule, fp8.value(), id=id, matrix=at.spec, stage=at.stage)
+            if buffer.name in fp8:
+                main, at = fp8[buffer.name].main(id, of_param), placed[id]
+                state = init_state(rule, main.value(), id=id, matrix=at.spec, stage=at.stage)
             else:
                 _check_dense(id, stored)
                 target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
@@ -291,7 +289,7 @@ def _pieces(
                 param=param,
                 of_param=of_param,
                 group=draft.group_of[id],
-                source=source,
+                source=sources[buffer.name],
                 main=main,
                 state=state,
                 norm_slot=slots.index((meta.grad_norm_group or "") if group.clips else group.optimizer),

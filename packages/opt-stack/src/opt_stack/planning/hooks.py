@@ -14,8 +14,7 @@ from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of
 from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.dtensor import mesh_comms
-from opt_distributed.step.hooked import CutParams
-from opt_distributed.step.hooked_rows import CutRows
+from opt_distributed.step.hooked import CutParams, CutRows
 from opt_kernels.hooks import (
     CentralizeGradient,
     GivenHooks,

@@ -11,8 +11,8 @@ from opt_distributed.step.dtensor import local
 from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.step.saved_states import decoded, kept_states
 from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.stored import decoded, kept_states
 from opt_distributed.step.unit import Unit
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare

@@ -34,8 +34,8 @@ from opt_distributed.buffers.replicas import (
 from opt_distributed.comm.collectives import agree
 from opt_distributed.comm.groups import Roles
 from opt_distributed.step.dtensor import is_dtensor
-from opt_distributed.step.host_main import HostMain
 from opt_distributed.step.mains import Numbers
+from opt_distributed.step.offload import HostMain
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.scaler import Scaler
