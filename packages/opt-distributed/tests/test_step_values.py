@@ -165,7 +165,7 @@ class Limit:
         return [7.0, 0.0]
 
     def is_wrong(self, sums: torch.Tensor) -> torch.Tensor:
-        return sums[1] > 1
+        return sums[1:] > 1
 
     def error(self, sums: object) -> Exception:
         return ValueError(f"{sums}")

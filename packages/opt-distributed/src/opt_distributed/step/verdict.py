@@ -73,17 +73,19 @@ class Verdict(NamedTuple):
 def decide(numbers: Tensor, guards: Sequence[Guard], *, inv_scale: float | Tensor, limits: Limits) -> Verdict:
     """Decide on a step from its statistics, the result of `reduce_stats`, which end with the flags of `guards`."""
     num_slots = len(limits.slots)
-    squares, num_nonfinite, _, *flags = torch.split(numbers, [num_slots, 1, 1, *(guard.num_flags for guard in guards)])
+    squares, num_nonfinite, _, *flags = numbers.split_with_sizes(
+        [num_slots, 1, 1, *(guard.num_flags for guard in guards)]
+    )
     norms = squares.sqrt()  # NaN if a sum is negative or NaN
     # Norms may be finite: the element is in a copy that is not counted, or is finite in float64.
     norms = torch.where(num_nonfinite > 0, norms + torch.inf, norms)
-    overflow = ~(norms < torch.inf).all()  # a NaN is not below
+    overflow = ~(norms < torch.inf).all(0, keepdim=True)  # a NaN is not below
     norms = times(norms, inv_scale)
-    is_refused = norms[0] > limits.skip_above
+    is_refused = norms[:1] > limits.skip_above
     wrong = [guard.is_wrong(sums) for guard, sums in zip(guards, flags, strict=True)]
-    reasons = torch.stack([overflow, is_refused, *wrong])
+    reasons = torch.cat([overflow, is_refused, *wrong])
     report = torch.cat([norms, reasons, numbers[num_slots:]])
-    return Verdict(norms, overflow, reasons[2:].any(), reasons.any(), inv_scale, report)
+    return Verdict(norms, overflow[0], reasons[2:].any(), reasons.any(), inv_scale, report)
 
 
 def clip_coefficients(norms: Tensor, max_norm: float) -> Tensor:

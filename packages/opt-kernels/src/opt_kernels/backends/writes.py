@@ -38,9 +38,9 @@ class Writes:
         self.accept()
 
     def count(self) -> None:
-        """Count one more write of the owner to each, and accept the writes of others until now."""
+        """Count one more write of the owner to each. A tensor that others have moved is still to be noticed."""
         torch.autograd.graph.increment_version(self._counted)
-        self.accept()
+        self._versions = list(map(self._version, self.tensors))
 
     def accept(self) -> None:
         """Take the writes until now for the owner's."""

@@ -102,13 +102,9 @@ class LoadedWeights:
         Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
         graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
         """
-        self._count_writes()
-        self._has_written = False
-
-    def _count_writes(self) -> None:
         self._writes.count()
         self._uncompared.count()
-        self._has_state = False
+        self._has_state = self._has_written = False
 
     def has_written(self) -> bool:
         """Whether other code wrote weights or state since the last step that was made."""
@@ -181,8 +177,8 @@ class LoadedWeights:
             )
         if not self._has_state:
             self._warn_of_averaged()
-        self._are_new = False
-        self._count_writes()
+        self._writes.accept()
+        self._are_new = self._has_state = False
         return None
 
     def _warn_of_averaged(self) -> None:

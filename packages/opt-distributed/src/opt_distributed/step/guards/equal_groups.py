@@ -72,7 +72,7 @@ class EqualGroups:
 
     def is_wrong(self, sums: Tensor) -> Tensor:
         differ: Tensor = _differ(*sums.to(torch.int64).view(-1, 3).unbind(1))
-        return differ.any()
+        return differ.any(0, keepdim=True)
 
     def error(self, sums: Sequence[float]) -> Exception | None:
         for number, (index, name) in enumerate(self._keys):

@@ -30,7 +30,7 @@ class Guard(Protocol):
         ...
 
     def is_wrong(self, sums: Tensor) -> Tensor:
-        """0-d bool on the device: nothing may be written, given the sums of the flags, (num_flags,) float64."""
+        """(1,) bool on the device: nothing may be written, given the sums of the flags, (num_flags,) float64."""
         ...
 
     def error(self, sums: Sequence[float]) -> Exception | None:
@@ -61,7 +61,7 @@ class Refusal(ABC):
         return (float(self.found is not None),)
 
     def is_wrong(self, sums: Tensor) -> Tensor:
-        return sums[0] > 0
+        return sums > 0
 
     def error(self, sums: Sequence[float]) -> Exception | None:
         return self.found or self.of_others(int(sums[0]))

@@ -59,7 +59,7 @@ class WrittenReplicas:
         return flags
 
     def is_wrong(self, sums: Tensor) -> Tensor:
-        return ((sums > 0) & (sums < self._sizes)).any()
+        return ((sums > 0) & (sums < self._sizes)).any(0, keepdim=True)
 
     def error(self, sums: Sequence[float]) -> Exception | None:
         """None if replicas turn out to be equal, or are still to be compared."""
