@@ -95,17 +95,13 @@ def _views(
     work: Work, elements: Sequence[str], parts: Sequence[Part], shapes: Sequence[Shapes], number: int
 ) -> dict[str, Tensor]:
     """Views of the work's states that belong to part `number`."""
-    views, part, num_batch_dims = {}, parts[number], work.grad.dim() - 2
+    views, part = {}, parts[number]
     for name in elements:
         of_groups = torch.unflatten(work.state[name], -2, (-1, sum(part.num_rows for part in parts)))
         views[name] = of_groups.narrow(-2, part.first_row, part.num_rows)
     for name in shapes[number]:
-        start = _numel(name, parts[:number], shapes)
-        views[name] = (
-            work.state[name]
-            .flatten(num_batch_dims)
-            .narrow(-1, start, _numel(name, parts[: number + 1], shapes) - start)
-        )
+        start, stop, total = (_numel(name, parts[:count], shapes) for count in (number, number + 1, len(parts)))
+        views[name] = work.state[name].view(*work.grad.shape[:-2], total).narrow(-1, start, stop - start)
     return views
 
 
