@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from opt_kernels.quantized.recipes import FP8, RECIPES, QuantizationError, as_matrix
-from opt_kernels.quantized.scaled import QuantizedParam, ScaledCodes
+from opt_kernels.quantized.scaled import QuantizedParam
 from opt_kernels.quantized.tensor import QuantizedTensor
 
 
@@ -32,7 +32,7 @@ class Form(NamedTuple):
     is_inverse: bool = False  # factors of the values instead
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class AdaptedTensor(QuantizedParam):
     """A `QuantizedParam` over a library's tensor. Codes are shared with it; scales are written to it by `finish_`.
 
@@ -40,11 +40,7 @@ class AdaptedTensor(QuantizedParam):
     """
 
     tensor: Any
-    scaled: ScaledCodes
     form: Form
-
-    def __post_init__(self) -> None:
-        self.shape = self.scaled.shape
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
         """Move the codes, and let the library's tensor use the new memory."""
@@ -87,7 +83,7 @@ class AdaptedTensor(QuantizedParam):
 
     def finish_(self) -> None:
         """Write the scales, and drop or recompute what the tensor derives from its codes."""
-        target = _unpadded(getattr(self.tensor, self.form.scales), self.scaled)
+        target = _unpadded(getattr(self.tensor, self.form.scales), self)
         target.copy_((self.scales.reciprocal() if self.form.is_inverse else self.scales).view(target.shape))
         for name in ("_reset_caches", "_create_columnwise"):
             renew = getattr(self.tensor, name, None)
@@ -155,25 +151,28 @@ def _recipe_of(tensor: Any, library: str, kind: str) -> str:
 
 def _adapted(tensor: Any, form: Form, recipe: str) -> AdaptedTensor:
     codes = getattr(tensor, form.codes).detach()
-    scaled = ScaledCodes(
+    kind = AdaptedTensor if form.scales else WholeTensor
+    made = kind(
+        tensor=tensor,
+        form=form,
         recipe=RECIPES[recipe],
         shape=torch.Size(tensor.shape),
         codes=codes.view(-1).view(torch.uint8),
         scales=codes.new_empty(0, dtype=torch.uint8),
     )
     if not form.scales:
-        return WholeTensor(tensor, scaled, form)
-    scales = _unpadded(getattr(tensor, form.scales).detach(), scaled).float()
-    if codes.dtype not in (torch.uint8, FP8) or scales.numel() != scaled.num_scales:
+        return made
+    scales = _unpadded(getattr(tensor, form.scales).detach(), made).float()
+    if codes.dtype not in (torch.uint8, FP8) or scales.numel() != made.num_scales:
         raise QuantizationError(
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} has codes of {codes.dtype} and {scales.numel()} "
-            f"scales; the recipe {recipe!r} needs float8_e4m3fn and {scaled.num_scales}"
+            f"scales; the recipe {recipe!r} needs float8_e4m3fn and {made.num_scales}"
         )
-    scaled.scales = (scales.reciprocal() if form.is_inverse else scales).reshape(-1).clone()
-    return AdaptedTensor(tensor, scaled, form)
+    made.scales = (scales.reciprocal() if form.is_inverse else scales).reshape(-1).clone()
+    return made
 
 
-def _unpadded(scales: Tensor, scaled: ScaledCodes) -> Tensor:
+def _unpadded(scales: Tensor, scaled: QuantizedParam) -> Tensor:
     """A view of the scales in use: libraries pad those of squares."""
     if not scaled.recipe.square:
         return scales
@@ -210,7 +209,7 @@ def quantized(tensor: Tensor) -> QuantizedParam | None:
     if type(tensor).__module__.startswith("torch.") or type(tensor) is Tensor:
         return None
     if isinstance(tensor, QuantizedTensor):
-        return tensor
+        return tensor.scaled
     return next((found for adapter in _ADAPTERS if (found := adapter(tensor)) is not None), None)
 
 

@@ -1,7 +1,7 @@
-"""fp8 codes with scales: the arithmetic common to all quantised parameters."""
+"""`QuantizedParam`: a parameter in fp8 codes with scales, and its arithmetic."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,18 +20,25 @@ from opt_kernels.quantized.recipes import (
 HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
 
 
-@dataclass(slots=True, kw_only=True)
-class ScaledCodes:
-    """fp8 codes of a tensor and their scales. Implements the arithmetic of `QuantizedParam`."""
+@dataclass(eq=False, kw_only=True)
+class QuantizedParam:
+    """A parameter of `shape` in fp8 codes with scales. Ranks may each own a run of its row-major elements.
+
+    An update has three parts. Each rank computes the largest magnitudes of its run (`largest_`), which are then reduced
+    by maximum over ranks; every rank sets the scales from them (`rescale_`); each rank writes the codes of its run
+    (`encode_`). If the recipe scales runs of `recipe.run` elements, ranks own whole runs and `encode_` also writes
+    their scales.
+    """
 
     recipe: Recipe
     shape: torch.Size
-    codes: Tensor  # (numel,) uint8
-    scales: Tensor  # (num_scales,) of `recipe.scale_dtype`
-    history: Tensor | None = field(default=None)  # (recipe.history,) fp32: largest magnitudes, the newest first
+    codes: Tensor  # (numel,) uint8: the bits of float8_e4m3fn, row-major
+    scales: Tensor  # (num_scales,) factors of the codes: fp32, or uint8 exponents (e8m0) by run
+    history: Tensor | None = None  # (recipe.history,) fp32: largest magnitudes, the newest first
+    source: Tensor | None = None  # the values that it was quantised from, if they are kept
 
     @classmethod
-    def empty(cls, recipe: Recipe, shape: torch.Size, device: torch.device) -> "ScaledCodes":
+    def empty(cls, recipe: Recipe, shape: torch.Size, device: torch.device) -> "QuantizedParam":
         """Codes and scales of zeros."""
         return cls(
             recipe=recipe,
@@ -43,14 +50,18 @@ class ScaledCodes:
 
     @property
     def num_scales(self) -> int:
+        """Number of groups of elements that share a scale."""
         return self.recipe.num_scales(self.shape)
 
     def values(self) -> Tensor:
-        """(shape) fp32."""
+        """The values of the codes: a new fp32 tensor of `shape`."""
         return from_codes(self.codes, self._spread(0, self.codes.numel())).view(self.shape)
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """Raise `largest`, see `QuantizedParam`. NaN counts as infinite."""
+        """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on.
+
+        NaN counts as infinite.
+        """
         if not values.numel():
             return
         known = values.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -71,7 +82,7 @@ class ScaledCodes:
             largest.copy_(torch.maximum(largest, known.abs().amax()))
 
     def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Write the scales and the history. A negative magnitude keeps its scale."""
+        """Set scales and history from the largest magnitudes of the whole parameter. A negative one keeps its scale."""
         unchanged = largest < 0 if skip is None else (largest < 0) | skip
         follows = largest
         if self.history is not None:
@@ -82,11 +93,12 @@ class ScaledCodes:
         self._write_scales(slice(None), scales_of(follows.clamp(min=0), self.recipe), unchanged)
 
     def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Write the codes. A recipe with runs first writes their scales."""
+        """Write the codes of `values` (n,) fp32, elements from `start` on; nothing if `skip` is set. A recipe with runs
+        first writes their scales."""
         run = self.recipe.run
         if run and values.numel():
             of_runs = values.new_zeros(values.numel() // run)
-            self._alone(values).largest_(of_runs, values, 0)
+            self.largest_(of_runs, values, 0)
             self._write_scales(
                 slice(start // run, start // run + of_runs.numel()), scales_of(of_runs, self.recipe), skip
             )
@@ -95,7 +107,7 @@ class ScaledCodes:
         target.copy_(codes if skip is None else torch.where(skip, target, codes))
 
     def quantize_(self, values: Tensor) -> None:
-        """Write scales and codes from `values` (shape), and clear the history."""
+        """Write scales and codes from `values` (shape), of any float dtype, and clear the history."""
         if self.history is not None:
             self.history.zero_()
         flat = values.detach().reshape(-1).to(device=self.codes.device, dtype=torch.float32)
@@ -105,31 +117,41 @@ class ScaledCodes:
             self.rescale_(largest)
         self.encode_(flat, 0)
 
+    def initial(self) -> Tensor | None:
+        """The values that the parameter was quantised from, in their own dtype, if it kept them."""
+        return self.source
+
+    def forget_initial(self) -> None:
+        """Free the tensor that `initial` returns."""
+        self.source = None
+
+    def finish_(self) -> None:
+        """Called after all codes and scales were written, by this rank or by others."""
+
     def extra(self) -> Mapping[str, Tensor]:
-        """The history of delayed scaling, and the current scale, which does not reflect its newest entry yet."""
+        """Further tensors that a checkpoint must contain, by name. Loading writes to these tensors in place.
+
+        The history of delayed scaling, and the current scale, which does not reflect its newest entry yet.
+        """
         return {} if self.history is None else {HISTORY: self.history, SCALE: self.scales}
 
     def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Move to the given memory."""
+        """Move the codes to the memory `codes`, and the scales to `scales` if given. Dtypes and sizes stay the same."""
         codes.copy_(self.codes)
         self.codes = codes
         if scales is not None:
             scales.copy_(self.scales)
             self.scales = scales
 
-    def cloned(self, device: torch.device) -> "ScaledCodes":
-        """A copy on the given device."""
-        return ScaledCodes(
+    def cloned(self, device: torch.device) -> "QuantizedParam":
+        """A copy on the given device, without `source`."""
+        return QuantizedParam(
             recipe=self.recipe,
             shape=self.shape,
             codes=self.codes.to(device, copy=True),
             scales=self.scales.to(device, copy=True),
             history=None if self.history is None else self.history.to(device, copy=True),
         )
-
-    def _alone(self, values: Tensor) -> "ScaledCodes":
-        """The same recipe for a separate tensor with the shape of `values`."""
-        return ScaledCodes(recipe=self.recipe, shape=values.shape, codes=self.codes, scales=self.scales)
 
     def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]
@@ -159,73 +181,3 @@ class ScaledCodes:
         first = start // of_row
         rows = -(-(start + numel) // of_row) - first
         return first * -(-cols // self.recipe.square), rows, start - first * of_row
-
-
-class QuantizedParam:
-    """A parameter of `shape` in fp8 codes with scales, `scaled`. Ranks may each own a run of its row-major elements.
-
-    An update has three parts. Each rank computes the largest magnitudes of its run (`largest_`), which are then reduced
-    by maximum over ranks; every rank sets the scales from them (`rescale_`); each rank writes the codes of its run
-    (`encode_`). If the recipe scales runs of `recipe.run` elements, ranks own whole runs and `encode_` also writes
-    their scales.
-    """
-
-    scaled: ScaledCodes
-    shape: torch.Size
-
-    @property
-    def recipe(self) -> Recipe:
-        return self.scaled.recipe
-
-    @property
-    def codes(self) -> Tensor:
-        """(numel,) uint8: the bits of float8_e4m3fn, row-major. The parameter's own memory."""
-        return self.scaled.codes
-
-    @property
-    def scales(self) -> Tensor:
-        """The factors of the codes: fp32, or uint8 exponents (e8m0) by run. The parameter's own memory."""
-        return self.scaled.scales
-
-    @property
-    def num_scales(self) -> int:
-        """Number of groups of elements that share a scale."""
-        return self.scaled.num_scales
-
-    def values(self) -> Tensor:
-        """The values of the codes: a new fp32 tensor of `shape`."""
-        return self.scaled.values()
-
-    def initial(self) -> Tensor | None:
-        """The values that the parameter was quantised from, in their own dtype, if it kept them."""
-        return None
-
-    def forget_initial(self) -> None:
-        """Free the tensor that `initial` returns."""
-
-    def finish_(self) -> None:
-        """Called after all codes and scales were written, by this rank or by others."""
-
-    def extra(self) -> Mapping[str, Tensor]:
-        """Further tensors that a checkpoint must contain, by name. Loading writes to these tensors in place."""
-        return {}
-
-    def move_(self, codes: Tensor, scales: Tensor | None) -> None:
-        """Move the codes to the memory `codes`, and the scales to `scales` if given. Dtypes and sizes stay the same."""
-        self.scaled.move_(codes, scales)
-
-    def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
-        """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on."""
-        self.scaled.largest_(largest, values, start)
-
-    def rescale_(self, largest: Tensor, *, skip: Tensor | None = None) -> None:
-        """Set the scales from the largest magnitudes of the whole parameter. A negative magnitude keeps its scale."""
-        self.scaled.rescale_(largest, skip=skip)
-
-    def encode_(self, values: Tensor, start: int, *, skip: Tensor | None = None) -> None:
-        """Write the codes of `values` (n,) fp32, elements from `start` on. Write nothing if `skip` is set."""
-        self.scaled.encode_(values, start, skip=skip)
-
-    def quantize_(self, values: Tensor) -> None:
-        """Write scales and codes from `values` (shape), of any float dtype."""
-        self.scaled.quantize_(values)

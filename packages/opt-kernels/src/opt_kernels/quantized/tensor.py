@@ -1,20 +1,20 @@
 """`QuantizedTensor`: an fp8 parameter for plain torch on any device. Operations use its dequantised values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opt_kernels.quantized.recipes import RECIPES, QuantizationError
-from opt_kernels.quantized.scaled import QuantizedParam, ScaledCodes
+from opt_kernels.quantized.scaled import QuantizedParam
 from opt_kernels.quantized.views import ReadOnlyView, read_only, refuse_writes, written_arguments
 
 aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
 
-class QuantizedTensor(QuantizedParam, Tensor):
+class QuantizedTensor(Tensor):
     """A tensor of fp8 codes and scales that behaves as a dense one of `dtype`: `nn.Parameter(QuantizedTensor.of(w))`.
 
     Operations and conversions to another dtype dequantise it first. An operation that writes to it (`copy_`, `mul_`,
@@ -22,19 +22,25 @@ class QuantizedTensor(QuantizedParam, Tensor):
     indexing) is a `ReadOnlyView`: an operation that writes to a view raises QuantizationError. Write
     `param[0] = param[0] + 1` instead of `param[0] += 1`; `nn.init.orthogonal_` does not work. The gradient is an
     ordinary tensor. Copies are quantised, too. Pickling, as in `torch.save`, stores the dequantised values.
+
+    `scaled` is the `QuantizedParam`, shared with detached aliases; its attributes are also those of the tensor.
     """
 
-    scaled: ScaledCodes
-    _initial: list[Tensor]  # one tensor or none; shared with detached aliases of this tensor
+    scaled: QuantizedParam
+    has_codes: ClassVar[bool] = True
 
     @staticmethod
-    def __new__(cls, scaled: ScaledCodes, *, dtype: torch.dtype, initial: list[Tensor]) -> "QuantizedTensor":
+    def __new__(cls, scaled: QuantizedParam, *, dtype: torch.dtype) -> "QuantizedTensor":
         made: QuantizedTensor = Tensor._make_wrapper_subclass(
             cls, scaled.shape, dtype=dtype, device=scaled.codes.device
         )
         made.scaled = scaled
-        made._initial = initial
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scaled" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.scaled, name)
 
     @classmethod
     def of(
@@ -59,28 +65,18 @@ class QuantizedTensor(QuantizedParam, Tensor):
                 f"a tensor of {values.dtype} and shape {tuple(values.shape)} cannot be quantised: "
                 f"{problem or 'only floating-point tensors can'}"
             )
-        scaled = ScaledCodes.empty(RECIPES[recipe], values.shape, values.device)
+        scaled = QuantizedParam.empty(RECIPES[recipe], values.shape, values.device)
         scaled.quantize_(values)
-        initial = [values.detach().clone()] if keep_initial else []
-        return cls(scaled, dtype=dtype or values.dtype, initial=initial)
+        scaled.source = values.detach().clone() if keep_initial else None
+        return cls(scaled, dtype=dtype or values.dtype)
+
+    def values(self) -> Tensor:
+        """The values, fp32."""
+        return self.scaled.values()
 
     def dequantize(self) -> Tensor:
         """The values in the dtype that the tensor appears to have."""
         return self.scaled.values().to(self.dtype)
-
-    def initial(self) -> Tensor | None:
-        """The values that it was quantised from, if they were kept."""
-        return self._initial[0] if self._initial else None
-
-    def forget_initial(self) -> None:
-        """Free the tensor that `initial` returns."""
-        self._initial.clear()
-
-    def extra(self) -> Mapping[str, Tensor]:
-        """The history of delayed scaling, for checkpoints."""
-        return self.scaled.extra()
-
-    # --- a tensor ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -104,11 +100,6 @@ class QuantizedTensor(QuantizedParam, Tensor):
         return read_only(func, result)
 
     @property
-    def history(self) -> Tensor | None:
-        """The largest magnitudes of past updates, used by delayed scaling."""
-        return self.scaled.history
-
-    @property
     def data(self) -> "QuantizedTensor":
         """An alias of this tensor without autograd. Assigning to it quantises the values into the same memory."""
         return _detach(self)
@@ -123,19 +114,21 @@ class QuantizedTensor(QuantizedParam, Tensor):
         _copy(self, value)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = ["codes", "scales", *(["history"] if self.history is not None else [])]
-        return names, (self.recipe, self.shape, self.dtype, tuple(self._initial))
+        names = ["codes", "scales", *(["history"] if self.scaled.history is not None else [])]
+        return names, (self.scaled.recipe, self.shape, self.dtype, self.scaled.source)
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedTensor":
-        recipe, shape, dtype, initial = context
-        codes, scales = inner["codes"], inner["scales"]
-        scaled = ScaledCodes(recipe=recipe, shape=shape, codes=codes, scales=scales, history=inner.get("history"))
-        return QuantizedTensor(scaled, dtype=dtype, initial=list(initial))
+        recipe, shape, dtype, source = context
+        scaled = QuantizedParam(
+            recipe=recipe, shape=shape, codes=inner["codes"], scales=inner["scales"], history=inner.get("history"),
+            source=source,
+        )  # fmt: skip
+        return QuantizedTensor(scaled, dtype=dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        shape = tuple(self.shape)
-        return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={self.recipe.name!r}, device={self.device})"
+        shape, recipe = tuple(self.shape), self.scaled.recipe.name
+        return f"QuantizedTensor(shape={shape}, dtype={self.dtype}, recipe={recipe!r}, device={self.device})"
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write to the dequantised values and quantise all of them again."""
@@ -158,8 +151,8 @@ class QuantizedTensor(QuantizedParam, Tensor):
         if id(self) not in memo:
             made = _clone(self)
             made.requires_grad_(self.requires_grad)
-            made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("scaled", "_initial")})
-            made._initial = list(self._initial)
+            made.__dict__.update({k: v for k, v in self.__dict__.items() if k != "scaled"})
+            made.scaled.source = self.scaled.source
             memo[id(self)] = made
         found: QuantizedTensor = memo[id(self)]
         return found
@@ -168,7 +161,7 @@ class QuantizedTensor(QuantizedParam, Tensor):
         values: Tensor = self.dequantize()
         if isinstance(self, nn.Parameter):
             values = nn.Parameter(values, requires_grad=self.requires_grad)
-            vars(values).update({k: v for k, v in vars(self).items() if k not in ("scaled", "_initial", "_is_param")})
+            vars(values).update({k: v for k, v in vars(self).items() if k not in ("scaled", "_is_param")})
         return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -190,11 +183,11 @@ def _dequantized(x: Any) -> Any:
 
 def _detach(x: QuantizedTensor) -> QuantizedTensor:
     """An alias without autograd."""
-    return QuantizedTensor(x.scaled, dtype=x.dtype, initial=x._initial)
+    return QuantizedTensor(x.scaled, dtype=x.dtype)
 
 
 def _clone(x: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    return QuantizedTensor(x.scaled.cloned(x.device), dtype=x.dtype, initial=[])
+    return QuantizedTensor(x.scaled.cloned(x.device), dtype=x.dtype)
 
 
 def _to_copy(x: QuantizedTensor, **kwargs: Any) -> Tensor:
@@ -203,13 +196,14 @@ def _to_copy(x: QuantizedTensor, **kwargs: Any) -> Tensor:
     if dtype != x.dtype:
         converted: Tensor = aten._to_copy.default(x.dequantize(), **kwargs)
         return converted
-    initial = [tensor.to(device) for tensor in x._initial]
-    return QuantizedTensor(x.scaled.cloned(torch.device(device)), dtype=dtype, initial=initial)
+    scaled = x.scaled.cloned(torch.device(device))
+    scaled.source = None if x.scaled.source is None else x.scaled.source.to(device)
+    return QuantizedTensor(scaled, dtype=dtype)
 
 
 def _copy(x: QuantizedTensor, source: Tensor, non_blocking: bool = False) -> QuantizedTensor:
     x.scaled.quantize_(_dequantized(source).expand(x.shape))
-    x.forget_initial()
+    x.scaled.forget_initial()
     return x
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opt_kernels.quantized.recipes import QuantizationError
-from opt_kernels.quantized.scaled import QuantizedParam
 
 aten: Any = torch.ops.aten  # type: ignore[attr-defined, unused-ignore]
 
@@ -45,7 +44,7 @@ class ReadOnlyView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(issubclass(kind, QuantizedParam) for kind in types):
+        if any(getattr(kind, "has_codes", False) for kind in types):
             return NotImplemented  # the fp8 tensor among the arguments computes it
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)

@@ -59,14 +59,7 @@ class Launch(NamedTuple):
     cuts: tuple[Cut, ...]  # in the order of the table
 
 
-class Launches(list[Launch]):
-    """The launches of a call. `derived` is for what a caller computes from their tables, and lives as long as these."""
-
-    __slots__ = ("derived",)
-
-    def __init__(self, launches: Iterable[Launch]) -> None:
-        super().__init__(launches)
-        self.derived: dict[Hashable, Any] = {}
+Launches = list[Launch]
 
 
 class Cutting(Protocol):

@@ -4,20 +4,24 @@ Bytes per element in float32 with a bf16 copy of the weight: 14 for the momentum
 for the normalisation of u, 12 for the update. `kernels/muon.md` derives the design.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_kernels import devices
 from opt_kernels.backends.triton import scalars
-from opt_kernels.backends.triton.formats import ALIGNMENT
+from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
 from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
-from opt_kernels.backends.triton.quantize import GROUP, read_state, write_state
+from opt_kernels.backends.triton.launches import Launches, launch_options
+from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
 from opt_kernels.backends.triton.storage import read_main, write_main
+from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Decay, MuonStep
-from opt_kernels.matrices.muon.round_tables import RoundTables, tables_of
+from opt_kernels.matrices.muon.round_tables import bounds, factors_on, ranges
 from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, rounds, swept, with_ordered_grads
 from opt_kernels.works import Batch
 
@@ -218,7 +222,7 @@ def muon_(
         device = launches[0].table.grads.device
         with devices.launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
-            u = _Inputs(round_, tables_of(round_, launches, step.codec))
+            u = _Inputs(round_, launches, step.codec)
             u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)
             for stack in round_.stacks:
                 directions = step.transform(stack.tasks, u.normalised(stack), round_.inputs.normalised)
@@ -231,50 +235,75 @@ def muon_(
 class _Inputs:
     """The matrices u to be orthogonalised in a round, and the launches that write and read them."""
 
-    def __init__(self, round_: Round, tables: RoundTables) -> None:
-        self._wanted, self._tables = round_.inputs, tables
-        device = tables.sums.device
-        self._x = torch.empty(round_.numel, dtype=round_.inputs.dtype, device=device)
-        self._u = self._x if tables.u is self._x.dtype else self._x.view(tables.u)  # x overwrites it, one by one
+    def __init__(self, round_: Round, launches: Launches, codec: StateCodec) -> None:
+        device, x = launches[0].table.grads.device, round_.inputs.dtype
+        # fp16 cannot hold values that are not normalised; with a power of two per 128 elements it keeps their
+        # precision.
+        is_narrow = round_.inputs.normalised and x.itemsize == 2
+        self._wanted, self._launches, self._codec = round_.inputs, launches, codec
+        self._x = torch.empty(round_.numel, dtype=x, device=device)
+        self._u = self._x.view(torch.float16) if is_narrow else self._x  # x overwrites it, element by element
+        self._scheme = "half" if is_narrow else "plain"
+        tables = [launch.table for launch in launches]
+        widths = [table.chunk // GROUP.value if is_narrow else 0 for table in tables]  # scales of a chunk
         self._scales = [
-            torch.empty(sweep.num_scales, dtype=torch.float32, device=device) for sweep in tables.momentum_sweeps
+            torch.empty(table.num_chunks, width, dtype=torch.float32, device=device)
+            for table, width in zip(tables, widths)
         ]
+        self._sums = torch.empty(sum(table.num_chunks for table in tables), dtype=torch.float64, device=device)
+        self._totals = torch.empty(round_.num_slots, dtype=torch.float64, device=device)
+        self._ranges = tuple([ranges(launch.cuts, launch.table.chunk) for launch in launches])
+        self._bounds = bounds(self._ranges, round_.num_slots, device)
+        self._factors = factors_on(device, round_)
 
     def accumulate_(self, block: Tensor, *, nesterov: bool, decay: Decay) -> None:
         """Update all momenta, write u, and sum its squares for each matrix."""
-        tables = self._tables
-        for (grid, table, sums, _, options), scales in zip(tables.momentum_sweeps, self._scales):
-            momentum_sweep[grid](
-                table.records, table.grads, block, self._u, scales, sums,
-                NESTEROV=nesterov, DECAY=decay.value, **options,
+        sums = torch.split(self._sums, [launch.table.num_chunks for launch in self._launches])
+        for (formats, table, _), scales, of_launch in zip(self._launches, self._scales, sums):
+            momentum_sweep[(table.num_chunks,)](
+                table.records, table.grads, block, self._u, scales, of_launch,
+                MOMENTUM=triton_dtype(self._codec.dtype), SCHEME=scheme(self._codec), U=triton_dtype(self._u.dtype),
+                SCHEME_U=self._scheme, NESTEROV=nesterov, DECAY=decay.value, **launch_options(formats, table),
             )  # fmt: skip
         if self._wanted.normalised:
-            slot_totals[(tables.totals.numel(),)](
-                tables.sums, tables.bounds, tables.totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
+            slot_totals[(self._totals.numel(),)](
+                self._sums, self._bounds, self._totals, BLOCK=SUM_BLOCK, num_warps=4, enable_fp_fusion=False
             )
 
     def normalised(self, stack: Stack) -> Tensor:
         """The matrices of `stack`, (len(tasks), *shape), divided by their norms if the inputs are to be normalised."""
-        x, totals = self._x, self._tables.totals
+        x, totals = self._x, self._totals
         if self._wanted.normalised:
             if stack.inputs.all_reduce is not None:
                 totals[stack.slots_of_all] = stack.inputs.all_reduce(totals[stack.slots_of_all].clone())
-            for share in self._tables.shares[stack.first_slot]:
-                scales = self._scales[share.sweep]
-                normalise_sweep[share.grid](
-                    share.records, self._u, scales[share.first_scale :] if share.first_scale else scales, x, totals,
-                    self._wanted.eps, **share.to_normalise,
+            for records, scales, options in self._shares(stack):
+                normalise_sweep[(len(records),)](
+                    records, self._u, scales, x, totals, self._wanted.eps,
+                    X=triton_dtype(x.dtype), SCHEME_U=self._scheme, **{name: options[name] for name in _OF_ALL},
                 )  # fmt: skip
         of_stack = x if stack.numel == x.numel() else x[stack.begin : stack.begin + stack.numel]
         return of_stack.view(len(stack.tasks), *stack.tasks[0].work.grad.shape)
 
     def descend_(self, stack: Stack, directions: Tensor, block: Tensor, *, decay: Decay) -> None:
         """Update the mains of `stack` along `directions` (len(tasks), *shape)."""
-        for share in self._tables.shares[stack.first_slot]:
-            descent_sweep[share.grid](
-                share.records, block, directions, stack.begin, self._tables.factors, DECAY=decay.value,
-                **share.to_descend,
+        for records, _, options in self._shares(stack):
+            descent_sweep[(len(records),)](
+                records, block, directions, stack.begin, self._factors, DECAY=decay.value,
+                **{name: options[name] for name in (*_OF_ALL, "MAIN", "OUT", "REMAINDER")},
             )  # fmt: skip
+
+    def _shares(self, stack: Stack) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+        """The chunks of `stack` in each launch that has any: their records, their scales, and its options."""
+        wanted = stack.slots_of_all
+        for (formats, table, _), of_slots, scales in zip(self._launches, self._ranges, self._scales):
+            first, stop = (bisect_left(of_slots, (slot,)) for slot in (wanted.start, wanted.stop))
+            if first < stop:
+                chunks = slice(of_slots[first].begin, of_slots[stop - 1].end)
+                tag = 4 if self._codec.block else 3  # the lane of a record that holds the number of its slot
+                yield table.records[chunks], scales[chunks], launch_options(formats, table) | {"TAG": tag}
+
+
+_OF_ALL = ("TAG", "WIDTH", "CHUNK", "BLOCK", "E", "num_warps", "enable_fp_fusion")
 
 
 def _aligned(directions: Tensor) -> Tensor:
