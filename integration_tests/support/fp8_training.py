@@ -11,7 +11,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.threads import run_threads
-from opt_kernels.quantized import QuantizedParam, quantize_linears_, quantized
+from opt_kernels.quantized import QuantizedTensor, quantize_linears_, quantized
 from opt_stack import Optimizer, get_optimizer
 
 STEPS = 4
@@ -30,8 +30,8 @@ def make_model(recipe: str | None, *, seed: int = 0) -> nn.Sequential:
     return model
 
 
-def fp8_params(model: nn.Module) -> list[QuantizedParam]:
-    return [found for param in model.parameters() if (found := quantized(param)) is not None]
+def fp8_params(model: nn.Module) -> list[QuantizedTensor]:
+    return [param for param in model.parameters() if isinstance(param, QuantizedTensor)]
 
 
 def set_grads(model: nn.Module, step: int) -> None:
