@@ -1,7 +1,6 @@
 """Overrides of one parameter group: a typed dict, its form as a dict key, and the union of several."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from operator import itemgetter
 from typing import TypedDict, cast
 
 from .errors import ScheduleError
@@ -40,7 +39,7 @@ def param_group_override_to_tuple(
     if param_group_override is None:
         return None
     items = cast(Mapping[str, object], param_group_override).items()
-    return tuple((key, _hashable(value, key=key)) for key, value in sorted(items, key=itemgetter(0)))
+    return tuple((key, _hashable(value, key=key)) for key, value in sorted(items))
 
 
 def combine_param_group_overrides(
