@@ -194,22 +194,6 @@ def test_a_shape_falls_from_one_to_zero_and_never_rises(shape: str, r: float, s:
     assert 0.0 <= f(r) <= 1.0
 
 
-@given(
-    peak=st.floats(1e-6, 1e3),
-    low=st.floats(0, 1),
-    steps=st.floats(0.1, 1e6),
-    step=st.floats(0, 2e6),
-    shape=st.sampled_from(sorted(SHAPES)),
-    warm=st.floats(0.0, 1e5),
-)
-@settings(max_examples=200, deadline=None)
-def test_a_warmed_up_ramp_stays_between_its_ends(
-    peak: float, low: float, steps: float, step: float, shape: str, warm: float
-) -> None:
-    schedule = warmup(ramp(peak, low * peak, steps=steps, shape=shape), steps=warm)
-    assert 0.0 <= schedule(step) <= peak * (1 + 1e-15)
-
-
 @given(st.lists(st.tuples(st.floats(0.1, 1e3), st.floats(0, 1)), min_size=1, max_size=6), st.floats(0, 8e3))
 @settings(max_examples=100, deadline=None)
 def test_join_is_associative(parts: list[tuple[float, float]], step: float) -> None:
@@ -221,7 +205,7 @@ def test_join_is_associative(parts: list[tuple[float, float]], step: float) -> N
     assert len(schedules) == 1 or join(*schedules) == nested
 
 
-def test_a_kind_of_ones_own_takes_part() -> None:
+def test_a_kind_of_ones_own_takes_part_and_says_what_arrays_need() -> None:
     @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
     class Sawtooth(Schedule):
         kind: ClassVar[str] = "sawtooth"
@@ -241,6 +225,10 @@ def test_a_kind_of_ones_own_takes_part() -> None:
     mine = cut(Sawtooth(period=3), 10)
     assert Schedule.from_dict(mine.to_dict()) == mine
     assert mine(7) == 1
+    assert (mine * 2 + constant(1.0))(7) == 3
+    numpy = pytest.importorskip("numpy", minversion="2.1")
+    with pytest.raises(ScheduleError, match=r"Sawtooth has no array_at\(step, xp\).* define it, or call values\(\)"):
+        mine(numpy.arange(3))
 
 
 @pytest.mark.parametrize("schedule", ALL)
@@ -292,25 +280,3 @@ def test_unsigned_and_short_steps_do_not_wrap() -> None:
     schedule = shift(linear(1.0, 0.0, steps=1000), 500)
     for dtype in (numpy.uint32, numpy.uint8, numpy.int8, numpy.float16):
         assert schedule(numpy.array([0, 100], dtype)).tolist() == [1.0, 1.0]
-
-
-def test_a_kind_without_an_array_formula_says_what_to_define() -> None:
-    numpy = pytest.importorskip("numpy", minversion="2.1")
-
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class Bare(Schedule):
-        kind: ClassVar[str] = "bare"
-
-        def at(self, step: float) -> float:
-            return step
-
-        @property
-        def length(self) -> float:
-            return math.inf
-
-        @property
-        def boundaries(self) -> tuple[float, ...]:
-            return ()
-
-    with pytest.raises(ScheduleError, match=r"bare: Bare has no array_at\(step, xp\).* define it, or call values\(\)"):
-        Bare()(numpy.arange(3))
