@@ -389,9 +389,10 @@ def trainers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def jax(session: nox.Session) -> None:
-    """Schedules under `jax.jit` and in optax, with real installs."""
+    """Schedules under `jax.jit`, in optax and in Keras, with real installs."""
     install(session, "opt-scheduler", groups=("test", "jax"))
-    session.run("pytest", "packages/opt-scheduler/tests", "-k", "jax or optax or array or readme", *session.posargs)
+    chosen = "jax or optax or array or readme or keras"
+    session.run("pytest", "packages/opt-scheduler/tests", "-k", chosen, *session.posargs, env={"KERAS_BACKEND": "jax"})
 
 
 @nox.session(python="3.11", default=False)

@@ -22,10 +22,9 @@ AT_NIGHT = "runs every night: nox -s nightly"
 # Pattern of the reason for skipping -> where the test does run.
 ELSEWHERE = {
     re.escape(AT_NIGHT): "nox -s nightly",
-    r"could not import '(jax|optax)'": "nox -s jax",
+    r"could not import '(jax|optax|keras)'|the adapter needs keras": "nox -s jax",
     r"could not import '(lightning|accelerate|transformers|torchtitan)": "nox -s trainers",
     r"could not import 'megatron": "nox -s megatron",
-    r"Megatron-Core's page is not beside the repository": "a checkout beside the specification, or with OPT_SPEC_DIR",
     r"drawn by another version of matplotlib": "the version of matplotlib that drew the committed picture",
     r"this processor does not run code for|multiply bfloat16 itself": "processors with AVX2, AVX-512 or bf16 products",
     r"this device has no TMA": "GPUs of Hopper and newer",
