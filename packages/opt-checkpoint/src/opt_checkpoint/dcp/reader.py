@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, TensorRead
-from opt_checkpoint.disk.checked_values import CheckedValues, check_bytes
 from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
-from opt_checkpoint.disk.data_file import DataFile, DataFiles
+from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, check_bytes
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.disk.read_region import FilePosition, Readable, Region, read_region
 from opt_checkpoint.disk.torch_zip_reader import find_values, load_archive

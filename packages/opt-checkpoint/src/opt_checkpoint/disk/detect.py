@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint.disk.checked_values import CheckedValues
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles
+from opt_checkpoint.disk.data_file import FILE_MARK, CheckedValues, DataFiles
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.manifest import read_manifest

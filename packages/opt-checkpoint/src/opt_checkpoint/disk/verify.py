@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from opt_checkpoint.disk.checked_values import check_bytes
 from opt_checkpoint.disk.checksums import Hasher, PieceSums
-from opt_checkpoint.disk.data_file import DataFile, DataFiles
+from opt_checkpoint.disk.data_file import DataFile, DataFiles, check_bytes
 from opt_checkpoint.disk.dcp_metadata import METADATA
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredFile
