@@ -158,35 +158,26 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     if not tables:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     device = grads[0].device
-    counts_of_tables = [table.records.shape[0] for table in tables]
-    sums = torch.empty(sum(counts_of_tables), dtype=torch.float64, device=device)
-    counts = torch.empty(sums.numel(), 2, dtype=torch.int32, device=device)
-    parts = zip(tables, torch.split(sums, counts_of_tables), torch.split(counts, counts_of_tables), strict=True)
-    for table, of_table, counted in parts:
-        stats_sweep[(of_table.numel(),)](
-            table.records, of_table, counted, MAXIMUM=math.isinf(norm_type), **_options(table)
-        )  # fmt: skip
+    num_chunks = sum([table.records.shape[0] for table in tables])
+    sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
+    counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
+    maximum, start = math.isinf(norm_type), 0
+    for records, options in tables:
+        into = (sums[start:], counts[start:]) if start else (sums, counts)
+        stats_sweep[(records.shape[0],)](records, *into, MAXIMUM=maximum, **options)
+        start += records.shape[0]
     power = torch.empty((), dtype=torch.float64, device=device)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     stats_total[(1,)](
-        sums, counts, power, totals, sums.numel(), MAXIMUM=math.isinf(norm_type), BLOCK=SUM_BLOCK,
+        sums, counts, power, totals, num_chunks, MAXIMUM=maximum, BLOCK=SUM_BLOCK,
         num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
 
 
 class _Table(NamedTuple):
-    fmt: _Format
     records: Tensor
-    chunk: int
-
-
-def _options(table: "_Table") -> dict[str, Any]:
-    fmt, records, chunk = table
-    return {
-        "GRAD": value_dtype(fmt.dtype), "WIDTH": records.shape[1], "CHUNK": chunk,
-        "BLOCK": tile_elements(fmt.dtype), "E": _vector(fmt), "num_warps": NUM_WARPS, "enable_fp_fusion": True,
-    }  # fmt: skip
+    options: dict[str, Any]  # of the sweep
 
 
 def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
@@ -212,8 +203,15 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
     device, nowhere = grads[0].device, (0,) * len(grads)
     chunk = chunk_elements(sum(numels), processors=processors(device))
     column = Column(item_bytes=fmt.dtype.itemsize)
-    host = chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk)
-    return _Table(fmt, to_device(host, device), chunk)
+    records = to_device(chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk), device)
+    # With one column, no common width is needed. Programs read twice as many elements in 16 bits at a time, so that
+    # enough bytes are in flight.
+    item_bytes = fmt.dtype.itemsize
+    options = {
+        "GRAD": value_dtype(fmt.dtype), "WIDTH": records.shape[1], "CHUNK": chunk, "BLOCK": tile_elements(fmt.dtype),
+        "E": ALIGNMENT // item_bytes if fmt.aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": True,
+    }  # fmt: skip
+    return _Table(records, options)
 
 
 @cache
@@ -228,10 +226,5 @@ def known_tables(device: torch.device) -> DeviceTables[list[_Table] | None]:
 
 
 def tile_elements(dtype: torch.dtype) -> int:
-    """Elements that a program reads at a time. Twice as many in 16 bits, so that enough bytes are in flight."""
+    """Elements that a program reads at a time."""
     return BLOCK * 4 // dtype.itemsize
-
-
-def _vector(fmt: _Format) -> int:
-    """Elements in 16 bytes if the addresses are aligned, else 1. With one column, no common width is needed."""
-    return ALIGNMENT // fmt.dtype.itemsize if fmt.aligned else 1
