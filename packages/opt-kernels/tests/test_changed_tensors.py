@@ -226,7 +226,7 @@ def test_the_same_in_every_form(form: str, build: str) -> None:
 
 @pytest.mark.parametrize("what", ["gone", "transposed", "of other dtypes"])
 def test_the_same_where_torch_has_no_guards(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opt_kernels.backends.layouts._GUARDS", None)
+    monkeypatch.setattr("opt_kernels.backends.tables._GUARDS", None)
     check("grads", what, "float32", "triton")
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.backends import layouts
-from opt_kernels.backends.layouts import Layouts
+from opt_kernels.backends import tables
+from opt_kernels.backends.tables import Layouts
 
 
 def known() -> list[Tensor]:
@@ -15,7 +15,7 @@ def known() -> list[Tensor]:
 @pytest.fixture(params=["guards", "python"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "python":
-        monkeypatch.setattr(layouts, "_GUARDS", None)
+        monkeypatch.setattr(tables, "_GUARDS", None)
 
 
 def test_other_tensors_of_the_same_layout_are_the_same() -> None:
