@@ -29,7 +29,7 @@ ABOUT = {
     "bench_host": About(
         "Host time of a step",
         "Python and dispatch time of a step over 290 tensors, without the work on the device: what a GPU waits for if "
-        "its own work is shorter. The second number of a row is a fixed goal, not another library.",
+        "its own work is shorter.",
     ),
     "bench_muon": About(
         "Muon and Newton-Schulz on a CPU",
