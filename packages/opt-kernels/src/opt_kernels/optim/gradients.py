@@ -1,6 +1,7 @@
 """The gradients of an optimizer: their factor and total norm, and whether a step only creates state."""
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.optim.param_rows import params_of
+
+_GRAD, _DEVICE = attrgetter("grad"), attrgetter("device")
 
 
 class Scaling(NamedTuple):
@@ -35,12 +38,10 @@ def scaling_of(
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
             "communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"
         )
-    grads = [param.grad for param in params if param.grad is not None]
-    by_device: dict[torch.device, list[Tensor]] = {device: [] for device in {grad.device for grad in grads}}
-    for grad in grads:
-        by_device[grad.device].append(grad)
-    first = grads[0].device if grads else None
-    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(first) for same in by_device.values()]
+    grads = [grad for grad in map(_GRAD, params) if grad is not None]
+    devices = list(dict.fromkeys(map(_DEVICE, grads)))
+    by_device = [[grad for grad in grads if grad.device == device] for device in devices] if devices[1:] else [grads]
+    sums = [grad_stats(same, count_zeros=False).sum_of_squares.to(devices[0]) for same in by_device if same]
     norm = (torch.stack(sums).sum().sqrt() if sums else torch.zeros((), dtype=torch.float64)) * scale
     is_bad = ~(norm < torch.inf)
     # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Sequence
 from ctypes import CDLL
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from opt_kernels.backends.reference.grad_stats import GradStats, check_norm_type
 from opt_kernels.backends.torch_native import grad_stats as torch_native
 from opt_kernels.backends.torch_native.grad_stats import is_safe
 
+_DTYPE = attrgetter("dtype")
 SOURCE = Path(__file__).with_name("grad_stats.cpp")
 ROW_NUMEL = 1 << 12  # as in grad_stats.cpp
 SHARE_ROWS = 1 << 4  # minimum work of a thread
@@ -31,14 +33,17 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     check_norm_type(norm_type)
     if norm_type != 2.0:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
-    compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in {grad.dtype for grad in grads}}
-    others = [grad for grad in grads if compiled[grad.dtype] is None]
+    by_dtype = {dtype: list(grads) for dtype in set(map(_DTYPE, grads))}
+    if len(by_dtype) > 1:
+        by_dtype = {dtype: [grad for grad in grads if grad.dtype is dtype] for dtype in by_dtype}
+    compiled = {dtype: _compiled(dtype, count_zeros=count_zeros) for dtype in by_dtype}
+    others = [grad for dtype, same in by_dtype.items() if compiled[dtype] is None for grad in same]
     of_others = torch_native.grad_stats(others, count_zeros=count_zeros)
     total, zeros = float(of_others.sum_of_squares), int(of_others.zeros)
     for dtype in C_TYPES:
-        same = [grad for grad in grads if grad.dtype is dtype and grad.numel()]
-        if same and (sweep := compiled[dtype]) is not None:
-            dense = [grad if grad.is_contiguous() else in_memory_order(grad) for grad in same]
+        sweep, same = compiled.get(dtype), by_dtype.get(dtype, [])
+        if sweep is not None and any(map(Tensor.numel, same)):
+            dense = same if all(map(Tensor.is_contiguous, same)) else [in_memory_order(grad) for grad in same]
             of_dtype, zeros_of_dtype = _sums(sweep, dense)
             if not is_safe(of_dtype):
                 return reference.grad_stats(grads, count_zeros=count_zeros)
@@ -54,7 +59,7 @@ def _compiled(dtype: torch.dtype, *, count_zeros: bool) -> CDLL | None:
 def _sums(compiled: CDLL, grads: Sequence[Tensor]) -> tuple[float, int]:
     """The sum of squares and the number of zeros of gradients of one dtype without holes in their memory."""
     numels = list(map(Tensor.numel, grads))
-    table = array("q", [*map(Tensor.data_ptr, grads), *numels])
+    table = array("q", list(map(Tensor.data_ptr, grads)) + numels)
     row_sums = torch.empty(sum([-(-numel // ROW_NUMEL) for numel in numels]), dtype=torch.float64)
     zeros = run(
         compiled,
