@@ -28,9 +28,9 @@ from opt_stack.building.build import build_stepper, holds_parts
 from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS
-from opt_stack.planning.draft import Draft, Groups, Overrides, make_rules_
+from opt_stack.planning.draft import Draft, Groups, Overrides
 from opt_stack.planning.plan import Plan
-from opt_stack.planning.planner import make_plan, with_compute
+from opt_stack.planning.planner import make_plan, make_rules_, with_compute
 from opt_stack.planning.ranks import (
     NOTHING,
     check_peers,

@@ -14,7 +14,7 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import FP8
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.groups import Axes
 from opt_distributed.comm.host import HostComm
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 from opt_distributed.layout import Computes
@@ -148,10 +148,6 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     )
 
 
-def _axes(roles: Roles, buffer: BufferPlan) -> Axes:
-    return roles.expert if buffer.is_expert else roles.dense
-
-
 class _Side(NamedTuple):
     """The part of a unit of the plan that is updated on the device, or the part on the host."""
 
@@ -184,16 +180,16 @@ def _completed(plan: Plan) -> list[list[str]]:
 def _units(
     draft: Draft, device: torch.device, sources: Mapping[str, Source], fp8: Mapping[str, QuantizedSource]
 ) -> Iterator[Unit]:
-    plan, params, metas, roles = draft.plan, draft.params, draft.metas, draft.roles
+    plan, roles = draft.plan, draft.roles
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
-    cut = {unit.name: cut_params(unit, plan.buffers, params, metas, roles) for unit in plan.units}
-    rows = {unit.name: cut_rows(unit, plan.buffers, params, metas, roles) for unit in plan.units}
+    cut = {unit.name: cut_params(unit, draft) for unit in plan.units}
+    rows = {unit.name: cut_rows(unit, draft) for unit in plan.units}
     host = HostBuilder(plan.config.placement, device)
     for side, completed in zip(_sides(plan), _completed(plan), strict=True):
         planned, on_host = side
         axes = roles.expert if planned.is_expert else roles.dense
         over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
-        placed = place_matrices(planned, params, metas, axes.tp, over=over)
+        placed = place_matrices(planned, draft.params, draft.metas, axes.tp, over=over)
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
@@ -214,7 +210,7 @@ def _source(
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
     params = {shape.id: draft.params[shape.id] for shape in buffer.params}
-    axes, replicas = _axes(draft.roles, buffer), draft.roles.dense.num_replicas
+    axes, replicas = draft.axes_of(buffer), draft.roles.dense.num_replicas
     is_reduced = params.keys() <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
         check_marks(params, draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
@@ -246,7 +242,7 @@ def _source(
 def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> QuantizedSource:
     """Return the publisher of a buffer of fp8 parameters, which quantises them after the update."""
     found = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
-    return QuantizedSource(source, found, _axes(draft.roles, buffer).dp if buffer.layout.num_shards > 1 else Alone())
+    return QuantizedSource(source, found, draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
 def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
@@ -266,7 +262,7 @@ def _pieces(
     main: Main | CodedMain | HostMain | QuantizedMain
     rule = unit.rule_of(on_host=on_host)
     for buffer in plan.buffers:
-        axes = _axes(roles, buffer)
+        axes = draft.axes_of(buffer)
         rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:

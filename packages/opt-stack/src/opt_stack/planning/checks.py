@@ -128,7 +128,7 @@ def _check_units(draft: Draft) -> None:
                     f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
                     f"{draft.metas[wrong[0]].shape}; use an elementwise rule for it through config_overrides"
                 )
-        check_hooks(unit, draft.metas, draft.plan.buffers)
+        check_hooks(unit, draft)
 
 
 def _check_uncut(draft: Draft, unit: UnitPlan) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
 from opt_distributed.buffers.peers import uses_qk_layernorm
-from opt_distributed.buffers.planner import WorldSizes
+from opt_distributed.buffers.planner import BufferPlan, WorldSizes
 from opt_distributed.buffers.stored import describe_stored
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.collectives import Alone
@@ -19,17 +19,7 @@ from opt_kernels.hooks import GivenHooks
 from opt_kernels.rules.base import Rule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 from opt_scheduler.override import ParamGroupOverride
-from opt_stack.planning.hooks import check_weight_decay, with_hooks
 from opt_stack.planning.plan import Plan
-from opt_stack.rules.entries import (
-    check_entries,
-    check_numbers,
-    check_unread_fields,
-    check_unread_numbers,
-    checked_hyper,
-    record_choices_,
-    record_hooks_,
-)
 from opt_stack.rules.registry import Registry
 
 Groups = list[dict[str, Any]]
@@ -71,6 +61,10 @@ class Draft:
         """The descriptions of `params`."""
         return describe_stored(self.chunks)
 
+    def axes_of(self, buffer: BufferPlan) -> Axes:
+        """The groups over which the parameters of a buffer are distributed."""
+        return self.roles.expert if buffer.is_expert else self.roles.dense
+
     @property
     def rule_of(self) -> dict[ParamId, str]:
         """The name of the rule of each parameter in a group."""
@@ -96,28 +90,3 @@ class Draft:
         """The buffers of wrapped chunks that hold any parameter of the groups, chunk by chunk."""
         trained = self.rule_of.keys()
         return [buffer for chunk in self.wrapped.values() for buffer in chunk.buffers_of(trained)]
-
-
-def make_rules_(draft: Draft) -> None:
-    """Make the rules that the groups name, and add to the groups the numbers that these read and the groups lack.
-
-    Raises:
-        ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
-            number that is out of bounds; a hook does not fit its rule.
-    """
-    config, groups = draft.config, draft.groups
-    names = {group["optimizer"] for group in groups}
-    made = {name: draft.registry.rule(name, config) for name in names}
-    hyper = {name: checked_hyper(draft.registry[name], rule, config) for name, rule in made.items()}
-    check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=draft.extra_group_keys)
-    for group in groups:
-        for key, value in hyper[group["optimizer"]].items():
-            group.setdefault(key, value)
-        check_numbers(group, made[group["optimizer"]])
-    draft.rules = made = with_hooks(made, draft.hooks)
-    check_weight_decay(groups, made)
-    check_unread_fields(config, [draft.registry[name] for name in sorted(names)])
-    for group in groups:
-        check_unread_numbers(group, made[group["optimizer"]])
-    record_hooks_(groups, made)
-    record_choices_(groups, made)

@@ -1,7 +1,7 @@
 """Hooks around updates: attach them to rules, check the layouts they support, record them in parameter groups."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from opt_config import ConfigError
 from opt_distributed.buffers.planner import BufferPlan
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import is_outside, mesh_of
 from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_distributed.step.dtensor import mesh_comms
@@ -29,6 +28,7 @@ from opt_kernels.hooks import (
 from opt_kernels.hooks.rows import SpannedRows
 from opt_kernels.rules.base import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
+from opt_stack.planning.draft import Draft
 from opt_stack.planning.plan import UnitPlan
 
 logger = logging.getLogger("opt_stack")
@@ -46,13 +46,12 @@ def with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
         raise ConfigError(f"hooks: {error}") from error
 
 
-def check_hooks(unit: UnitPlan, metas: Mapping[ParamId, ParamMeta], buffers: Sequence[BufferPlan]) -> None:
+def check_hooks(unit: UnitPlan, draft: Draft) -> None:
     """Raise ConfigError for a hook that does not support the shape or layout of a parameter."""
-    spread = {param.id: buffer for buffer in buffers for param in buffer.params if param.id in unit.ids}
+    buffer_of = {id: buffer for buffer, id in _placed(unit, draft)}
     for hook in hooks_of(unit.rule):
         for id in sorted(unit.ids):
-            problem = _problem(hook, unit, metas[id], spread[id])
-            if problem:
+            if problem := _problem(hook, unit, draft.metas[id], buffer_of[id]):
                 raise ConfigError(f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}")
 
 
@@ -78,70 +77,59 @@ def check_start(hook_owner: Rule, id: ParamId, value: Tensor) -> None:
         )
 
 
-def cut_params(
-    unit: UnitPlan,
-    buffers: Sequence[BufferPlan],
-    params: Mapping[ParamId, Tensor],
-    metas: Mapping[ParamId, ParamMeta],
-    roles: Roles,
-) -> tuple[CutParams, ...]:
+def cut_params(unit: UnitPlan, draft: Draft) -> tuple[CutParams, ...]:
     """Return the parameters of a unit whose norms are summed over ranks, by group of ranks; equal on all of them."""
     if not (isinstance(unit.rule, HookedUpdate) and unit.rule.sums_norms):
         return ()
     found: dict[tuple[int, ...], CutParams] = {}
-    for buffer in buffers:
-        for shape in buffer.params:
-            if shape.id in unit.ids:
-                comms = tuple(_comms(buffer, params[shape.id], metas[shape.id], roles))
-                key = tuple(id(comm) for comm in comms)
-                before = found.get(key, CutParams((), comms))
-                found[key] = before._replace(ids=(*before.ids, shape.id))
+    for buffer, id in _placed(unit, draft):
+        comms = tuple(_comms(buffer, id, draft))
+        before = found.get(key := _key(comms), CutParams((), comms))
+        found[key] = before._replace(ids=(*before.ids, id))
     return tuple(cut for cut in found.values() if cut.comms)
 
 
-def _comms(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, *, from_dim: int = 0) -> Iterator[Comm]:
-    """Yield the groups over which a parameter is cut along dim `from_dim` or later."""
-    axes = roles.expert if buffer.is_expert else roles.dense
-    if buffer.kind is AS_IT_CAME:
-        dims = [placed.shard_dim if placed.size > 1 else None for placed in meta.placements]
-        yield from mesh_comms(param, [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim])
-    elif buffer.kind.cuts and buffer.layout.num_shards > 1:
-        yield axes.dp
-    yield from _tensor_peers(buffer, param, meta, roles, from_dim)
-
-
-def _tensor_peers(buffer: BufferPlan, param: Tensor, meta: ParamMeta, roles: Roles, from_dim: int) -> tuple[Comm, ...]:
-    """Return the tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
-    peers = (roles.expert if buffer.is_expert else roles.dense).tp
-    cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
-    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(param))
-    return (peers,) if cuts and peers.size > 1 and outside else ()
-
-
-def cut_rows(
-    unit: UnitPlan,
-    buffers: Sequence[BufferPlan],
-    params: Mapping[ParamId, Tensor],
-    metas: Mapping[ParamId, ParamMeta],
-    roles: Roles,
-) -> tuple[CutRows, ...]:
+def cut_rows(unit: UnitPlan, draft: Draft) -> tuple[CutRows, ...]:
     """Return the parameters of a unit whose gradient rows span ranks, by group of ranks; equal on all of them."""
     if not (isinstance(unit.rule, HookedUpdate) and unit.rule.centralizes):
         return ()
     found: dict[tuple[int, ...], CutRows] = {}
-    for buffer in buffers:
-        for shape in buffer.params:
-            meta = metas[shape.id]
-            dims = len(meta.shape) - 1 if unit.rule.needs is Needs.MATRICES else 1
-            if shape.id not in unit.ids or len(meta.shape) < 2 or not meta.numel:
-                continue
-            comms = tuple(_comms(buffer, params[shape.id], meta, roles, from_dim=dims))
-            if comms:
-                num_parts = prod(peers.size for peers in _tensor_peers(buffer, params[shape.id], meta, roles, dims))
-                key = tuple(id(comm) for comm in comms)
-                before = found.get(key, CutRows({}, comms))
-                found[key] = before._replace(rows={**before.rows, shape.id: _spanned(meta, dims, num_parts)})
+    for buffer, id in _placed(unit, draft):
+        meta = draft.metas[id]
+        dims = len(meta.shape) - 1 if unit.rule.needs is Needs.MATRICES else 1
+        if len(meta.shape) > 1 and meta.numel and (comms := tuple(_comms(buffer, id, draft, from_dim=dims))):
+            num_parts = prod(peers.size for peers in _tensor_peers(buffer, id, draft, dims))
+            before = found.get(key := _key(comms), CutRows({}, comms))
+            found[key] = before._replace(rows={**before.rows, id: _spanned(meta, dims, num_parts)})
     return tuple(found.values())
+
+
+def _placed(unit: UnitPlan, draft: Draft) -> Iterator[tuple[BufferPlan, ParamId]]:
+    """Yield the parameters of a unit with their buffers."""
+    return ((b, param.id) for b in draft.plan.buffers for param in b.params if param.id in unit.ids)
+
+
+def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
+    return tuple(map(id, comms))
+
+
+def _comms(buffer: BufferPlan, id: ParamId, draft: Draft, *, from_dim: int = 0) -> Iterator[Comm]:
+    """Yield the groups over which a parameter is cut along dim `from_dim` or later."""
+    if buffer.kind is AS_IT_CAME:
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in draft.metas[id].placements]
+        cuts = [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
+        yield from mesh_comms(draft.params[id], cuts)
+    elif buffer.kind.cuts and buffer.layout.num_shards > 1:
+        yield draft.axes_of(buffer).dp
+    yield from _tensor_peers(buffer, id, draft, from_dim)
+
+
+def _tensor_peers(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> tuple[Comm, ...]:
+    """Return the tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
+    meta, peers = draft.metas[id], draft.axes_of(buffer).tp
+    cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
+    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(draft.params[id]))
+    return (peers,) if cuts and peers.size > 1 and outside else ()
 
 
 def _spanned(meta: ParamMeta, dims: int, num_parts: int) -> SpannedRows:

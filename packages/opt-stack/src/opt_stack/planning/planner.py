@@ -1,4 +1,4 @@
-"""`make_plan`: plan the step from a draft. Decides; what it may not decide is refused by `checks`."""
+"""The rules and the plan of a draft: `make_rules_`, `make_plan`, `with_compute`. They decide; `checks` refuses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,8 +20,43 @@ from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.compute import plan_compute, split_rows
 from opt_stack.planning.draft import Draft
+from opt_stack.planning.hooks import check_weight_decay, with_hooks
 from opt_stack.planning.plan import GroupPlan, Hosted, Plan, UnitPlan
+from opt_stack.rules.entries import (
+    check_entries,
+    check_numbers,
+    check_unread_fields,
+    check_unread_numbers,
+    checked_hyper,
+    record_choices_,
+    record_hooks_,
+)
 from opt_stack.rules.torch_rule import torch_host_rule
+
+
+def make_rules_(draft: Draft) -> None:
+    """Make the rules that the groups name, and add to the groups the numbers that these read and the groups lack.
+
+    Raises:
+        ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
+            number that is out of bounds; a hook does not fit its rule.
+    """
+    config, groups = draft.config, draft.groups
+    names = {group["optimizer"] for group in groups}
+    made = {name: draft.registry.rule(name, config) for name in names}
+    hyper = {name: checked_hyper(draft.registry[name], rule, config) for name, rule in made.items()}
+    check_entries(groups, hyper, decoupled=config.decoupled_weight_decay, extra_group_keys=draft.extra_group_keys)
+    for group in groups:
+        for key, value in hyper[group["optimizer"]].items():
+            group.setdefault(key, value)
+        check_numbers(group, made[group["optimizer"]])
+    draft.rules = made = with_hooks(made, draft.hooks)
+    check_weight_decay(groups, made)
+    check_unread_fields(config, [draft.registry[name] for name in sorted(names)])
+    for group in groups:
+        check_unread_numbers(group, made[group["optimizer"]])
+    record_hooks_(groups, made)
+    record_choices_(groups, made)
 
 
 def make_plan(draft: Draft) -> Plan:
