@@ -36,7 +36,6 @@ from opt_stack.planning.ranks import (
     check_peers,
     check_ranks,
     check_same_config,
-    check_standard_overrides,
     device_of,
     model_part,
 )
@@ -97,7 +96,6 @@ def get_optimizer(
     draft.overrides = config_overrides
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
     draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
-    check_standard_overrides(draft)
     optimizer = _build(draft)
     if dump_param_to_param_group_map is not None:
         write_group_map(dump_param_to_param_group_map, draft.groups, everyone=draft.roles.everyone)

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
-from itertools import takewhile
+from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from opt_distributed.comm.groups import Roles, from_all_replicas
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
-from opt_stack.planning.draft import Draft, Groups, Overrides
+from opt_stack.planning.draft import Draft, Groups
 from opt_stack.planning.plan import rule_text
 
 logger = logging.getLogger("opt_stack")
@@ -200,9 +200,51 @@ def _judge_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> None:
             )
 
 
+def _decayed_by_overrides(draft: Draft) -> list[str]:
+    """The biases and vectors that have weight decay because `overrides` leave out the standard ones.
+
+    Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all. Refuses
+    overrides that leave out those that apply `decoupled_lr`.
+    """
+    config, overrides = draft.config, draft.overrides
+    if overrides is None:
+        return []
+    given = read_overrides(config, overrides, extra_group_keys=None)
+    if config.decoupled_lr is not None and not any("is_decoupled_lr" in override for override in given.values()):
+        raise ConfigError(
+            f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
+            f"which apply it; pass {_KEEP}, or leave it at None"
+        )
+    standard = get_standard_config_overrides(config)
+    undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
+    chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
+    decayed = (
+        str(id)
+        for group in draft.groups
+        if given and any(group.get(name) for name in ("weight_decay", "end_wd"))
+        for id, param in zip(group["param_ids"], group["params"], strict=True)
+        if any(key.matches(param, id.name) for key in undecayed)
+        and not any(key.matches(param, id.name) for key in chosen)
+    )
+    return list(islice(decayed, _NAMES_SHOWN + 1))
+
+
+def _judge_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> None:
+    """Warn, on rank 0, of weight decay that overrides bring back."""
+    names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
+    if names and draft.roles.everyone.rank == 0:
+        shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
+        logger.warning(
+            "config_overrides replace the standard ones, so biases and vectors have weight decay now: %s. To keep them "
+            "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
+            shown, _KEEP,
+        )  # fmt: skip
+
+
 DEVICES = RankCheck(_kind_of_device, _judge_devices)
 EFFECTS = RankCheck(_dtypes_and_layouts, _judge_effects)
 RANK_CHECKS = (
+    RankCheck(_decayed_by_overrides, _judge_decay),
     RankCheck(_matched_patterns, _judge_patterns),
     EFFECTS,
     RankCheck(_has_fp8, _judge_fp8),
@@ -258,51 +300,6 @@ def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
         if own and len(parts) > 1:
             texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
     return ModelPart(", ".join(texts), has_namesakes)
-
-
-def check_standard_overrides(draft: Draft) -> None:
-    """Warn, on rank 0, if `overrides` leave out the standard ones and thereby decay biases and vectors. Collective.
-
-    Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all.
-
-    Raises:
-        ConfigError: on every rank, `decoupled_lr` is set, which only the standard overrides apply.
-    """
-    config, everyone = draft.config, draft.roles.everyone
-    given = agreed(everyone, lambda: _read(config, draft.overrides))
-    standard = get_standard_config_overrides(config)
-    undecayed = [key for key, override in standard.items() if override.get("wd_mult") == 0.0]
-    chosen = [key for key, override in given.items() if not override.keys().isdisjoint(_DECAY)]
-    decayed = [
-        str(id)
-        for group in draft.groups
-        if given and any(group.get(name) for name in ("weight_decay", "end_wd"))
-        for id, param in zip(group["param_ids"], group["params"], strict=True)
-        if any(key.matches(param, id.name) for key in undecayed)
-        and not any(key.matches(param, id.name) for key in chosen)
-    ]
-    per_rank = everyone.gather_objects(decayed[: _NAMES_SHOWN + 1])
-    names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
-    if names and everyone.rank == 0:
-        shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
-        logger.warning(
-            "config_overrides replace the standard ones, so biases and vectors have weight decay now: %s. To keep them "
-            "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
-            shown, _KEEP,
-        )  # fmt: skip
-
-
-def _read(config: OptimizerConfig, overrides: Overrides | None) -> Mapping[Any, Mapping[str, Any]]:
-    """The overrides as entries of groups. Raises ConfigError if they leave out those that apply `decoupled_lr`."""
-    if overrides is None:
-        return {}
-    given = read_overrides(config, overrides, extra_group_keys=None)
-    if config.decoupled_lr is not None and not any("is_decoupled_lr" in override for override in given.values()):
-        raise ConfigError(
-            f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
-            f"which apply it; pass {_KEEP}, or leave it at None"
-        )
-    return given
 
 
 def _first_difference_in(texts: Sequence[str]) -> int:
