@@ -120,8 +120,8 @@ def test_the_codes_are_those_of_the_main_values() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_byte_an_element_and_scales_are_gathered(recipe: str, wraps: bool) -> None:
     options = {**ZERO, "wraps": wraps}  # fp8_param_gather where it is wrapped
-    padded = -(-NUMEL // 128) * 128
-    biases = 2 * 384  # in bf16; 192, 64 and 5, which begin at multiples of 64 and end at one of 128
+    padded = -(-NUMEL // 256) * 256  # a multiple of 128 on each of two ranks
+    biases = 2 * 512  # in bf16; 192, 64 and 5, which begin at multiples of 128
     for run in train(2, recipe, **options):
         gathered = sorted(call.num_bytes for call in run.calls if call.kind == "all_gather")
         scales = [padded // 32] if recipe == "mxfp8" else []
