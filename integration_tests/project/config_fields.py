@@ -139,7 +139,7 @@ DATA_PARALLEL_FIELDS: Mapping[str, FieldUse] = _by_field(
         ),
         (
             _BUFFERS,
-            "packages/opt-distributed/tests/test_large_grads.py"
+            "packages/opt-distributed/tests/test_grad_checks.py"
             "::test_a_gradient_ten_times_the_first_hundred_is_refused",
         ): "check_for_large_grads",
         (_BUFFER_PLAN, f"{_RANK_TESTS}::test_buckets_close_at_the_requested_size_if_something_overlaps"): (
