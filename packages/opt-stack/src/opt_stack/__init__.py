@@ -1,12 +1,6 @@
 """Optimizers for large models: `get_optimizer`, its plan and its configuration."""
 
-from opt_config import (
-    ConfigError,
-    DistributedDataParallelConfig,
-    OptimizerConfig,
-    ParamKey,
-    load_config,
-)
+from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey, load_config
 from opt_distributed import (
     DistributedDataParallel,
     GradientError,

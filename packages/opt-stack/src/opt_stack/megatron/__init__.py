@@ -56,11 +56,7 @@ from opt_scheduler import (
     get_canonical_lr_for_logging,
     param_group_override_to_tuple,
 )
-from opt_stack.factory import (
-    get_optimizer_based_on_param_groups,
-    logger,
-    with_matrix_rule,
-)
+from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
 from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.kinds import (
     ChainedOptimizer,

@@ -41,10 +41,7 @@ def get_grad_norm_fp32(
 
 @torch.no_grad()
 def clip_grad_by_total_norm_fp32(
-    parameters: Iterable[Tensor] | Tensor,
-    max_norm: float,
-    total_norm: float | Tensor,
-    use_decoupled_grad: bool = False,
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: float | Tensor, use_decoupled_grad: bool = False
 ) -> None:
     """Multiply gradients in place by `max_norm / (total_norm + 1e-6)` if that is below 1; all of them on every rank.
 

@@ -35,13 +35,7 @@ NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
     }
 )
 _MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
-    {
-        Numbers.DIRECT: 0,
-        Numbers.FP32_COPY: 4,
-        Numbers.REMAINDER: 2,
-        Numbers.SHORT_REMAINDER: 1,
-        Numbers.FP16_SCALED: 2,
-    }
+    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.SHORT_REMAINDER: 1, Numbers.FP16_SCALED: 2}
 )
 
 
