@@ -65,9 +65,9 @@ class Draft:
         """The groups over which the parameters of a buffer are distributed."""
         return self.roles.expert if buffer.is_expert else self.roles.dense
 
-    @property
+    @cached_property
     def rule_of(self) -> dict[ParamId, str]:
-        """The name of the rule of each parameter in a group."""
+        """The name of the rule of each parameter in a group; read once the groups are complete."""
         return {id: group["optimizer"] for group in self.groups for id in group["param_ids"]}
 
     @cached_property
