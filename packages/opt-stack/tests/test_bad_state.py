@@ -51,6 +51,10 @@ BROKEN = {
     "a parameter without state": (lambda d: d["state"].pop(0), "but not of"),
     "state that nobody keeps": (lambda d: d["state"][0].update(junk=torch.ones(1)), "has junk"),
     "no state at all": (lambda d: d.pop("state"), "needs 'state' and 'param_groups'"),
+    "another number of groups": (lambda d: d["param_groups"].pop(), "has 1 parameter groups, but this optimizer has 2"),
+    "another group": (lambda d: d["param_groups"][0].update(name="x"), "state_dict has no group 'default'"),
+    "a state that is not there": (lambda d: [s.pop("exp_avg_sq") for s in d["state"].values()], "lacks exp_avg_sq"),
+    "a state of another shape": (lambda d: d["state"][0].update(exp_avg=torch.zeros(2)), r"has shape \(2,\)"),
     "another layout": (lambda d: d.update(layout="rank 0 of another"), "which loads on any layout"),
 }
 

@@ -1,17 +1,34 @@
-"""Entries of groups: what neither a rule nor a scheduler reads is refused; a user's rule declares what it reads."""
+"""Entries of groups: each is read or refused, in overrides, given groups, loaded groups, and when it changes later."""
 
+import copy
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from stack_models import assert_equal, make_model, train, weights
+from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
+from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_kernels.formulas import Formula, Number, State, fma
+from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
+from opt_kernels.optim import Adam, AdamW
 from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, linear
-from opt_stack import Registry, RuleEntry, get_optimizer, get_optimizer_based_on_param_groups
+from opt_stack import (
+    Optimizer,
+    Registry,
+    RuleEntry,
+    get_optimizer,
+    get_optimizer_based_on_param_groups,
+    release_gradients,
+)
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1)
 BIAS = ParamKey(name="*.bias")
@@ -206,3 +223,343 @@ def test_what_an_entry_gives_and_a_rule_reads_must_agree(hyper: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         get_optimizer(OptimizerConfig(optimizer="powered", lr=0.5), [make_model()], rules=powered(**hyper))
     assert str(caught.value) == message
+
+
+def scalars(*, lr: float, beta1: float) -> dict[str, float]:
+    return {"lr": lr, "weight": 1 - beta1}
+
+
+def update(p: Any, g: Any, m: Any, *, lr: Any, weight: Any) -> Any:
+    m = fma(weight, g - m, m)
+    return p - lr * m, m
+
+
+UNDECAYED = Formula(
+    name="undecayed", states=(State("m"),), numbers=(Number("betas", (0.9, 0.99)),), scalars=scalars, update=update
+)
+RULES = Registry().with_formula(UNDECAYED)
+
+
+def built(*hooks: Hook, model: nn.Module | None = None, overrides: Any = None, **fields: Any) -> Optimizer:
+    config = OptimizerConfig(**{"optimizer": "undecayed", "lr": 0.5, "clip_grad": 0.0, **fields})
+    return get_optimizer(config, [model or nn.Linear(4, 4)], overrides, rules=RULES, hooks=hooks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"weight_decay": 0.1}, "group 'default': weight_decay=0.1 has no effect: formula 'undecayed' never reads it"),
+        ({"optimizer_options": {"betas": (0.9, 0.5)}}, "formula 'undecayed' never reads beta2; leave it at 0.99"),
+        ({"adam_beta2": 0.5}, "adam_beta2=0.5: optimizer='undecayed' does not read it; set its numbers in optimizer"),
+        ({"optimizer": "adan", "adam_eps": 0.5}, "adam_eps=0.5: optimizer='adan' does not read it"),
+        ({"optimizer": "signum", "sgd_momentum": 0.5}, "sgd_momentum=0.5: optimizer='signum' does not read it"),
+    ],
+    ids=str,
+)
+def test_a_number_that_no_rule_reads_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        built(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("lr", "a field of the configuration sets it"),
+        ("backend", "the stack chooses the fastest backend"),
+        ("stochastic_rounding", "the stack keeps main values; only the drop-in optimizers"),
+    ],
+)
+def test_an_option_that_is_not_the_formulas_is_refused_with_the_reason(name: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{name!r}=1; for optimizer='undecayed' {reason}")):
+        built(optimizer_options={name: 1})
+
+
+def test_an_override_and_a_callers_group_are_refused_too() -> None:
+    with pytest.raises(ConfigError, match=re.escape("end_wd=0.1 has no effect: formula 'undecayed' never reads it")):
+        built(overrides={ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}})
+    model = nn.Linear(4, 4)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.3}]
+    with pytest.raises(ConfigError, match=re.escape("weight_decay=0.3 has no effect")):
+        get_optimizer_based_on_param_groups(
+            OptimizerConfig(optimizer="undecayed", lr=0.5), [model], groups, rules=RULES
+        )
+
+
+def test_defaults_and_what_a_rule_or_hook_reads_are_accepted() -> None:
+    built()
+    built(weight_decay=0.0, optimizer_options={"betas": (0.5, 0.99)})
+    built(CautiousDecay(), weight_decay=0.1)
+    built(overrides={ParamKey(name="bias"): {"optimizer": "adam"}}, adam_beta1=0.5)
+    built(optimizer="sgd", adam_beta1=0.5)  # as in Megatron-Core, whose scripts set numbers of all its rules
+
+
+def test_the_default_weight_decay_has_no_effect_with_a_hook_either() -> None:
+    weights = []
+    for hooks in ((), (ClipUpdateRms(1e6),)):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = built(*hooks, model=model)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-7)  # decay would change them by 0.005 of each
+
+
+def built_groups(hooks: tuple[Hook, ...] = (), comm: Any = None, **fields: Any) -> tuple[nn.Module, Optimizer]:
+    model = make_model()
+    axes = Axes(dp=comm or Alone(), tp=Alone())
+    config = OptimizerConfig(optimizer="undecayed", lr=0.1, **fields)
+    roles = Roles(dense=axes, expert=axes, everyone=comm or Alone())
+    rules = Registry().with_formula(UNDECAYED)
+    return model, get_optimizer(config, [model], rules=rules, hooks=hooks, pg_collection=roles)
+
+
+def scheduler(optimizer: Optimizer, start: float, end: float) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.1, max_lr=0.1, min_lr=0.1, lr_warmup_steps=0, lr_decay_steps=4, lr_decay_style="constant",
+        start_wd=start, end_wd=end, wd_incr_steps=4, wd_incr_style="constant" if start == end else "linear",
+    )  # fmt: skip
+
+
+def test_a_schedule_of_weight_decay_that_nothing_reads_is_refused_before_anything_changes() -> None:
+    model, optimizer = built_groups()
+    schedule = scheduler(optimizer, 0.01, 0.1)
+    train(model, optimizer, range(1))
+    before = weights(model)
+    schedule.step(1)
+    with pytest.raises(ValueError, match=r"weight_decay=0\.03\d* has no effect: formula 'undecayed' never reads it"):
+        train(model, optimizer, range(1, 2))
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01], ids=["none", "the default"])
+def test_a_constant_weight_decay_that_nothing_reads_is_accepted(decay: float) -> None:
+    model, optimizer = built_groups(weight_decay=decay)
+    schedule = scheduler(optimizer, decay, decay)
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        schedule.step(1)
+
+
+def test_a_hook_that_decays_reads_it() -> None:
+    model, optimizer = built_groups((CautiousDecay(),))
+    schedule = scheduler(optimizer, 0.01, 0.1)
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1))
+        schedule.step(1)
+
+
+def test_betas_that_nothing_reads_are_refused_and_loaded_numbers_are_not() -> None:
+    model, optimizer = built_groups()
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["betas"] = (0.9, 0.5)
+    with pytest.raises(ValueError, match="never reads beta2"):
+        train(model, optimizer, range(1))
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["weight_decay"] = 0.1  # as of a version that did not refuse it
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(ValueError, match="has no effect"):
+        train(model, optimizer, range(1))
+
+
+def test_every_rank_refuses_what_one_wrote() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        model, optimizer = built_groups(comm=comm, use_distributed_optimizer=True)
+        if comm.rank == 1:
+            optimizer.param_groups[0]["weight_decay"] = 0.2
+        before = weights(model)
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            train(model, optimizer, range(1))
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+        return str(caught.value)
+
+    other, own = run_threads(2, rank_main)
+    assert "other rank" in other
+    assert "weight_decay=0.2 has no effect" in own
+
+
+# Entries that only schedulers read, or nothing: they describe the group.
+OF_SCHEDULERS = ("wd_mult", "lr_mult", "max_lr", "min_lr", "is_decoupled_lr", "default_config")
+
+
+def built_rule(name: str) -> tuple[nn.Module, Optimizer]:
+    model = make_model()
+    return model, get_optimizer(OptimizerConfig(optimizer=name, lr=0.1, weight_decay=0.1), [model])
+
+
+def step(model: nn.Module, optimizer: Optimizer, *, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+    optimizer.step()
+    return [weight.clone() for weight in weights(model).values()]
+
+
+def other(value: Any) -> Any:
+    match value:
+        case bool():
+            return not value
+        case str():
+            return "lion" if value != "lion" else "sgd"
+        case (str(), *_):  # a record of choices
+            return value[1:]
+        case tuple():
+            return tuple(one * 0.875 for one in value)
+    return value * 0.5 if value > 1e-3 else 0.25 if isinstance(value, float) else 30
+
+
+ADDED = {"clip_grad": False, "hooks": ("CautiousDecay()",), "maximize": True, "amsgrad": True, "nesterov": True}
+NAMES = list(Registry().entries)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_entry_takes_effect_or_is_refused(name: str) -> None:
+    """`optimizer`, `clip_grad` and torch's `nesterov` and `maximize` were ignored."""
+    model, optimizer = built_rule(name)
+    for seed in range(6):  # RAdam's first steps read no eps
+        before = step(model, optimizer, seed=seed)
+    saved, group = copy.deepcopy(optimizer.state_dict()), optimizer.param_groups[0]
+    unchanged = step(model, optimizer, seed=7)
+    read = [entry for entry in group if entry not in ("params", "param_ids", *OF_SCHEDULERS)]
+    for entry in {*read, *ADDED}:
+        present = dict(group)
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), before, strict=True):
+                param.copy_(weight)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        group[entry] = other(group[entry]) if entry in group else ADDED[entry]
+        try:
+            after = step(model, optimizer, seed=7)
+        except ValueError as error:
+            assert f"{entry}=" in str(error)  # noqa: PT017 - a change may also take effect
+            after = before
+            assert all(map(torch.equal, before, weights(model).values()))
+        assert not all(map(torch.equal, after, unchanged)), f"{entry} is ignored"
+        group.clear()
+        group.update(present)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_removed_entry_is_refused(name: str) -> None:
+    """The default of another rule was used instead."""
+    model, optimizer = built_rule(name)
+    before = step(model, optimizer, seed=2)
+    group = optimizer.param_groups[0]
+    for entry in [entry for entry in group if entry not in ("params", "param_ids", *OF_SCHEDULERS)]:
+        value = group.pop(entry)
+        with pytest.raises(ValueError, match=f"no entry '{entry}'"):
+            step(model, optimizer, seed=3)
+        group[entry] = value
+    assert all(map(torch.equal, before, weights(model).values()))
+    step(model, optimizer, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("betas", (0.9,), r"betas=\(0.9,\) was set where the optimizer was built with \(0.9, 0.999\)"),
+        ("betas", (0.9, 0.99, 0.999), r"betas=\(0.9, 0.99, 0.999\) was set where"),
+        ("betas", 0.9, r"betas=0.9 was set where"),
+        ("eps", "1e-8", r"eps='1e-8' was set where the optimizer was built with 1e-08"),
+        ("momentum", 0.5, r"group 'default': momentum=0.5 was added, but its rule does not read it; it reads lr, "),
+        (
+            "clip_grad",
+            False,
+            r"clip_grad=False was set after the optimizer was built with None, .* build another",
+        ),
+    ],
+)
+def test_what_no_step_can_use_is_refused(entry: str, value: Any, message: str) -> None:
+    model, optimizer = built_rule("adam")
+    before = step(model, optimizer, seed=2)
+    optimizer.param_groups[0][entry] = value
+    with pytest.raises(ValueError, match=message):
+        step(model, optimizer, seed=3)
+    assert all(map(torch.equal, before, weights(model).values()))
+
+
+def test_keys_of_schedulers_and_of_the_callers_code_are_left_alone() -> None:
+    model, optimizer = built_rule("adam")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    optimizer.param_groups[0]["a_tag"] = "mine"
+    step(model, optimizer, seed=2)
+
+
+def test_a_parameter_that_was_moved_to_another_group_is_refused() -> None:
+    """Its group is fixed. The next step updated it with the numbers of the old one."""
+    model, optimizer = built_rule("adam")
+    some, others = (group["params"] for group in optimizer.param_groups)
+    others.insert(0, some.pop())
+    with pytest.raises(UnusableGradientError, match="param_groups hold other parameters"):
+        step(model, optimizer, seed=0)
+
+
+def test_gradients_that_are_released_in_backward_are_not_used_either() -> None:
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model])
+    release_gradients(optimizer)
+    before = [weight.clone() for weight in weights(model).values()]
+    optimizer.param_groups[0]["clip_grad"] = False
+    with pytest.raises(ValueError, match="clip_grad=False"):
+        model(torch.ones(2, 5)).sum().backward()
+    assert all(map(torch.equal, before, weights(model).values()))
+
+
+def test_an_entry_that_one_rank_changes_is_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        model = make_model()
+        axes = Axes(dp=comm, tp=Alone())
+        optimizer = get_optimizer(
+            OptimizerConfig(lr=0.1), [model], pg_collection=Roles(dense=axes, expert=axes, everyone=comm)
+        )
+        if comm.rank == 1:
+            optimizer.param_groups[0]["optimizer"] = "lion"
+        before = [weight.clone() for weight in weights(model).values()]
+        with pytest.raises((ValueError, UnusableGradientError)) as caught:
+            step(model, optimizer, seed=2)
+        assert all(map(torch.equal, before, weights(model).values()))
+        return str(caught.value)
+
+    other_rank, own = run_threads(2, rank_main)
+    assert "1 other rank(s) refused" in other_rank
+    assert "optimizer='lion' was set after the optimizer was built" in own
+
+
+@pytest.mark.parametrize("flag", ["amsgrad", "maximize", "nesterov"])
+def test_flags_of_torchs_optimizers_are_compared_when_their_state_is_loaded(flag: str) -> None:
+    """The state of an optimizer that maximized or had Nesterov momentum was loaded, and the flag ignored."""
+    model, optimizer = built_rule("adam" if flag == "amsgrad" else "sgd")
+    of_torch = {"amsgrad": torch.optim.AdamW, "maximize": torch.optim.SGD, "nesterov": torch.optim.SGD}[flag]
+    momentum: dict[str, Any] = {} if flag == "amsgrad" else {"momentum": 0.9}
+
+    def state_of_torch(**options: Any) -> dict[str, Any]:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        return of_torch(groups, **options, **momentum).state_dict()
+
+    with pytest.raises(ValueError, match=f"was saved with {flag}=True, but optimizer '.*' has False"):
+        optimizer.load_state_dict(state_of_torch(**{flag: True}))
+    optimizer.load_state_dict(state_of_torch())
+    step(model, optimizer, seed=2)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_state_of_an_optimizer_with_another_kind_of_weight_decay_is_refused_when_it_is_loaded(decoupled: bool) -> None:
+    """The state of torch's Adam, whose decay is L2, was loaded into AdamW, and refused one step later."""
+    model = make_model()
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.1, decoupled_weight_decay=decoupled), [model])
+
+    def state_of(drop_in: Any) -> dict[str, Any]:
+        return drop_in([{"params": group["params"]} for group in optimizer.param_groups]).state_dict()
+
+    same, other = (AdamW, Adam) if decoupled else (Adam, AdamW)
+    message = f"was saved with decoupled_weight_decay={not decoupled}, but optimizer 'adam' has {decoupled}"
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state_of(other))
+    optimizer.load_state_dict(state_of(same))
+    step(model, optimizer, seed=2)

@@ -193,18 +193,6 @@ def test_a_norm_above_the_threshold_refuses_the_step() -> None:
     assert optimizer.step().success is True
 
 
-def test_what_has_no_gradient_keeps_its_value_and_its_state() -> None:
-    model = make_model()
-    optimizer = get_optimizer(CONFIG, [model])
-    train(model, optimizer, range(2))
-    optimizer.zero_grad()
-    backward(model, 2)
-    model[0].weight.grad = None
-    before, state = model[0].weight.detach().clone(), optimizer.state[model[0].weight]["exp_avg"].clone()
-    assert optimizer.step().success
-    assert_equal([model[0].weight.detach(), optimizer.state[model[0].weight]["exp_avg"]], [before, state])
-
-
 def test_the_spans_have_megatron_cores_names() -> None:
     calls: list[tuple[str, str, Any]] = []
 
@@ -292,24 +280,6 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
     optimizer.load_state_dict(other.state_dict())
     assert optimizer.param_groups[0]["lr"] is rate
-
-
-def test_an_eager_step_follows_a_compiled_loss() -> None:
-    ours, theirs = make_model(), make_model()
-    optimizer, other = get_optimizer(CONFIG, [ours], {}), get_optimizer(CONFIG, [theirs], {})
-
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
-    # The backend traces and checks; code generation has no part in what is tested, and takes its time.
-    compiled = torch.compile(loss, backend="aot_eager")
-    for step in range(3):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
-        for function, model, each in ((compiled, ours, optimizer), (loss, theirs, other)):
-            each.zero_grad()
-            function(model, x).backward()
-            each.step()
-    torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)  # the order of the loss's sums
 
 
 # --- what it holds ----------------------------------------------------------------------------------------------------
