@@ -18,22 +18,14 @@ class InBackward(Protocol):
     """Updates parameters in backward instead of in `step` (`release_gradients`)."""
 
     @property
-    def grad_norm(self) -> float:
-        """The model's gradient norm in the last iteration."""
-        ...
+    def grad_norm(self) -> float: ...  # of the model, in the last iteration
 
     @property
-    def grad_norms_by_group(self) -> dict[str, float]:
-        """The norm of each separate norm group in the last iteration."""
-        ...
+    def grad_norms_by_group(self) -> dict[str, float]: ...  # in the last iteration
 
-    def finish(self) -> StepResult:
-        """End the iteration and return its result."""
-        ...
+    def finish(self) -> StepResult: ...  # ends the iteration
 
-    def drop(self) -> None:
-        """Restart the iteration."""
-        ...
+    def drop(self) -> None: ...  # restarts the iteration
 
 
 @dataclass(slots=True)
