@@ -320,3 +320,17 @@ def test_aligned_gathers_train_what_gathers_in_the_step_train() -> None:
     found = run_threads(2, lambda comm: train(comm, overlap_param_gather=True, align_param_gather=True))
     assert all(map(torch.equal, expected[0], found[0]))
     assert all(map(torch.equal, expected[0], found[1]))
+
+
+def test_the_plan_has_the_buffers_of_a_wrapped_chunk() -> None:
+    """Matrices are whole only if the wrapper knows the optimizer's configuration."""
+    config = OptimizerConfig(optimizer="muon", lr=1e-2, use_layer_wise_distributed_optimizer=True)
+    sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    chunk = DistributedDataParallel(sharded, make_model(), optimizer_config=config)
+    plan = get_optimizer(config, [chunk]).plan
+    assert all(ours is buffer.plan for ours, buffer in zip(plan.buffers, chunk.synced_buffers, strict=True))
+    assert [buffer.kind.name for buffer in plan.buffers] == ["whole parameters", "flat shards"]
+    untold = DistributedDataParallel(sharded, make_model())
+    assert [buffer.plan.kind.name for buffer in untold.synced_buffers] == ["flat shards"]
+    with pytest.raises(ConfigError, match="pass optimizer_config=config to DistributedDataParallel"):
+        get_optimizer(config, [untold])
