@@ -1,6 +1,5 @@
 """What a step keeps or gives back on its device: loss scale, counts of updates, clip coefficients, its result."""
 
-import dataclasses
 import itertools
 import math
 import pickle
@@ -10,11 +9,9 @@ import torch
 
 from opt_config import DynamicScale
 from opt_distributed.step.counts import StepCount
-from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.outcome import StepResult
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.verdict import Limits, Report, clip_coefficients, decide
-from opt_kernels.works import Hyper
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
 
@@ -97,7 +94,7 @@ def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:
 
 
 def test_the_next_number_of_a_device_is_always_the_same_tensor() -> None:
-    """A kept row of hyper-parameters holds it."""
+    """A captured graph reads it."""
     count = StepCount()
     count.advance(torch.tensor(False))
     number = count.next()
@@ -105,34 +102,6 @@ def test_the_next_number_of_a_device_is_always_the_same_tensor() -> None:
     assert int(count) == 2  # reading it on the host changes nothing
     assert count.next() is number
     assert int(number) == 3
-
-
-GROUP = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "name": "", "params": []}
-
-
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"lr": 0.2}, "lr"), ({"betas": (0.8, 0.95)}, "betas"), ({"weight_decay": 0.3}, "weight_decay"), ({"k": 2}, "k")],
-    ids=str,
-)
-def test_a_kept_row_follows_every_change_of_its_group(change: dict[str, object], field: str) -> None:
-    group, rows, step = {**GROUP, "k": 1}, KeptHyper(["k"]), torch.tensor(1)
-    before = rows.read(group, step=step)
-    assert rows.read(group, step=step) is before
-    group.update(change)
-    after = rows.read(group, step=step)
-    assert (after.own if field == "k" else vars_of(after))[field] == change[field]
-    assert rows.read(group, step=torch.tensor(2)).step == 2
-
-
-def test_a_row_with_a_list_is_not_kept() -> None:
-    group, rows, step = {**GROUP, "betas": [0.9, 0.95]}, KeptHyper(), torch.tensor(1)
-    before = rows.read(group, step=step)
-    assert rows.read(group, step=step) is not before
-
-
-def vars_of(row: Hyper) -> dict[str, object]:
-    return {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
 
 
 def test_clip_coefficients_are_one_below_the_limit_and_a_quotient_above() -> None:

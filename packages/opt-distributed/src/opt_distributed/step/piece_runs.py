@@ -8,7 +8,6 @@ from torch import Tensor
 
 from opt_distributed.step.coded_main import CodedMain
 from opt_distributed.step.counts import StepCount
-from opt_distributed.step.hyper import KeptHyper
 from opt_distributed.step.pieces import OwnedPiece
 from opt_distributed.step.quantized import QuantizedMain
 from opt_distributed.step.sources import Source
@@ -40,13 +39,11 @@ class PieceRun:
     count: StepCount = field(init=False)  # shared by its pieces from now on
     opened: Sequence[CodedMain | QuantizedMain] = ()  # mains that must be stored after an update
     columns: Works = field(init=False)  # without gradients
-    hyper: KeptHyper = field(init=False)  # the numbers of its group
 
     def __post_init__(self) -> None:
         self.count = self.pieces[0].count.copy()
         for piece in self.pieces:
             piece.count = self.count
-        self.hyper = KeptHyper(getattr(self.rule, "hyper_names", ()))
         mains = [piece.moved for piece in self.pieces]
         self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
         self.columns = Works(

@@ -24,6 +24,7 @@ from opt_distributed.step.hooked import (
     means_over_ranks,
     means_to_host,
 )
+from opt_distributed.step.hyper import read_hyper
 from opt_distributed.step.offload import HostSide
 from opt_distributed.step.piece_runs import PieceRun, runs_of
 from opt_distributed.step.pieces import Kinds, OwnedPiece, Ready, kinds_of
@@ -186,10 +187,10 @@ class Unit:
         return found.values()
 
     def _batches(self, runs: Sequence[PieceRun], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
-        batches = []
+        batches, own = [], getattr(self.rule, "hyper_names", ())
         for run in runs:
             works = run.works(ready.grads)
-            hyper = run.hyper.read(groups[run.key.group], step=run.count.next())
+            hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=own)
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
