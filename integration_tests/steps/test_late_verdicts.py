@@ -289,10 +289,49 @@ def test_a_write_on_one_replica_is_refused_a_step_later(graphs: bool) -> None:
         backward(model, optimizer, 3, one)
         optimizer.step()
         zero(model, optimizer)
-        backward(model, optimizer, 4, one)
-        with pytest.raises(ReplicaError, match="ranks hold different values of") as refused:
-            optimizer.step()
+        for _ in range(2):  # a retry is refused, too
+            backward(model, optimizer, 4, one)
+            with pytest.raises(ReplicaError, match="ranks hold different values of") as refused:
+                optimizer.step()
+            zero(model, optimizer)
         return str(refused.value)
 
     for seed in ORDERS:
         assert len(set(run_deferred(SIZE, rank_main, seed=seed))) == 1
+
+
+class MyGuard:
+    """A guard of a caller's own: no rank may see a number above its limit."""
+
+    num_flags = 1
+
+    def __init__(self, number: float):
+        self.number = number
+
+    def flags(self) -> list[float]:
+        return [float(self.number > 10)]
+
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        return sums > 0
+
+    def error(self, sums: Any) -> Exception:
+        return ValueError(f"{int(sums[0])} rank(s) have seen a number above 10; here {self.number}")
+
+
+@GRAPHS
+def test_a_guard_of_ones_own_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: bool) -> None:
+    def rank_main(one: DeferredRank) -> tuple[str, float, bool]:
+        model, optimizer = begun(one, graphs=graphs)
+        optimizer.stepper.guards.append(MyGuard(7.0 + 5 * one.rank))
+        scale = optimizer.stepper.scaler.state_dict()
+        before = [param.detach().clone() for param in model.parameters()]
+        backward(model, optimizer, 4, one, bad=True)
+        result = optimizer.step()
+        with pytest.raises(ValueError, match="have seen a number above 10") as refused:
+            result.success  # noqa: B018  # read, which raises
+        stayed = all(map(torch.equal, before, model.parameters()))
+        return str(refused.value), optimizer.stepper.scaler.state_dict() == scale, stayed
+
+    expected = [(f"1 rank(s) have seen a number above 10; here {7.0 + 5 * rank}", True, True) for rank in range(SIZE)]
+    for seed in ORDERS:
+        assert run_deferred(SIZE, rank_main, seed=seed) == expected

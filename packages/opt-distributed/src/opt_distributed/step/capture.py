@@ -127,7 +127,7 @@ class CapturedStep:
         self.scaler.stay_on(self._queues)
         if not is_complete:
             return work(ready, flags, self._table.groups, lambda make: self._queues.upload(make()))
-        key = self._key(ready, limits)
+        key = (self._key(ready, limits), addresses([flags]), len(flags))
         upload = self._constants.of(key)
         return self._recorded(lambda: work(ready, flags, self._table.groups, upload()), key)
 

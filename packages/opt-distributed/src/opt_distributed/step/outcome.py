@@ -53,6 +53,11 @@ class Outcome:
             raise error
         return report
 
+    def sums_of(self, guard: Guard) -> list[float]:
+        """The sums of a guard's flags, for which the host waits. Raises the error of the step."""
+        at = sum(other.num_flags for other in self._guards[: self._guards.index(guard)])
+        return self.read().flags[at : at + guard.num_flags]
+
     def _known(self) -> tuple[Report, Exception | None]:
         if self._report is None:
             numbers = self._copy.wait().tolist()

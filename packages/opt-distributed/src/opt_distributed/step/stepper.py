@@ -87,7 +87,7 @@ class Stepper:
         self._applied = sorted({piece.group for unit in units for piece in unit.pieces})
         self._usable_groups = UsableGroups(self.inputs, self._applied)
         self.guards: list[Guard] = [UsableGrads(self.inputs), self._usable_groups, ParamsInPlace(self._sources)]
-        self.at_start: list[Callable[[], None]] = []  # collective checks, at the start of every step
+        self.at_start: list[Callable[[Outcome | None], None]] = []  # collective; of the step before
         self._queues = devices.device_of(device)
         self._flags = HostNumbers(self._queues)
         self._prepared: _Prepared | None = None
@@ -177,7 +177,7 @@ class Stepper:
         if before is not None and before.is_unread:
             before.read()
         for check in self.at_start:
-            check()
+            check(before)
         self.num_begun += 1
         self.inputs.groups, self.inputs.refused = groups, None
         self._reduce_()

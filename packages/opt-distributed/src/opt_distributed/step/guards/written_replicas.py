@@ -2,11 +2,10 @@
 
 After a load on the first rank only, replicas would train differently, or ZeRO-1 would gather shards of different
 weights. Where only some replicas of a set have written since their last step, all ranks compare what they hold: on a
-CPU in the same step. On an accelerator, where the host learns of it later, that step changes nothing, and the next one
-begins with the comparison.
+CPU in the same step. On an accelerator, where the host learns of it later, that step is made, and the next one begins
+with the comparison.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,6 +17,7 @@ from torch import Tensor
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
+from opt_distributed.step.outcome import Outcome
 
 
 class Replica(Protocol):
@@ -41,17 +41,17 @@ class WrittenReplicas:
         Args:
             axes: those of the dense parameters.
             comm: the ranks over which statistics are summed.
-            device: of the sums.
+            device: of the step.
         """
         self._replica = ref(replica)
         self._at_once = not device.is_asynchronous  # every rank then asks for the error in the step that it refuses
         shard_ranks = tuple(axes.dp.gather_objects(comm.rank))
         replicas = tuple(sorted(rank for ranks in axes.inter.gather_objects(shard_ranks) for rank in ranks))
-        sizes = Counter(comm.gather_objects(replicas))  # of each set
-        self._set = sorted(sizes).index(replicas)  # of this rank
+        sizes = sorted(Counter(comm.gather_objects(replicas)).items())  # of each set
+        self._set = [members for members, _ in sizes].index(replicas)  # of this rank
+        self._sizes = [float(size) for _, size in sizes]
         self.num_flags = len(sizes)
-        self._sizes = device.upload(torch.tensor([sizes[key] for key in sorted(sizes)], dtype=torch.float64))
-        self._is_due = False
+        self._is_due = False  # whether replicas must be compared before the next step
 
     def flags(self) -> Sequence[float]:
         flags = [0.0] * self.num_flags
@@ -59,32 +59,30 @@ class WrittenReplicas:
         return flags
 
     def is_wrong(self, sums: Tensor) -> Tensor:
-        return ((sums > 0) & (sums < self._sizes)).any(0, keepdim=True)
+        if not self._at_once:
+            return torch.zeros_like(sums[:1], dtype=torch.bool)
+        return ((sums > 0) & (sums < torch.tensor(self._sizes))).any(0, keepdim=True)
 
     def error(self, sums: Sequence[float]) -> Exception | None:
-        """None if replicas turn out to be equal, or are still to be compared."""
-        self._is_due = not self._at_once
+        """None if replicas turn out to be equal. Collective: on a CPU, every rank asks in the same step."""
         try:
-            if self._at_once:
-                self._present().compare_replicas()
+            self._present().compare_replicas()
         except ValueError as error:
             return error
         return None
 
-    def at_start(self) -> None:
-        """Compare replicas if the step before has refused an update. Collective.
+    def at_start(self, before: Outcome | None) -> None:
+        """Compare replicas if only some had written before the last step, whose outcome is `before`. Collective.
 
         Raises the error of `compare_replicas`, also in a retry.
         """
+        if self._at_once:
+            return
+        sums = [] if before is None else before.sums_of(self)
+        self._is_due = self._is_due or any(0 < count < size for count, size in zip(sums, self._sizes))
         if self._is_due:
             self._present().compare_replicas()
             self._is_due = False
-            warnings.warn(
-                "the step before changed nothing, because other code had written weights or state on some replicas "
-                "only; they were compared now, and are equal",
-                RuntimeWarning,
-                stacklevel=2,
-            )
 
     def _present(self) -> Replica:
         replica = self._replica()
