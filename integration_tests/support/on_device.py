@@ -157,9 +157,11 @@ def equal(found: Trained, expected: Trained) -> bool:
 def launch_rules_(optimizer: Optimizer) -> None:
     """Queue updates on the device as one kernel each."""
     for unit in optimizer.stepper.units:
+        if unit.host is not None:
+            continue
         if isinstance(unit.rule, HookedUpdate):
             unit.rule = replace(unit.rule, rule=LaunchedRule(unit.rule.rule))
-        elif unit.host is None:
+        else:
             unit.rule = LaunchedRule(unit.rule)
 
 
