@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=processes.TIMEOUT_S)
 def run_processes(size: int, rank_main: Callable[..., Any], *args: Any) -> list[Any]:
     """Return the result of `rank_main(*args)` on each of `size` ranks of a new world, `Failed` where it raised."""
     try:
-        results = processes.run_processes(size, _or_failed, rank_main, args)
+        results = processes.run_processes(size, _or_failed, rank_main, args, reuse=True)
     except processes.RankError as error:
         return [Failed(kind="RankError", text=str(error), where="", is_consequence=False)] * size
     if any(isinstance(result, Failed) for result in results):  # a collective may still be under way

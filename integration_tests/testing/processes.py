@@ -1,6 +1,6 @@
 """Ranks as processes: what threads cannot show, such as process groups, DTensors, FSDP2, lost ranks and exit statuses.
 
-- `run_processes` runs a function on every rank of a gloo world. Its workers are started once and used again.
+- `run_processes` runs a function on every rank of a gloo world.
 - `run_jobs` runs several functions in one world.
 - `run_program` runs a script as torchrun does.
 - `start` starts a process that a test may kill; `join_world` makes it a rank.
@@ -53,30 +53,30 @@ class Job(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, fresh: bool = False) -> list[Any]:
+def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, reuse: bool = False) -> list[Any]:
     """Run `rank_main(*args)` on `size` gloo ranks; return their results in rank order.
 
     `rank_main` is a function at the top level of a file; it finds the world in `torch.distributed`. Arguments and
-    results are pickled. With `fresh`, nothing ran in the processes before, and nothing runs in them afterwards.
+    results are pickled. With `reuse`, other worlds may have run in the processes, which saves a tenth of a second; not
+    for DTensors, since torch keeps meshes of former worlds.
 
     Raises:
         RankError: a rank raised, died or hung.
     """
-    if fresh:
-        close_workers()
-    answers = _workers.run(size, ByFile.of(rank_main, *args))
+    workers = _workers if reuse else _Workers()
+    answers = workers.run(size, ByFile.of(rank_main, *args))
     failed = [f"rank {rank}: {text}" for rank, (succeeded, text) in enumerate(answers) if not succeeded]
-    if fresh or failed:  # after a failure, a collective may still be under way
-        close_workers()
+    if failed or not reuse:  # after a failure, a collective may still be under way
+        workers.close()
     if failed:
         raise RankError("\n".join(failed))
     return [result for _, result in answers]
 
 
-def run_jobs(size: int, jobs: Mapping[str, Job], *, fresh: bool = False) -> dict[str, list[Any]]:
+def run_jobs(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Any]]:
     """Run the jobs in turn in one world. Results by job, then by rank."""
     by_file = {name: ByFile.of(job.rank_main, *job.args) for name, job in jobs.items()}
-    by_rank = run_processes(size, _all_jobs, by_file, fresh=fresh)
+    by_rank = run_processes(size, _all_jobs, by_file)
     return {name: [results[name] for results in by_rank] for name in jobs}
 
 
@@ -265,7 +265,7 @@ _workers = _Workers()
 
 @atexit.register
 def close_workers() -> None:
-    """End the workers; the next world starts new ones."""
+    """End the workers that are used again; the next world starts new ones."""
     _workers.close()
 
 

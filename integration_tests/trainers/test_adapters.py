@@ -24,12 +24,12 @@ needs_fsdp2 = pytest.mark.skipif(
 
 @needs_fsdp2
 def test_attributes_of_parameters_that_accelerate_replaced_still_choose_their_rule() -> None:
-    assert run_processes(2, trainer_ranks.rules_after_fsdp2, fresh=True) == [["muon", "adam", "adam", "adam"]] * 2
+    assert run_processes(2, trainer_ranks.rules_after_fsdp2) == [["muon", "adam", "adam", "adam"]] * 2
 
 
 @needs_fsdp2
 def test_reading_the_optimizer_on_one_rank_before_the_first_step_raises_without_waiting() -> None:
-    first, second = run_processes(2, trainer_ranks.one_rank_reads_built, fresh=True)
+    first, second = run_processes(2, trainer_ranks.one_rank_reads_built)
     assert "is not built" in first
     assert second == ""
 

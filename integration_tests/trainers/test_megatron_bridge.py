@@ -66,7 +66,7 @@ def train_plain(settings: dict[str, Any]) -> bridge_ranks.Trained:
 @pytest.fixture(scope="module")
 def of_two_ranks() -> dict[str, list[Any]]:
     jobs = {name: Job(bridge_ranks.trained, (settings,)) for name, settings in SETTINGS.items()}
-    return run_jobs(2, jobs, fresh=True)
+    return run_jobs(2, jobs)
 
 
 @pytest.mark.parametrize("name", SETTINGS)

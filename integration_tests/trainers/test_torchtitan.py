@@ -37,11 +37,11 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         two[f"from alone {kind}"] = Job(titan_ranks.resumed, (config, str(folder / f"alone {kind}")))
     two |= {f"save {name}": Job(titan_ranks.saved_or_refused, (RULES[name], str(folder / name))) for name in RULES}
     two["refusals"] = Job(titan_ranks.refusals)
-    results = run_jobs(2, two, fresh=True)
+    results = run_jobs(2, two)
     hybrid = {
         f"hybrid {kind}": Job(titan_ranks.saved, (CONFIGS[kind], str(folder / f"hybrid {kind}"))) for kind in HYBRID
     }
-    results |= run_jobs(4, hybrid, fresh=True)
+    results |= run_jobs(4, hybrid)
     for kind in CONFIGS:
         results[f"alone {kind}"] = [titan_ranks.resumed(CONFIGS[kind], str(folder / kind))]
     for kind in HYBRID:

@@ -34,7 +34,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 def test_two_ranks_are_one_process_with_the_joined_batch(rank_main, tmp_path: Path) -> None:
     alone = trainer_ranks.train_alone()
     assert min(alone.norms) > 2 * trainer_ranks.MAX_NORM  # so that clipping matters at every step
-    for unbroken, resumed in run_processes(2, rank_main, tmp_path, fresh=True):
+    for unbroken, resumed in run_processes(2, rank_main, tmp_path):
         if unbroken.norms:
             torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
         for name, weight in alone.weights.items():

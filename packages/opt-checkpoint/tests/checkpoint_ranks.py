@@ -20,7 +20,7 @@ class RankPool:
 
     def run(self, size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run `work(rank, size, *arguments)` on every rank of a new world; return the results by rank."""
-        return run_processes(size, _with_rank, ByFile.of(work, *arguments))
+        return run_processes(size, _with_rank, ByFile.of(work, *arguments), reuse=True)
 
 
 def _with_rank(work: ByFile) -> Any:

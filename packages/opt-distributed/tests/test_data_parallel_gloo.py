@@ -14,7 +14,7 @@ def test_four_processes_train_what_one_process_trains() -> None:
 
 def test_compiled_code_trains_what_one_process_trains() -> None:
     want = ["wrapper", "module", "blocks", "blocks and wrapper"]
-    assert run_processes(2, trains_compiled, fresh=True) == [dict.fromkeys(want, True)] * 2
+    assert run_processes(2, trains_compiled) == [dict.fromkeys(want, True)] * 2
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "never comes"])
