@@ -1,6 +1,7 @@
 """Curves and combinators: their knots, and what holds for every schedule there is."""
 
 import dataclasses
+import gc
 import json
 import math
 from collections.abc import Callable
@@ -229,6 +230,14 @@ def test_a_kind_of_ones_own_takes_part_and_says_what_arrays_need() -> None:
     numpy = pytest.importorskip("numpy", minversion="2.1")
     with pytest.raises(ScheduleError, match=r"Sawtooth has no array_at\(step, xp\).* define it, or call values\(\)"):
         mine(numpy.arange(3))
+
+
+def test_two_classes_of_one_kind_are_refused() -> None:
+    other = type("Other", (type(constant(1.0)),), {"kind": "constant"})
+    with pytest.raises(ScheduleError, match=r"two schedules have the kind 'constant': .*Constant.*Other.*; rename one"):
+        Schedule.from_dict(constant(1.0).to_dict())
+    del other
+    gc.collect()  # a class stays among the subclasses of its base until it is freed
 
 
 @pytest.mark.parametrize("schedule", ALL)
