@@ -1,4 +1,4 @@
-"""Tables of Muon's rounds are kept with the launches of equal rounds, and used for no others."""
+"""Muon's rounds of the same tensors may differ in rule and split, and gradients may move."""
 
 import pytest
 import torch
