@@ -77,13 +77,13 @@ def _file(package: str, name: str) -> str:
     return f"{name}-class" if clash else name
 
 
-def _row(package: str, name: str, folder: str = "") -> str:
+def _row(package: str, name: str, *, of_package: bool = False) -> str:
     value = getattr(importlib.import_module(package), name)
     first = text_of(value) if callable(value) else ""
     sentence = " ".join(first.partition("\n\n")[0].split())
     sentence = re.split(r"(?<=[.:]) (?=[A-Z`])", sentence)[0]
-    label = f"{package}.{name}" if not folder else name
-    return f"| [`{label}`]({package}/{_file(package, name)}.md) | {sentence} |"
+    home = "" if of_package else f" (`{package}`)"
+    return f"| [`{name}`]({package}/{_file(package, name)}.md) | {sentence}{home} |"
 
 
 def public_names(package: str) -> list[str]:
@@ -104,7 +104,7 @@ def page(module: ModuleType) -> str:
         names = [name for name in names if name not in chosen]
         if chosen:
             parts += [f"## {title}\n", "| name | |", "|---|---|"]
-            parts += [*(_row(package, name, package) for name in chosen), ""]
+            parts += [*(_row(package, name, of_package=True) for name in chosen), ""]
     return "\n".join(parts)
 
 
