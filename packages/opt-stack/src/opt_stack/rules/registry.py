@@ -20,7 +20,7 @@ from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
-from opt_stack.rules.checks import checked_rule
+from opt_stack.rules.trials import checked_rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
