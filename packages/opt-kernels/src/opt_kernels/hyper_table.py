@@ -73,11 +73,11 @@ class HyperTable:
         values = value if isinstance(value, tuple | list) else (value,)
         if not all(map(_is_number, values)):
             return
-        for one in values:
-            if isinstance(one, Tensor):
-                yield one if one.device == self._device else float(one)
-            elif one != 0 or name not in self._choosing:
-                yield float(one)
+        for number in values:
+            if isinstance(number, Tensor):
+                yield number if number.device == self._device else float(number)
+            elif number != 0 or name not in self._choosing:
+                yield float(number)
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
         size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)

@@ -55,7 +55,7 @@ class Formats(NamedTuple):
         if not is_main or not all(dtype is None or dtype in UPDATE_TYPES for dtype in given):
             return None
         types = [codec_type(codec, dtype) for codec, dtype in zip(codecs, self.states, strict=True)]
-        known = tuple(one for one in types if one is not None)
+        known = tuple(name for name in types if name is not None)
         return known if len(known) == len(types) else None
 
     def macros(self, *, stochastic_rounding: bool) -> dict[str, str | int]:

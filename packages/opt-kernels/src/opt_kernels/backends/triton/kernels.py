@@ -201,7 +201,7 @@ def _tile(formula: Formula) -> list[str]:
         loaded.update(new)
         return [*(f"x_{name} = tl.load(row + {SCALARS_AT + scalars.index(name)})" for name in new), *lines]
 
-    steps = [line for one in body for line in with_loads(dialect.statements([one], frozenset(scalars)))]
+    steps = [line for statement in body for line in with_loads(dialect.statements([statement], frozenset(scalars)))]
     elements = elements_among(body, ("p", "g", *(state.name for state in formula.states)))
     values = [
         # A state may be a scalar: broadcast it, which stores need.
