@@ -114,7 +114,13 @@ class _Sweep(NamedTuple):
 
 @cache
 def _known_sweeps() -> DeviceTables[list[_Sweep] | None]:
-    return DeviceTables(torch.device("cpu"), capacity=CALLS)
+    """The cache of calls. Its memory is limited, because states that move add a table in every step."""
+    return DeviceTables(
+        torch.device("cpu"),
+        capacity=CALLS,
+        room=1 << 25,
+        bytes_of=lambda sweeps: sum(len(sweep.before) + len(sweep.after) for sweep in sweeps or ()),
+    )
 
 
 def update_(
