@@ -93,8 +93,7 @@ class DynamicScaler:
         if self._known is not None:
             return self._known
         assert self._on_device is not None
-        scale, clean, forgiven, _ = self._on_device.tolist()
-        state = _State(scale, int(clean), int(forgiven))
+        state = _State.of(self._on_device)
         if not self._stays:  # replays change it without the host, so it must not be cached
             self._known = state
         return state
@@ -119,7 +118,8 @@ class DynamicScaler:
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         if not isinstance(found_inf, Tensor):
-            self._known = self._updated(self.state, found_inf)
+            before = torch.tensor(self.state.numbers, dtype=torch.float64)
+            self._known = _State.of(_rescaled(before, torch.tensor(found_inf), None, self.rule))
             return
         after = self._updated_on_device(found_inf, unless)
         if self._stays and self._known is None:
@@ -138,18 +138,9 @@ class DynamicScaler:
             assert self._on_device is not None
             self._on_device, self._stays = self._on_device.clone(), True
 
-    def _updated(self, state: "_State", found_inf: bool) -> "_State":
-        rule, (scale, clean, forgiven) = self.rule, state
-        if found_inf:
-            backed_off = max(scale * rule.backoff, rule.minimum)
-            return _State(backed_off if forgiven <= 1 else scale, 0, forgiven - 1)
-        if clean + 1 >= rule.window:
-            return _State(scale * rule.growth, 0, rule.hysteresis)
-        return _State(scale, clean + 1, forgiven)
-
     @torch.no_grad()
     def _updated_on_device(self, found_inf: Tensor, unless: Tensor | None) -> Tensor:
-        """`_updated` on the device. Returns a new tensor, so that a copy of the scaler keeps its state."""
+        """The next state, in a new tensor, so that a copy of the scaler keeps its state."""
         if self._known is not None:
             numbers = self._known.numbers
             before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in numbers])
@@ -180,6 +171,12 @@ class _State(NamedTuple):
     scale: float
     growth_tracker: int  # steps without overflow since the scale last grew or an overflow was seen
     hysteresis_tracker: int  # overflows until the scale backs off
+
+    @classmethod
+    def of(cls, numbers: Tensor) -> "_State":
+        """Read the state of a device."""
+        scale, clean, forgiven, _ = numbers.tolist()
+        return cls(scale, int(clean), int(forgiven))
 
     @property
     def numbers(self) -> tuple[float, float, float, float]:
