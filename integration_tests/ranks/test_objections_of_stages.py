@@ -72,7 +72,7 @@ def outcome_of(model: nn.Module, optimizer: Optimizer, step: Callable[[Optimizer
     error = ""
     try:
         step(optimizer)
-    except UnusableGradientError as caught:
+    except (UnusableGradientError, ValueError) as caught:
         error = str(caught)
     optimizer.zero_grad()
     return error, not all(map(torch.equal, before, model.parameters()))
@@ -124,6 +124,23 @@ def test_replaced_parameters_of_one_stage_are_refused_by_all(
         return found
 
     assert_second_is_refused(run_threads(2, rank_main), first=REPLACED)
+
+
+@STEPS
+def test_a_group_without_a_rate_on_one_stage_is_refused_by_all(step: Callable[[Optimizer], None]) -> None:
+    """The second half of a step raised on that stage alone."""
+
+    def rank_main(comm: Comm) -> list[tuple[str, bool]]:
+        model, optimizer = of_stages(comm, wrapped=False)
+        found = []
+        for number in range(3):
+            model(sparse=False).sum().backward()
+            if comm.rank == 0:
+                optimizer.param_groups[0]["lr"] = None if number == 1 else 0.1
+            found.append(outcome_of(model, optimizer, step))
+        return found
+
+    assert_second_is_refused(run_threads(2, rank_main), first="lr of group")
 
 
 def test_a_sparse_gradient_is_a_value_error() -> None:
