@@ -44,7 +44,7 @@ class Piece(Protocol):
     of_param: slice
 
 
-class Held(NamedTuple):
+class LocalRows(NamedTuple):
     """The local parts of one unit's rows that span ranks."""
 
     cut: Sequence[CutRows]
@@ -52,13 +52,13 @@ class Held(NamedTuple):
     grads: Sequence[Tensor]  # of the pieces, before they are scaled
 
 
-def means_over_ranks(held: Iterable[Held], *, device: torch.device) -> dict[ParamId, Tensor]:
+def means_over_ranks(local: Iterable[LocalRows], *, device: torch.device) -> dict[ParamId, Tensor]:
     """Return the float64 row means (num,) of every parameter whose rows span ranks. Collective.
 
     Raises CollectiveError if a peer is lost.
     """
     sums: dict[int, tuple[CutRows, Tensor]] = {}  # by identity: units that share parameters share the `CutRows`
-    for unit in held:
+    for unit in local:
         for cut in unit.cut:
             num = sum(rows.num for rows in cut.rows.values())
             if id(cut) not in sums:
@@ -72,7 +72,7 @@ def means_over_ranks(held: Iterable[Held], *, device: torch.device) -> dict[Para
     }
 
 
-def _add_sums_(cut: CutRows, vector: Tensor, unit: Held) -> None:
+def _add_sums_(cut: CutRows, vector: Tensor, unit: LocalRows) -> None:
     parts = cut.parted(vector)
     for piece, grad in zip(unit.pieces, unit.grads, strict=True):
         if piece.id in parts:

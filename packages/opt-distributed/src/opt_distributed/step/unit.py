@@ -15,8 +15,8 @@ from opt_distributed.step.exchange import ComputeStage, init_state, update_
 from opt_distributed.step.hooked import (
     CutParams,
     CutRows,
-    Held,
     HookedStep,
+    LocalRows,
     ScaledBatches,
     add_over_ranks_,
     begin_,
@@ -236,8 +236,10 @@ def begin_units_(
     for unit in units:
         if unit.host is not None:
             unit.host.numbers.forget()
-    held = [Held(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)]
-    means = means_over_ranks(held, device=device)
+    local = [
+        LocalRows(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)
+    ]
+    means = means_over_ranks(local, device=device)
     begun = [
         unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip, row_means=means)
         for unit, of_unit in zip(units, ready, strict=True)
