@@ -13,15 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.triton.grad_stats import grad_stats
+from opt_kernels.backends import grad_stats
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.launches import launch_options, sweeps
 from opt_kernels.backends.triton.scalars import fill_arguments
 from opt_kernels.backends.triton.update import state_options, update_
-from opt_kernels.codecs import Plain, codec_for
-from opt_kernels.codecs.remainder import split_
+from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.matrices.muon import Decay, Inputs, MuonStep
+from opt_kernels.matrices import Decay
+from opt_kernels.matrices.muon import Inputs, MuonStep
 from opt_kernels.matrices.muon import torch_native as muon_in_torch
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.newton_schulz.coefficients import Coefficients

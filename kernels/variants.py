@@ -14,10 +14,9 @@ from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_scalars
 from opt_kernels.backends.triton.update import state_options
 from opt_kernels.codecs import codec_for
+from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.hooks import CautiousDecay, LrDecoupledDecay
 from opt_kernels.hooks.compose import with_hook

@@ -9,7 +9,7 @@ from modes import REFUSALS
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.buffers.planner import WorldSizes
+from opt_distributed.buffers import WorldSizes
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
 from opt_stack.factory import plan_of, with_matrix_rule

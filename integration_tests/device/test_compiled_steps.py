@@ -10,8 +10,9 @@ from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.optim import AdamW
 from opt_stack import get_optimizer
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from opt_distributed.comm.graph import Graph
 from opt_kernels import optim
 from opt_kernels.backends import grad_stats as statistics
-from opt_kernels.formulas.numbers import NumberError
+from opt_kernels.formulas import NumberError
 from opt_kernels.optim import gradients, on_device
 from opt_kernels.optim.on_device import CaptureError
 from opt_kernels.optim.param_rows import Steps

@@ -15,10 +15,10 @@ from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Comm, Op
+from opt_distributed.pieces import QuantizedMain, QuantizedSource
 from opt_kernels.quantized import RECIPES, quantize_linears_
 from opt_stack import get_optimizer
 

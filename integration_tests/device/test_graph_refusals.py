@@ -24,15 +24,15 @@ from parity import Numbers, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed import run_threads
+from opt_distributed.buffers import UnusableGradientError
+from opt_distributed.comm import GraphError
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.graph import GraphError
-from opt_distributed.comm.threads import run_threads
+from opt_distributed.pieces.counts import StepCount
 from opt_distributed.step import capture
-from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
+from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import RelativeUpdate
-from opt_kernels.hyper_table import HyperTable
 from opt_stack import Optimizer, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)

@@ -17,8 +17,8 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor
 
+from opt_distributed import run_threads
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
 from opt_distributed.step.hooked import HookedStep
 from opt_kernels.hooks import (

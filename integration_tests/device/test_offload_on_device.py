@@ -22,9 +22,10 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor
 
+from opt_distributed import run_threads
 from opt_distributed.comm.device import _DONE as DONE
-from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.offload import HostMain, HostSide, OnHost, StepNumbers
+from opt_distributed.pieces import HostMain, HostSide, StepNumbers
+from opt_distributed.pieces.offload import OnHost
 
 pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)
 

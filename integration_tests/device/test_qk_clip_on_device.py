@@ -23,8 +23,8 @@ from on_device import (
 )
 from parity import Case, Numbers, Spread, Wrapping
 
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_stack import QKClip
 from opt_stack.qk_clip import fused_qkv
 

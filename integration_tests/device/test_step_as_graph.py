@@ -43,8 +43,8 @@ from parity import Case, Numbers, Spread, Wrapping, grads_of
 from queued_kernels import queue_kernels
 from torch import nn
 
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_distributed.step import stats
 from opt_stack import Optimizer
 

@@ -31,16 +31,15 @@ from on_device import (
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import nn
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed import run_threads
+from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.buffers.wire import InFlight
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.threads import run_threads
+from opt_distributed.pieces import BufferedGrads, CodedMain
+from opt_distributed.pieces.counts import StepCount
 from opt_distributed.step import stats
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.sources import BufferedGrads
 from opt_stack import Optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)

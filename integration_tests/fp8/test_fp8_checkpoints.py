@@ -10,10 +10,9 @@ import torch
 from fp8_training import Stored, build, fp8_params, make_model, set_grads, stored
 from torch import Tensor, nn
 
-from opt_checkpoint import ShardedTensor, load, save, sharded_model
-from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.threads import run_threads
+from opt_checkpoint import Segment, ShardedTensor, ShardedTensorFactory, load, save, sharded_model
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Comm
 from opt_kernels.quantized import RECIPES
 from opt_stack import Optimizer
 

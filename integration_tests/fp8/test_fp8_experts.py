@@ -33,9 +33,9 @@ from processes import Job, run_jobs
 from torch import Tensor
 from tp_model import comms_of, cut
 
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.quantized import RECIPES
 
 BY_PART = ("delayed", "tensorwise")  # recipes that give each tensor-parallel part a scale of its own

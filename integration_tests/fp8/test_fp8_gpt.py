@@ -10,8 +10,8 @@ from parity import roles_over
 from torch import Tensor
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_kernels.quantized import RECIPES, quantize_linears_
 from opt_stack import get_optimizer
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from tp_model import Grid, cut, run_grid
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.quantized import RECIPES, QuantizedTensor, quantize_linears_
 from opt_stack import Optimizer, get_optimizer
 

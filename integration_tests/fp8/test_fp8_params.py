@@ -13,14 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import FP8, StorageError
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import FP8, DistributedDataParallel, ParamAndGradBuffer, StorageError
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import World
 from opt_distributed.layout import ParamShape, flat_layout
-from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.pieces import QuantizedMain
 from opt_kernels.quantized import RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer

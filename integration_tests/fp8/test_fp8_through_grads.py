@@ -11,11 +11,9 @@ from recording_comm import RecordingComm
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.binding import GradientError, UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.stored import StorageError
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, StorageError, UnusableGradientError
+from opt_distributed.comm import Comm
 from opt_kernels.quantized import QuantizedTensor
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from fuzz.cases import Grid, Place
 from fuzz.failed import Failed
-from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed.comm import ProcessGroups
 
 TIMEOUT = timedelta(seconds=processes.TIMEOUT_S)
 

@@ -26,11 +26,10 @@ from fuzz.configs import ddp_config, optimizer_config
 from fuzz.gradients import first_weight, local_gradient, part, tokens
 from fuzz.laid_out import lay_out, like, local, whole
 from opt_config import ParamKey
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import ProcessGroups, Roles
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Comm, ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
-from opt_distributed.step.stepper import StepResult
+from opt_distributed.step import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from fuzz.cases import Case, Param, cut_of, is_copy
 from fuzz.rank import Run
 from opt_checkpoint import ShardedTensor, load, save, sharded_model
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 
 _ONE_AT_A_TIME = threading.Lock()  # a load of one process, without torch.distributed, is not made for threads
 

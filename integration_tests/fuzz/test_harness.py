@@ -11,12 +11,12 @@ from torch import Tensor
 from fuzz import cases, drawing, gradients, mistakes, oracle
 from fuzz.drawing import draw
 from fuzz.running import check_seed
+from opt_distributed.buffers import SyncedBuffer
 from opt_distributed.buffers.param_sync import ParamSync
-from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.threads import ThreadComm
-from opt_distributed.step.mains import Main
+from opt_distributed.pieces import Main
+from opt_distributed.step import Stepper
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.stepper import Stepper
 
 SEEDS = range(40)
 

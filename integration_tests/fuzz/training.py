@@ -9,8 +9,7 @@ from fuzz.processes import process_groups, run_processes
 from fuzz.rank import Run, SeenStep
 from fuzz.saving import load_run, save_run
 from fuzz.threads import run_ranks
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import ProcessGroups, Roles
+from opt_distributed.comm import Alone, Comm, ProcessGroups, Roles
 
 Groups = Roles | ProcessGroups | None
 Part = Callable[[Case, int, Groups, Comm, str], list[SeenStep]]

@@ -16,7 +16,7 @@ from tiers import NIGHT
 from torch import Tensor
 
 from opt_checkpoint import load, save, sharded_model
-from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm import Alone
 
 BEFORE, AFTER = 6, 12  # steps until the save, and in all
 # Every value of both axes occurs, so that each is loaded into each.

@@ -10,7 +10,7 @@ from parity import Case, Numbers, Spread, Wrapping, roles_over, train
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm import Alone
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer
 from opt_stack.building import build

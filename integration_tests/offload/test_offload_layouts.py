@@ -20,8 +20,9 @@ from tp_model import Grid, run_grid
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer
 

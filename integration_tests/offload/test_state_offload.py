@@ -27,9 +27,9 @@ from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.threads import run_threads
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, get_optimizer

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_stack import finalize_model_grads, get_optimizer
 
 MARKS = (

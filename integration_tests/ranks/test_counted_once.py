@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_stack import get_optimizer
 
 SPREADS = pytest.mark.parametrize("sharded", [False, True], ids=["replicated", "flat"])

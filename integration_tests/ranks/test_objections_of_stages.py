@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.buffers.binding import SparseGradientError
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer, release_gradients
 
 SPARSE = "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed"

@@ -10,17 +10,14 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_kernels.formulas import Formula
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.schedule_free import SCHEDULE_FREE
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import MuonRule
-from opt_stack import Registry, get_optimizer
-from opt_stack.rules.registry import RuleEntry
+from opt_kernels.rules import MuonRule, Rule
+from opt_stack import Registry, RuleEntry, get_optimizer
 
 Options = dict[str, Any]
 

@@ -12,9 +12,9 @@ from statistics_grid import Place, parts, run_grid
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.replicas import checksums
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, checksums
+from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer
 

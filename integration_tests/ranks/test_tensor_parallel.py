@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from tp_model import Grid, cut, run_grid
 from tp_training import SHAPES, Net, config, joined, train, whole_grads
 
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.hooks import CautiousDecay, CentralizeGradient, ClipUpdateRms, RelativeUpdate
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules import SOAPRule
 from opt_stack import get_optimizer
 
 RULES_OF_HOOKS = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import TorchComm
+from opt_distributed.comm import TorchComm
 from opt_stack import get_optimizer
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,8 +11,7 @@ from processes import run_processes
 from torch import nn
 
 from opt_checkpoint import ShardedTensor, load, save, sharded_model, sharded_optimizer
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer, run_threads
 

@@ -17,7 +17,7 @@ from resuming_on_grids import Numbers, Run, Size
 from tiers import sampled
 from tp_model import Grid
 
-from opt_distributed.comm.collectives import Alone
+from opt_distributed.comm import Alone
 
 ZERO = {"use_distributed_optimizer": True}
 WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}

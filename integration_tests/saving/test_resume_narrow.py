@@ -14,8 +14,9 @@ from tp_model import Grid, Lm, cut, joined_batch
 
 from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.codecs import StateCodec, codec_for, codecs_of
 from opt_kernels.rules.adam import Adam
 from opt_stack import Optimizer, Registry, RuleEntry, get_optimizer

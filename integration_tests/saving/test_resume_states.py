@@ -25,7 +25,8 @@ from torch import nn
 from opt_checkpoint import CheckpointKeyError, load, read_index, save, sharded_model
 from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import Optimizer, get_optimizer
 
 # --- parameters that did not all train --------------------------------------------------------------------------------

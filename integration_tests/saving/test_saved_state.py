@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor, ShardedTensorFactory, load, save
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed.comm import ProcessGroups
 from opt_stack import Optimizer, get_optimizer
 
 

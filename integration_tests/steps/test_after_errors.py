@@ -14,12 +14,11 @@ from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Comm, Pending
-from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.outcome import StepResult
+from opt_distributed import CollectiveError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.comm import Comm
+from opt_distributed.comm.collectives import Pending
+from opt_distributed.step import StepResult
 from opt_stack import Optimizer, get_optimizer
 
 Module = TypeVar("Module", bound=nn.Module)

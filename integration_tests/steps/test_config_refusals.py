@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_kernels.formulas import Formula
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.optim import drop_in
 from opt_stack import Optimizer, Registry, get_optimizer
 

@@ -12,8 +12,9 @@ from parity import roles_over
 from recording_comm import RecordingComm
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.threads import ThreadComm, run_threads
-from opt_distributed.step.coded_main import CodedMain
+from opt_distributed import run_threads
+from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.pieces import CodedMain
 from opt_stack import get_optimizer
 
 AWARE = {"bf16": True, "use_precision_aware_optimizer": True}

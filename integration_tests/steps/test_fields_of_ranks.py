@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_config import DistributedDataParallelConfig as Config
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.binding import main_grad
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm, Pending
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import get_optimizer
 
 # --- which part lives where, and when it travels ----------------------------------------------------------------------

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from opt_checkpoint import load, save
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
+from opt_distributed.pieces import CodedMain
 from opt_distributed.step import piece_runs
-from opt_distributed.step.coded_main import CodedMain
 from opt_stack import Optimizer, get_optimizer
 
 FP16_MAINS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}

@@ -16,11 +16,10 @@ from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.replicas import ReplicaError
+from opt_distributed.buffers import DistributedDataParallel, ReplicaError
 from opt_distributed.comm.device import HostCopy
+from opt_distributed.pieces.counts import StepCount
 from opt_distributed.step import outcome
-from opt_distributed.step.counts import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_stack import Optimizer
 

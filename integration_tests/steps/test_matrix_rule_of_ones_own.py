@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, Registry, get_optimizer
 
 DOCS = Path(__file__).parents[2] / "docs"

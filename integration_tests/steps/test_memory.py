@@ -11,10 +11,9 @@ from allocations import peak_bytes
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers import wire
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import DONE, Alone, Pending
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.buffers import DistributedDataParallel, wire
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.collectives import DONE, Pending
 from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, get_optimizer
 from opt_stack.planning import planner

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from opt_checkpoint import load, save
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.mains import Numbers as Format
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
+from opt_distributed.pieces import Numbers as Format
 from opt_kernels.codecs.remainder import join_short, split_short_
 from opt_stack import Optimizer, get_optimizer
 

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from opt_checkpoint import CheckpointKeyError, ShardedTensor, load, save
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
-from opt_distributed.step.state import StateError
+from opt_distributed import StateError, run_threads
+from opt_distributed.comm import Comm
 from opt_kernels.hooks import CautiousUpdate
 from opt_stack import Optimizer, get_optimizer
 

@@ -10,9 +10,9 @@ from parity import LR, SHAPES, Net, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, ParamKey
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_stack import get_optimizer
 
 every_spread = pytest.mark.parametrize("spread", list(SPREADS))

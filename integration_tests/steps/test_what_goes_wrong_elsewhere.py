@@ -11,10 +11,10 @@ from processes import refusal
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 
 

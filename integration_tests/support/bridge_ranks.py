@@ -13,8 +13,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
+from opt_stack import Optimizer
 from opt_stack.adapters.megatron_bridge import StackOptimizerConfig
-from opt_stack.optimizer import Optimizer
 
 STEPS, LR, WIDTH = 6, 1e-2, 8
 SETTINGS: dict[str, Any] = {"lr": LR, "min_lr": LR / 10, "weight_decay": 0.1, "clip_grad": 0.5}

@@ -14,8 +14,7 @@ from tp_model import Part, cut, joined
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_kernels.hooks import GivenHooks
 from opt_stack import Optimizer, QKClip, get_optimizer
 from opt_stack.qk_clip import separate_qk

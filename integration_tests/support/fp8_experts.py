@@ -13,9 +13,8 @@ from tp_model import cut
 
 from opt_checkpoint import ShardedTensor, load, save
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_kernels.quantized import QuantizedTensor
 from opt_stack import Optimizer, get_optimizer
 

@@ -8,9 +8,9 @@ from recording_comm import Call, RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Comm
 from opt_kernels.quantized import QuantizedTensor, quantize_linears_, quantized
 from opt_stack import Optimizer, get_optimizer
 

@@ -19,7 +19,7 @@ from on_device import iterate as iterate_once
 from parity import Case, Numbers, Spread, Wrapping
 from torch import nn
 
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 from opt_distributed.comm.graph import Graph
 from opt_stack import Optimizer
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import TorchComm
-from opt_distributed.comm.groups import world
+from opt_distributed.comm import TorchComm, world
 from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.ranks import DEVICES

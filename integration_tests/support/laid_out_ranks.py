@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import ProcessGroups
 from opt_stack import get_optimizer
 
 STEPS = 3

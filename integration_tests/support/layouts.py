@@ -8,7 +8,7 @@ from parity import LR, Net, grads_of, roles_over
 from torch import Tensor
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 from opt_stack import Optimizer, get_optimizer
 
 SPREADS = {

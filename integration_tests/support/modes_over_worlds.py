@@ -16,10 +16,9 @@ from parity import Net, Wrapping, norms_while_training, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.planner import WorldSizes
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, WorldSizes
+from opt_distributed.comm import Comm
 from opt_kernels.quantized import QuantizedTensor, quantized
 from opt_paramgroups import get_param_groups
 from opt_stack import Optimizer, Registry, get_optimizer

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.pieces import OwnedPiece
 from opt_stack import Optimizer
 
 LR, WEIGHT_DECAY = 0.02, 0.1

@@ -15,7 +15,7 @@ from on_device import built as built_on_device
 from parity import Case
 from torch import nn
 
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 from opt_stack import Optimizer
 from opt_stack.building import build
 

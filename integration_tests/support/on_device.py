@@ -13,10 +13,10 @@ from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from tiers import NIGHT, sampled
 from torch import Tensor, nn
 
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.threads import run_threads
 from opt_distributed.step import stats
 from opt_kernels.backends.grad_stats import GradStats
 from opt_kernels.hooks import HookedUpdate

@@ -9,7 +9,7 @@ from tp_model import Grid, Lm, Part, joined, joined_batch
 
 from opt_checkpoint import load, save
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import TorchComm
+from opt_distributed.comm import TorchComm
 from opt_scheduler import OptimizerParamScheduler
 from opt_stack import Optimizer, get_optimizer
 

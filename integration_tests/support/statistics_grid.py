@@ -8,9 +8,9 @@ from parity import Held
 from torch import Tensor, nn
 from tp_model import comms_of, cut
 
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm
 
 
 class Shape(NamedTuple):

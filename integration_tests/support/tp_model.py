@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_checkpoint import Segment, ShardedBase, ShardedTensor, ShardedTensorFactory
-from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Axes, Comm, Op, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.quantized import QuantizedTensor
 
 DIM, HEADS, FFN, VOCAB, CONTEXT, LAYERS = 24, 12, 48, 36, 8, 1  # 1, 2, 3 and 4 ranks divide all that is cut

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tp_model import Grid, cut
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm import Comm
 from opt_kernels.hooks import GivenHooks
 from opt_stack import get_optimizer
 

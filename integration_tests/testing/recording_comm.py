@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.collectives import Comm, Op, Pending, Sizes
+from opt_distributed.comm import Comm, Op
+from opt_distributed.comm.collectives import Pending, Sizes
 
 
 @dataclass(frozen=True, slots=True)

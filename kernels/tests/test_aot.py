@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiers import NIGHT
 
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS
 
 pytest.importorskip("triton", reason="triton is not installed")
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from fake_accelerator.memory import Memory
-from opt_distributed.comm.graph import GraphError
+from opt_distributed.comm import GraphError
 
 
 class CaptureError(GraphError):

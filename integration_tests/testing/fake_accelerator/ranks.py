@@ -14,9 +14,10 @@ from fake_accelerator.graphs import CaptureError, DeferredGraph
 from fake_accelerator.memory import AtOnce, Memory, poison_
 from fake_accelerator.operations import Deferring
 from fake_accelerator.queues import Event, Meeting, Queue, Stopped, World
+from opt_distributed.comm import Op
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import Op, Pending, Sizes
+from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.graph import Graph
 
 _rank = threading.local()  # the device of this thread's rank

@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opt_checkpoint import CheckpointCorruptError, load, read_index, save, sharded_like, verify_checkpoint
+from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save, sharded_like, verify_checkpoint
 from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
 from opt_checkpoint.disk.columns import decode_columns, decode_paths, encode_columns, encode_paths
 from opt_checkpoint.disk.dtype_names import _BY_NAME, dtype_from_name, dtype_name
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.manifest import decode_manifest, encode_manifest, read_manifest
-from opt_checkpoint.disk.stored_objects import NotLoaded, load_object, not_loaded_in
+from opt_checkpoint.disk.stored_objects import load_object, not_loaded_in
 from opt_checkpoint.disk.torch_zip_reader import find_values
 from opt_checkpoint.disk.torch_zip_writer import frame_tensor
 

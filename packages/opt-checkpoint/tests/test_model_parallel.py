@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from opt_checkpoint import CheckpointingException, ShardedTensor, sharded_model
-from opt_checkpoint.state.model_axes import ModelAxes, Replica
-from opt_checkpoint.state.model_parallel import place_
+from opt_checkpoint.state import ModelAxes, Replica, place_
 
 ALONE = Replica(0, 1)
 

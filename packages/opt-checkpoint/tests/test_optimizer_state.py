@@ -35,10 +35,10 @@ from opt_checkpoint import (
     make_sharded_optimizer_tensor,
     make_sharded_state,
     optim_state_to_sharding_state,
+    sharded_like,
     sharded_model,
 )
 from opt_checkpoint.dcp.strictness import _hint
-from opt_checkpoint.state.dtensor import sharded_like
 
 
 def model() -> nn.Module:

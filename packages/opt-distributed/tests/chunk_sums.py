@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel
 
 REPLICATED = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=1)
 SHARDED = replace(REPLICATED, use_distributed_optimizer=True, overlap_param_gather=True)

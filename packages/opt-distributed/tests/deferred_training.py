@@ -9,12 +9,10 @@ from fake_accelerator import DeferredRank, run_deferred
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Layout, ParamShape, flat_layout, whole_layout
 from opt_paramgroups import ParamId
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Op
 from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import Op, Pending
+from opt_distributed.comm.collectives import Pending
 
 DELAY = 1.0  # of a collective; it takes no longer than the compute of its bucket
 

@@ -15,9 +15,9 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed import CollectiveError
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import ProcessGroups
 from opt_distributed.finalize import finalize_model_grads
 
 SHORT_TIMEOUT_S = 1.0

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_distributed.comm import GraphError
 from opt_distributed.comm.device import Accelerator, Host, HostCopy, device_of
-from opt_distributed.comm.graph import CudaGraph, GraphError
+from opt_distributed.comm.graph import CudaGraph
 
 CUDA = torch.device("cuda", 3)
 

@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_distributed import CollectiveError, run_threads
+from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import StorageError
-from opt_distributed.buffers.wire import CollectiveError, InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
-from opt_distributed.comm.collectives import Alone, Comm, Pending, Sizes
-from opt_distributed.comm.groups import Axes
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.buffers.wire import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
+from opt_distributed.comm import Alone, Axes, Comm
+from opt_distributed.comm.collectives import Pending, Sizes
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Layout, LayoutError, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_paramgroups import ParamId
 

@@ -12,12 +12,11 @@ from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, batch,
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, default_bucket_size
 from opt_distributed.buffers.binding import main_grad
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.planner import default_bucket_size
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_paramgroups import ParamId
 
 

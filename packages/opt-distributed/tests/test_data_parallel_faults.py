@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.binding import GradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.stored import StorageError
-from opt_distributed.comm.collectives import Alone, Pending
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, StorageError
+from opt_distributed.comm import Alone
+from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.threads import ThreadComm, World
 
 Config = DistributedDataParallelConfig
 SHARDED = Config(use_distributed_optimizer=True)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from fake_accelerator import DeadlockError, DeferredRank, ReleasedError, run_deferred
 
-from opt_distributed.comm.collectives import Op, Sizes
+from opt_distributed.comm import Op
+from opt_distributed.comm.collectives import Sizes
 from opt_kernels.quantized import QuantizedTensor
 
 SEEDS = range(20)

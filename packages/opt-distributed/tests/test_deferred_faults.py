@@ -12,10 +12,10 @@ from fake_accelerator import DeferredRank, run_deferred
 from test_deferred_overlap import SHARDED, WHOLE
 from torch import Tensor
 
-from opt_distributed.buffers import reduced
+from opt_distributed.buffers import ReducedGrads, reduced
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket
-from opt_distributed.buffers.reduced import Grads, ReducedGrads, _all_finished, _fill_
+from opt_distributed.buffers.reduced import Grads, _all_finished, _fill_
 from opt_distributed.buffers.wire import InFlight, SumInFp32, SumToOwners, SumToShards
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import DONE, Pending

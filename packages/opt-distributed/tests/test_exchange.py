@@ -11,11 +11,13 @@ import torch
 from recording_comm import RecordingComm
 from torch import Tensor
 
-import opt_distributed.step.exchange as exchange
-from opt_distributed.comm.collectives import DONE, Alone, Comm, Pending, Sizes
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+import opt_distributed.pieces.exchange as exchange
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm.collectives import DONE, Pending, Sizes
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout
-from opt_distributed.step.exchange import ComputeStage
+from opt_distributed.pieces import ComputeStage
 from opt_kernels.works import Hyper, MatrixPart, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 

@@ -9,10 +9,10 @@ from recording_comm import RecordingComm
 from torch import nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, share_launch_order
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 
 WIDTHS = (4, 18, 24)  # of the chunks
 NUMELS = (256, 512, 768)  # of their buffers, padded: records tell them apart

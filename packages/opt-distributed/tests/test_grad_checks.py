@@ -12,13 +12,11 @@ from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers import grad_checks
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError, grad_checks
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed.comm.threads import ThreadComm, World
 
 ORDERS = range(6)
 CONFIG = Config(

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opt_distributed.comm import megatron
-from opt_distributed.comm.collectives import Alone, Comm, group_of
-from opt_distributed.comm.groups import ProcessGroupError, ProcessGroups, roles_of
+from opt_distributed import ProcessGroupError
+from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of, megatron
+from opt_distributed.comm.groups import roles_of
 from opt_distributed.finalize import Peers
 
 

@@ -15,11 +15,10 @@ from chunk_sums import REPLICATED, SHARDED, Sums, Visit, check_owned, configs, f
 from recording_comm import RecordingComm
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.binding import GradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, share_launch_order
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 
 
 class Grid(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opt_distributed.buffers.planner import default_bucket_size
+from opt_distributed.buffers import default_bucket_size
 from opt_distributed.layout import (
     Bucket,
     ComputeLayout,

@@ -10,10 +10,11 @@ from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.binding import GradientError, main_grad
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.buffers.binding import main_grad
+from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm.threads import ThreadComm, World
 
 BF16 = torch.bfloat16
 SMALL = 2.0**-9  # lost beside 1 in bf16, whose numbers there are 2**-7 apart; four of them are not

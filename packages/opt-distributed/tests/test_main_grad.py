@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.binding import GradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.comm.collectives import Alone, Pending
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
+from opt_distributed.comm import Alone
+from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.threads import ThreadComm
 
 REPLICATED = DistributedDataParallelConfig()
 SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)

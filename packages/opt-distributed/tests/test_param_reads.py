@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.param_sync import ParamBucket
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm import Alone, Axes, Roles
 
 WIDTH = 16  # a weight of 256 elements is cut in halves; smaller ones belong to one rank
 CONFIG = DistributedDataParallelConfig(

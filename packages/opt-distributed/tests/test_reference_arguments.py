@@ -10,9 +10,10 @@ from recording_comm import RecordingComm
 from test_data_parallel import backward, expected_grads, loss_of
 from torch import nn
 
-from opt_distributed.buffers.binding import GradientError, main_grad
-from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import GradientError, run_threads
+from opt_distributed.buffers import DistributedDataParallel, share_launch_order
+from opt_distributed.buffers.binding import main_grad
+from opt_distributed.comm.threads import ThreadComm
 
 CONFIGS = {
     "sums": SHARDED,

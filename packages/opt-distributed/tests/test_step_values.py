@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from opt_config import DynamicScale
-from opt_distributed.step.counts import StepCount
-from opt_distributed.step.outcome import StepResult
+from opt_distributed.pieces.counts import StepCount
+from opt_distributed.step import Limits, StepResult
 from opt_distributed.step.scaler import DynamicScaler
-from opt_distributed.step.verdict import Limits, Report, clip_coefficients, decide
+from opt_distributed.step.verdict import Report, clip_coefficients, decide
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
 

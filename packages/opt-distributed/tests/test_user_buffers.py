@@ -14,12 +14,10 @@ from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm import user_buffers
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.errors import ProcessGroupError
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import ProcessGroupError, run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm, user_buffers
+from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.comm.user_buffers import nccl_backend
 from opt_distributed.layout import LayoutError
 

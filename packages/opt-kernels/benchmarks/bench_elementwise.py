@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends import grad_stats
 from opt_kernels.optim import AdamW, Lion
 
 NUM_LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 352, 960, 6000

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
-from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS, Formula
 
 BACKENDS = ("cpp", "triton", "torch")
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "bits.md"

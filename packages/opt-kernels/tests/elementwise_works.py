@@ -11,9 +11,9 @@ from tiers import sampled
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs import join, split_
+from opt_kernels.rules import Rule
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work

@@ -7,8 +7,8 @@ import torch
 from hook_oracle import BETAS, EPS, LR, MOMENTUM, WD
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import split_
-from opt_kernels.rules.base import Rule
+from opt_kernels.codecs import split_
+from opt_kernels.rules import Rule
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=LR, weight_decay=WD, betas=BETAS, eps=EPS, momentum=MOMENTUM)

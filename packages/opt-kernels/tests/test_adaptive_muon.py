@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
+from opt_kernels.matrices import MatmulPrecision, ScaleMode
 from opt_kernels.matrices.newton_schulz.reference import newton_schulz
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
-from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)

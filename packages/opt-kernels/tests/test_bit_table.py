@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends.writes import Writes
+from opt_kernels.backends import Writes
 from opt_kernels.optim import AdamW
 
 Pair = tuple[nn.Module, AdamW]

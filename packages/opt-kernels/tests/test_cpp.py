@@ -12,12 +12,12 @@ import pytest
 import torch
 from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, work_of
 
+from opt_kernels.backends import grad_stats
 from opt_kernels.backends.cpp import cache as on_disk
 from opt_kernels.backends.cpp import compiler
 from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
 from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
 from opt_kernels.backends.dispatch import _available, _chosen
-from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.rules.adam import Adam
 from opt_kernels.rules.lion import Lion
 from opt_kernels.works import Batch, Hyper, Work

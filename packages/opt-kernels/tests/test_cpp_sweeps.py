@@ -10,10 +10,10 @@ import pytest
 import torch
 from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, part, tensors, work_of
 
+from opt_kernels.backends import grad_stats
 from opt_kernels.backends.cpp import threads
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.rules import ElementwiseRule
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.works import Batch, Hyper, Work
 

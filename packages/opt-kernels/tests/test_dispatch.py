@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import opt_kernels
+from opt_kernels import BackendError
 from opt_kernels.backends import dispatch
-from opt_kernels.backends.dispatch import Backend, BackendError, version
+from opt_kernels.backends.dispatch import Backend, version
 
 CPU = [torch.ones(2)]
 

@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels import optim
-from opt_kernels.backends.dispatch import BackendError
+from opt_kernels import BackendError, MatrixError, optim
 from opt_kernels.hooks import RelativeUpdate
-from opt_kernels.matrices.stacks import MatrixError
 from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
+from opt_kernels.rules import MuonRule, SOAPRule
 from opt_kernels.rules.lion import Lion as LionRule
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
 
 Build = Callable[..., torch.optim.Optimizer]
 ALL: Mapping[str, Build] = {

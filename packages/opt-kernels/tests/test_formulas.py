@@ -16,6 +16,7 @@ from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.reference import update as reference
 from opt_kernels.backends.torch_native import update as torch_native
 from opt_kernels.codecs import codec_for
+from opt_kernels.formulas import FORMULAS as REGISTERED
 from opt_kernels.formulas import (
     Formula,
     Number,
@@ -32,9 +33,8 @@ from opt_kernels.formulas import (
 )
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
-from opt_kernels.formulas.registry import FORMULAS as REGISTERED
 from opt_kernels.formulas.sgd import SGD
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, step=3, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)

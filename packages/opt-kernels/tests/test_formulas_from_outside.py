@@ -30,7 +30,7 @@ from opt_kernels.formulas import (
     where,
 )
 from opt_kernels.hooks import CautiousUpdate, HookError, hooked
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 NO_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({})

@@ -7,8 +7,9 @@ import torch
 from elementwise_works import NEEDS_COMPILER, NEEDS_TRITON, ON_BACKENDS, device_of
 from torch import Tensor
 
-from opt_kernels.backends.dispatch import BackendError
-from opt_kernels.backends.grad_stats import GradStats, grad_stats
+from opt_kernels import BackendError
+from opt_kernels.backends import grad_stats
+from opt_kernels.backends.grad_stats import GradStats
 from opt_kernels.backends.torch_native.grad_stats import ROW_NUMEL, TILE_NUMEL
 
 pytestmark = pytest.mark.usefixtures("poisoned")

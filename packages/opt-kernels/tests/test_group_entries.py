@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels import optim
+from opt_kernels import RuleOptimizer, optim
 from opt_kernels.hooks import CautiousDecay, Hyperball
 from opt_kernels.optim import catalogue, matrix_catalogue
-from opt_kernels.optim.base import RuleOptimizer
 from opt_kernels.optim.hooks import HOOKS
 
 NAMES = [*catalogue.__all__, *matrix_catalogue.__all__]

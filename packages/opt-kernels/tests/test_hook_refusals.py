@@ -10,7 +10,7 @@ from hook_oracle import LR
 from hooked_works import SHAPE, Kept, run, start_of
 from torch import Tensor
 
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS
 from opt_kernels.hooks import (
     CautiousDecay,
     CentralizeGradient,
@@ -25,11 +25,9 @@ from opt_kernels.hooks import (
     hooked,
     shape_problem,
 )
+from opt_kernels.rules import Needs, Rule, SOAPRule, elementwise
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.sgd import SGD
-from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import StateSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned")

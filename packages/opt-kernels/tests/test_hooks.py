@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_kernels import hooks
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS
 from opt_kernels.hooks import (
     CautiousDecay,
     CentralizeGradient,
@@ -28,12 +28,10 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import sums_of
-from opt_kernels.matrices.muon import Decay
+from opt_kernels.matrices import Decay
+from opt_kernels.rules import AdaptiveMuonRule, MuonRule, elementwise
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
-from opt_kernels.rules.elementwise import elementwise
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Work
 

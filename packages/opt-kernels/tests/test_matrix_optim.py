@@ -10,14 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from opt_kernels import MatrixError
 from opt_kernels.hooks import HookError
-from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels.matrices import Decay
 from opt_kernels.optim import NAMO, SOAP, Adam, AdaptiveMuon, Lion, Muon, MuonH, NorMuon, RuleOptimizer, SOAPMuon
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SOAPRule
 from opt_kernels.works import Batch, Hyper, Work
 
 NEEDS_TRITON = pytest.mark.skipif(

@@ -8,15 +8,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
-from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU, MatrixError
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import Needs, init_state
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import Order, SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels import MatrixError
+from opt_kernels.codecs import join, split_
+from opt_kernels.matrices import Decay, MatmulPrecision, ScaleMode
+from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU
+from opt_kernels.rules import (
+    AdaptiveMuonRule,
+    Lines,
+    MuonRule,
+    Needs,
+    Order,
+    SecondMoment,
+    SOAPMuonRule,
+    SOAPRule,
+    init_state,
+)
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), eps=1e-8)

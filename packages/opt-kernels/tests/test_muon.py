@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode
-from opt_kernels.rules.muon import MuonRule
+from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode
+from opt_kernels.matrices.orthogonalization import Orthogonalization
+from opt_kernels.rules import MuonRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from opt_kernels.matrices import CoefficientType
 from opt_kernels.matrices.newton_schulz import reference, torch_native
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType, Schedule, schedule
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule, schedule
 from opt_kernels.matrices.newton_schulz.reference import AOL_RANGE, row_scales
 from opt_kernels.matrices.newton_schulz.segments import GROWTH_LIMIT, LONGEST, LONGEST_NARROW, cut, growth
 

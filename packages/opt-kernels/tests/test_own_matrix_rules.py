@@ -15,14 +15,14 @@ from opt_kernels import (
     Number,
     NumberError,
     RuleStateError,
+    StateDictError,
     StateKind,
     StateSpec,
     WholeMatrices,
 )
 from opt_kernels.matrices.stacks import assign_
 from opt_kernels.optim import drop_in
-from opt_kernels.optim.state import StateDictError
-from opt_kernels.rules.base import init_state
+from opt_kernels.rules import init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, Work
 
 

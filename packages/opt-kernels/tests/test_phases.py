@@ -6,14 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode
-from opt_kernels.matrices.stacks import squares_in_float64
+from opt_kernels.matrices import MatmulPrecision, ScaleMode, squares_in_float64
+from opt_kernels.rules import (
+    GRAD_SQUARES,
+    AdaptiveMuonRule,
+    Lines,
+    MatrixRule,
+    MuonRule,
+    Order,
+    SecondMoment,
+    SOAPMuonRule,
+    SOAPRule,
+    init_state,
+    sums_gradients,
+)
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, init_state, sums_gradients
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import Order, SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 MUON = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)

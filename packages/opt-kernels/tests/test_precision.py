@@ -11,10 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SOAPRule
 from opt_kernels.works import Batch, Hyper, Work
 
 HAS_NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from opt_kernels.formulas import Formula
-from opt_kernels.formulas.registry import FORMULAS
+from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.optim import AdamW
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.rules import elementwise
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

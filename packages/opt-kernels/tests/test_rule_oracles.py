@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels import optim
-from opt_kernels.formulas.functions import q_pochhammer
-from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.formulas import FORMULAS, q_pochhammer
+from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL, STEPS = 64, 12

@@ -17,10 +17,9 @@ from torch import Tensor
 import opt_kernels
 from opt_kernels import optim
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.formulas import Formula, NumberError
-from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+from opt_kernels.codecs import join, split_
+from opt_kernels.formulas import FORMULAS, Formula, NumberError
+from opt_kernels.rules import ElementwiseRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL = 128 * 3 + 37

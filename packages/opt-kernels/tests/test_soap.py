@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.soap import Order, Orthonormalization, SOAPRule
+from opt_kernels import MatrixError
+from opt_kernels.rules import Order, SOAPRule
+from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, scale_factor
+from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
+from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
+from opt_kernels.matrices.orthogonalization import scale_factor
 from opt_kernels.optim import SOAPMuon as DropIn
-from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.rules import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.8, eps=1e-8)

@@ -8,12 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels import MatrixError, StateDictError
 from opt_kernels.optim import SOAP, SOAPMuon
-from opt_kernels.optim.state import StateDictError
-from opt_kernels.rules.base import init_state
-from opt_kernels.rules.soap import SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.rules import SOAPMuonRule, SOAPRule, init_state
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Work
 
 ROWS, COLS, STEPS = 12, 7, 4

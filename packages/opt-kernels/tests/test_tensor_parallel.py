@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.matrices.stacks import MatrixError
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels import MatrixError
+from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
 HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95))

@@ -18,10 +18,9 @@ from opt_kernels.backends.triton import scalars
 from opt_kernels.backends.triton.jit import INTERPRETED
 from opt_kernels.matrices.muon import rounds
 from opt_kernels.matrices.syrk import triton as syrk
+from opt_kernels.rules import MuonRule, Rule
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.base import Rule
 from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 

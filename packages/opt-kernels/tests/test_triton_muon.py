@@ -12,16 +12,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.codecs import Plain, codec_for
-from opt_kernels.codecs.remainder import split_
-from opt_kernels.matrices.muon import Decay, Inputs, MuonStep, rounds
+from opt_kernels.codecs import Plain, codec_for, split_
+from opt_kernels.matrices import Decay, MatmulPrecision, TpMode
+from opt_kernels.matrices.muon import Inputs, MuonStep, rounds
 from opt_kernels.matrices.muon import torch_native as slow
 from opt_kernels.matrices.muon import triton as fast
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, TpMode
 from opt_kernels.matrices.stacks import join as joined
 from opt_kernels.matrices.stacks import split
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, SecondMoment
-from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules import AdaptiveMuonRule, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 
 pytestmark = pytest.mark.needs_extra

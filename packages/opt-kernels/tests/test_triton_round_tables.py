@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules import MuonRule
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Work, Works
 
 pytest.importorskip("triton", reason="triton is not installed")

@@ -11,14 +11,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 from elementwise_works import HYPER, KEPT, gradients, main_of, run, start_of, written
 from torch import Tensor
 
+from opt_kernels.backends import grad_stats
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.backends.triton.formats import LaunchFormats
 from opt_kernels.backends.triton.launches import _constants, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.codecs import Plain
+from opt_kernels.rules import ElementwiseRule
 from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.elementwise import ElementwiseRule
 from opt_kernels.rules.lion import Lion
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Work, Works

@@ -10,7 +10,7 @@ from torch import nn
 from opt_kernels.formulas import Formula, FormulaError, Number, NumberError, State, fma
 from opt_kernels.hooks import CautiousDecay, CautiousUpdate, ClipUpdateRms, CoupledDecay, Hook, LrDecoupledDecay, hooked
 from opt_kernels.optim import drop_in
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opt_kernels.backends.writes import Writes
+from opt_kernels.backends import Writes
 
 
 class Subclass(Tensor):

@@ -11,7 +11,7 @@ import torch
 
 from opt_kernels import formulas
 from opt_kernels.formulas import Choice, Formula, FormulaError, Number, NumberError, State, fma, where
-from opt_kernels.rules.elementwise import elementwise
+from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
 LIMITS = (3.0, 4.0)

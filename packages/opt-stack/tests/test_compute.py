@@ -10,11 +10,8 @@ from torch import nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.layout import Computes, LayoutError
-from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, SecondMoment
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import SOAPRule
+from opt_kernels.matrices import TpMode
+from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups
 from opt_stack.planning.compute import ComputePlan, compute_lines, plan_compute, split_rows

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
-from opt_distributed import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import Alone, run_threads
+from opt_distributed.comm import Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
 from opt_stack import get_optimizer
 from opt_stack.__main__ import main

@@ -11,14 +11,14 @@ from stack_models import assert_equal, make_model, train, weights
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import UnusableGradientError
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
 from opt_kernels.optim import Adam, AdamW
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules import ElementwiseRule
 from opt_kernels.rules.sgd import SGD
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, linear
 from opt_stack import (

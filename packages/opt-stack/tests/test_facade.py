@@ -12,9 +12,9 @@ from torch import nn
 from torch.profiler import profile
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import Optimizer, StepResult, get_optimizer
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, clip_grad=0.0)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
-from opt_distributed.buffers.storage import StorageError
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import StorageError
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 
 BF16 = torch.bfloat16

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import opt_stack
 import opt_stack.megatron as megatron
+from opt_distributed import run_threads
 from opt_distributed.buffers.binding import main_grad
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import ConfigError, GradientError, OptimizerConfig, get_optimizer
 
 # Names and positional parameters as Megatron-Core documents them; `=` marks those that have a default.

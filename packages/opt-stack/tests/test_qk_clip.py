@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm, Pending
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.quantized import quantize_linears_, quantized
 from opt_stack import DistributedDataParallel, Optimizer, QKClip, get_optimizer
 from opt_stack.qk_clip import Attention, fused_qkv, latent_attention, separate_qk

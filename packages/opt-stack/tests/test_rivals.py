@@ -11,9 +11,9 @@ from stack_models import FEATURES, assert_equal, backward, make_model, train, we
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.optim import AdamW, Lion
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 

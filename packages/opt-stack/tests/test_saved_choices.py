@@ -12,9 +12,9 @@ from torch import nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.formulas import Choice, Formula, Number, State, fma, sign
 from opt_stack import Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
 

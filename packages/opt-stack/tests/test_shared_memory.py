@@ -11,9 +11,9 @@ from torch import nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True)

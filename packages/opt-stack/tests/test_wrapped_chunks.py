@@ -13,11 +13,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers import grad_checks
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.buffers import UnusableGradientError, grad_checks
+from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.wrapped import check_same_groups

@@ -6,9 +6,9 @@ from torch import Tensor
 from wrapped_net import LR, WIDTH, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 ZEROS = ("the optimizer", "the wrapper", "both", "the buffers")

@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations
 
 import opt_checkpoint
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, run_threads
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 from opt_stack.state import loaded_weights
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 
 WIDTH = 6
 LR = 0.1

@@ -17,6 +17,7 @@ from opt_checkpoint import (
     CheckpointFailedError,
     CheckpointingException,
     CheckpointManager,
+    PlanCache,
     ShardedObject,
     ShardedTensor,
     load,
@@ -25,7 +26,7 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.dcp.plan import GlobalPlan, PlanCache
+from opt_checkpoint.dcp.plan import GlobalPlan
 from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
 
 

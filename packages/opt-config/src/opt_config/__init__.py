@@ -23,35 +23,11 @@ from opt_config.resolved import load_config, resolved
 from opt_config.validate import Interval
 
 __all__ = [
-    "AdamOptimizerConfig",
-    "ConfigError",
-    "Configuration",
-    "ConstantScale",
-    "DistributedDataParallelConfig",
-    "DynamicScale",
-    "FlatShards",
-    "Interval",
-    "LossScaling",
-    "NoScale",
-    "OnDevice",
-    "OnHost",
-    "OptimizerConfig",
-    "ParamKey",
-    "ParamPredicate",
-    "ParamWithNamePredicate",
-    "Placement",
-    "Precision",
-    "Problem",
-    "Replicated",
-    "SGDOptimizerConfig",
-    "Sharding",
-    "UnknownFieldError",
-    "WholeParams",
-    "did_you_mean",
-    "has_attribute",
-    "load_config",
-    "many",
-    "resolved",
-]
+    "AdamOptimizerConfig", "ConfigError", "Configuration", "ConstantScale", "DistributedDataParallelConfig",
+    "DynamicScale", "FlatShards", "Interval", "LossScaling", "NoScale", "OnDevice", "OnHost", "OptimizerConfig",
+    "ParamKey", "ParamPredicate", "ParamWithNamePredicate", "Placement", "Precision", "Problem", "Replicated",
+    "SGDOptimizerConfig", "Sharding", "UnknownFieldError", "WholeParams", "did_you_mean", "has_attribute",
+    "load_config", "many", "resolved",
+]  # fmt: skip
 
 __version__ = "0.1.0"

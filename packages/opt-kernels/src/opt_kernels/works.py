@@ -12,6 +12,11 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
+__all__ = [
+    "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "StateKind", "StateSpec", "Task", "TensorParallel",
+    "Work", "Works",
+]  # fmt: skip
+
 
 class StateKind(Enum):
     """How a state tensor relates to its parameter, and so how a checkpoint shards it."""

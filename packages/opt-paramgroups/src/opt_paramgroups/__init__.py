@@ -3,9 +3,9 @@
 from opt_paramgroups.dtensor import MeshPlacement
 from opt_paramgroups.groups import GroupsAndBuffers, ParamGroup, get_param_groups, get_param_groups_and_buffers
 from opt_paramgroups.match import matches
-from opt_paramgroups.meta import ParamMeta, describe
+from opt_paramgroups.meta import ParamMeta, describe, describe_untrained
 from opt_paramgroups.mup import get_mup_config_overrides, get_mup_overrides_by_shape, shapes_of
-from opt_paramgroups.names import ParamId, parameters_by_id
+from opt_paramgroups.names import ParamId, model_chunks_of, parameters_by_id
 from opt_paramgroups.presets import (
     get_layer_decay_overrides,
     get_matrix_rule_overrides,
@@ -14,27 +14,10 @@ from opt_paramgroups.presets import (
 from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
 
 __all__ = [
-    "GroupRow",
-    "GroupsAndBuffers",
-    "MeshPlacement",
-    "ParamGroup",
-    "ParamId",
-    "ParamMeta",
-    "as_json",
-    "as_markdown",
-    "as_text",
-    "describe",
-    "get_layer_decay_overrides",
-    "get_matrix_rule_overrides",
-    "get_mup_config_overrides",
-    "get_mup_overrides_by_shape",
-    "get_param_groups",
-    "get_param_groups_and_buffers",
-    "get_standard_config_overrides",
-    "group_rows",
-    "matches",
-    "parameters_by_id",
-    "shapes_of",
-]
+    "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta", "as_json", "as_markdown",
+    "as_text", "describe", "describe_untrained", "get_layer_decay_overrides", "get_matrix_rule_overrides",
+    "get_mup_config_overrides", "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
+    "get_standard_config_overrides", "group_rows", "matches", "model_chunks_of", "parameters_by_id", "shapes_of",
+]  # fmt: skip
 
 __version__ = "0.1.0"

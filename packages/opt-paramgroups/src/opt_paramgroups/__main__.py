@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from torch import nn
-
 from opt_config import ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
+from opt_paramgroups.names import model_chunks_of
 from opt_paramgroups.presets import (
     MATRIX_RULES,
     Overrides,
@@ -58,22 +57,6 @@ def show(rows: Sequence[GroupRow], form: str) -> None:
     except ImportError as error:
         raise ConfigError("the rich table needs the package rich: python -m pip install rich") from error
     rich_table.print_rich(rows)
-
-
-def model_chunks_of(place: str) -> list[nn.Module]:
-    """The model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
-    module_name, colon, attr = place.partition(":")
-    if not colon:
-        raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
-    try:
-        factory = getattr(import_module(module_name), attr)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{place!r}: {error}") from error
-    model = factory()
-    chunks = [model] if isinstance(model, nn.Module) else list(model)
-    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
-        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {model!r}")
-    return chunks
 
 
 if __name__ == "__main__":

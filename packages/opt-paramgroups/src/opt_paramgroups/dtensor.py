@@ -7,6 +7,8 @@ from torch import Tensor
 
 from opt_config import ConfigError
 
+__all__ = ["TENSOR_PARALLEL_AXES", "DTensorLayout", "MeshPlacement", "dtensor_layout"]
+
 TENSOR_PARALLEL_AXES = ("tp",)
 """The names of mesh axes that mean tensor parallelism."""
 

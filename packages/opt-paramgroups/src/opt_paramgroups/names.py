@@ -1,6 +1,7 @@
 """ParamId: the name of a parameter and its model chunk, and the parameters of a model by ParamId."""
 
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from torch import nn
@@ -61,3 +62,19 @@ def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[
             if id(param) not in seen:
                 seen.add(id(param))
                 yield ParamId(chunk, name), param
+
+
+def model_chunks_of(place: str) -> list[nn.Module]:
+    """The model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
+    module_name, colon, attr = place.partition(":")
+    if not colon:
+        raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
+    try:
+        factory = getattr(import_module(module_name), attr)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place!r}: {error}") from error
+    model = factory()
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {model!r}")
+    return chunks

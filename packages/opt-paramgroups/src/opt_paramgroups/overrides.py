@@ -11,6 +11,8 @@ from torch import Tensor
 from opt_config import ConfigError, Interval, OptimizerConfig, ParamKey, did_you_mean
 from opt_scheduler import ParamGroupOverride
 
+__all__ = ["OVERRIDE_KEYS", "DefaultEntries", "read_overrides", "unknown_entry", "value_problem"]
+
 Override = Mapping[str, Any]
 """Entries of a group, by name: those in `OVERRIDE_KEYS`, and those that the caller declares as `extra_group_keys`."""
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from opt_config import ConfigError, OptimizerConfig, load_config
-from opt_distributed.buffers.planner import WorldSizes, short
-from opt_paramgroups import as_text, get_param_groups, group_rows
-from opt_paramgroups.__main__ import model_chunks_of
+from opt_distributed.buffers import WorldSizes, short
+from opt_paramgroups import as_text, get_param_groups, group_rows, model_chunks_of
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.meaning import meaning
 from opt_stack.planning.draft import Draft

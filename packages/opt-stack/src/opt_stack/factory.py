@@ -9,14 +9,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
-from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.replicas import broadcast_replicas_, check_replicas, check_untrained
+from opt_distributed.buffers import (
+    DistributedDataParallel,
+    broadcast_replicas_,
+    check_replicas,
+    check_untrained,
+    share_launch_order,
+)
+from opt_distributed.comm import Given, agreed, find_roles
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import agreed
-from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.step.guards.written_replicas import WrittenReplicas
+from opt_distributed.step import WrittenReplicas
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.rules.base import Needs
+from opt_kernels.rules import Needs
 from opt_paramgroups import (
     ParamId,
     ParamMeta,

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
-from opt_distributed.buffers.stored import StorageError
-from opt_distributed.step.outcome import StepResult
-from opt_distributed.step.pieces import OwnedPiece, Ready
-from opt_distributed.step.sources import OwnGrads, check_dense
-from opt_distributed.step.unit import Unit
-from opt_kernels.backends.grad_stats import grad_stats
-from opt_kernels.rules.base import Needs
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_distributed.buffers import StorageError
+from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, check_dense
+from opt_distributed.step import StepResult, Unit
+from opt_kernels.backends import grad_stats
+from opt_kernels.rules import ElementwiseRule, Needs
 from opt_stack.optimizer import Optimizer
 
 

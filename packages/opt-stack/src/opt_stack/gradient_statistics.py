@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from opt_distributed.comm.collectives import Comm, group_of
-from opt_distributed.step.stepper import Stepper, StepResult
+from opt_distributed.comm import Comm, group_of
+from opt_distributed.step import Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.state.sharded_state import Held
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from opt_config import FlatShards, OptimizerConfig, Replicated, WholeParams
-from opt_distributed.buffers.planner import WorldSizes, short
+from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import describe, get_param_groups
 from opt_stack.factory import plan_of, with_matrix_rule
 from opt_stack.planning.draft import Draft

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from opt_config import ConfigError, NoScale, OptimizerConfig
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import agreed
-from opt_distributed.comm.groups import Roles
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
+from opt_distributed.comm import Roles, agreed
 from opt_distributed.finalize import unfinalized
-from opt_distributed.step.guards.guard import Refusal
-from opt_distributed.step.state import reset_state_
-from opt_distributed.step.stepper import Stepper, StepResult
+from opt_distributed.saving import reset_state_
+from opt_distributed.step import Refusal, Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan

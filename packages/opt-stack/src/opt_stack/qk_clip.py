@@ -22,11 +22,8 @@ from torch import Tensor, nn
 
 from opt_checkpoint import sharded_like
 from opt_config import ConfigError
-from opt_distributed.comm.collectives import Op, agree, agreed
-from opt_distributed.comm.groups import Roles
-from opt_distributed.step.dtensor import is_dtensor, local
-from opt_distributed.step.offload import HostMain
-from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.comm import Op, Roles, agree, agreed
+from opt_distributed.pieces import HostMain, OwnedPiece, is_dtensor, local
 from opt_stack.optimizer import Optimizer
 
 

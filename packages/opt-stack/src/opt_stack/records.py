@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import OptimizerConfig, resolved
-from opt_distributed.buffers.planner import BufferPlan, short
-from opt_distributed.comm.collectives import Comm, agreed
+from opt_distributed.buffers import BufferPlan, short
+from opt_distributed.comm import Comm, agreed
 from opt_stack.planning.compute import compute_lines
 from opt_stack.planning.plan import MAX_RANKS_SHOWN, Plan, UnitPlan, unit_bytes
 from opt_stack.state.local_state import param_name

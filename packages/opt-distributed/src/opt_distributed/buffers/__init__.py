@@ -1,1 +1,38 @@
-"""Contiguous buffers of parameters and gradients, and when they are reduced and gathered."""
+"""Contiguous buffers of parameters and gradients, and when they are reduced and gathered.
+
+For packages that plan, wrap or compare models. Trainers find `DistributedDataParallel` at the top of the package.
+"""
+
+from opt_distributed.buffers.binding import UnusableGradientError, is_bound
+from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
+from opt_distributed.buffers.peers import uses_qk_layernorm
+from opt_distributed.buffers.planner import (
+    CODED_MULTIPLE,
+    BufferPlan,
+    WorldSizes,
+    default_bucket_size,
+    plan_buffers,
+    short,
+)
+from opt_distributed.buffers.reduced import ReducedGrads
+from opt_distributed.buffers.replicas import (
+    Metas,
+    Params,
+    ReplicaError,
+    broadcast_replicas_,
+    check_replicas,
+    check_untrained,
+    checksums,
+    compare_copies,
+)
+from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
+from opt_distributed.buffers.stored import FP8, StorageError, check_apart, describe_stored, not_trained
+from opt_distributed.buffers.synced import SyncedBuffer
+
+__all__ = [
+    "CODED_MULTIPLE", "FP8", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
+    "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer", "UnusableGradientError", "WorldSizes",
+    "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained", "checksums", "compare_copies",
+    "default_bucket_size", "describe_stored", "is_bound", "matches", "not_trained", "plan_buffers",
+    "share_launch_order", "short", "uses_qk_layernorm",
+]  # fmt: skip

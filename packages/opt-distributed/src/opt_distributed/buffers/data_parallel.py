@@ -24,8 +24,7 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import describe_stored, not_trained
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.comm.find import Given, find_roles
-from opt_paramgroups import ParamId, ParamMeta
-from opt_paramgroups.names import parameters_by_id
+from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 
 
 def share_launch_order(chunks: Sequence["DistributedDataParallel"]) -> None:

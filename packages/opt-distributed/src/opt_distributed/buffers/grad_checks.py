@@ -16,7 +16,7 @@ from opt_distributed.buffers.wire import InFlight
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.comm.groups import Axes
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends import grad_stats
 from opt_paramgroups import ParamId
 
 

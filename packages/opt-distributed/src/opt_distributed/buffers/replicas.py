@@ -16,8 +16,7 @@ from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, grou
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import mesh_of, replicas_outside, tensor_peers_outside
 from opt_kernels.quantized import QuantizedParam, quantized
-from opt_paramgroups import ParamId, ParamMeta
-from opt_paramgroups.meta import describe_untrained
+from opt_paramgroups import ParamId, ParamMeta, describe_untrained
 
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError
-from opt_kernels.quantized import is_quantized, quantized
-from opt_kernels.quantized.recipes import FP8
-from opt_paramgroups import ParamId, ParamMeta, describe
-from opt_paramgroups.names import parameters_by_id
+from opt_kernels.quantized import FP8, is_quantized, quantized
+from opt_paramgroups import ParamId, ParamMeta, describe, parameters_by_id
 
 __all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", "stored_bytes", "stored_dtype"]
 

@@ -1,1 +1,18 @@
-"""Communication: the `Comm` protocol, its implementations, process groups by role, and devices."""
+"""Communication: the `Comm` protocol, its implementations, process groups by role, and devices.
+
+For packages that call collectives, or find groups of a model.
+"""
+
+from opt_distributed.comm import device
+from opt_distributed.comm.collectives import Alone, Comm, Op, TorchComm, agree, agreed, group_of
+from opt_distributed.comm.find import Given, find_roles
+from opt_distributed.comm.graph import GraphError
+from opt_distributed.comm.groups import Axes, ProcessGroupCollection, ProcessGroups, Roles, from_all_replicas, world
+from opt_distributed.comm.host import HostComm
+from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
+
+__all__ = [
+    "Alone", "Axes", "Comm", "Given", "GraphError", "HostComm", "Op", "ProcessGroupCollection", "ProcessGroups",
+    "Roles", "TorchComm", "agree", "agreed", "device", "find_roles", "from_all_replicas", "group_of", "is_outside",
+    "mesh_of", "replicas_outside", "world",
+]  # fmt: skip

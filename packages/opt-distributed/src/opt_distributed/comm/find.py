@@ -13,8 +13,7 @@ from opt_distributed.comm.errors import ProcessGroupError
 from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of, world
 from opt_distributed.comm.launch import join_launched_world
 from opt_distributed.comm.mesh import check_mesh, is_known, meshes_of, names_of, root_of
-from opt_paramgroups import ParamMeta, describe, parameters_by_id
-from opt_paramgroups.meta import describe_untrained
+from opt_paramgroups import ParamMeta, describe, describe_untrained, parameters_by_id
 
 Given = ProcessGroups | Roles | Any | None
 """What a caller may pass as groups: `ProcessGroups`, `Roles`, or an object with Megatron-Core's attributes."""

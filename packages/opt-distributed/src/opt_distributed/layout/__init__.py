@@ -3,11 +3,11 @@
 from opt_distributed.layout.compute import Block, ComputeLayout, Computes, ComputeSlot, SplitMatrix, compute_layout
 from opt_distributed.layout.flat import flat_layout, replicated_layout
 from opt_distributed.layout.layout import Bucket, Layout, LayoutError, Owned, ParamShape, Piece, Slot
-from opt_distributed.layout.layouts import LAYOUTS, LayoutKind, LayoutSizes, Wanted, layout_kind
+from opt_distributed.layout.layouts import AS_IT_CAME, LAYOUTS, LayoutKind, LayoutSizes, Wanted, layout_kind
 from opt_distributed.layout.whole import imbalance, update_cost, whole_layout
 
 __all__ = [
-    "LAYOUTS", "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "LayoutKind",
-    "LayoutSizes", "Owned", "ParamShape", "Piece", "Slot", "SplitMatrix", "Wanted", "compute_layout", "flat_layout",
-    "imbalance", "layout_kind", "replicated_layout", "update_cost", "whole_layout",
+    "AS_IT_CAME", "LAYOUTS", "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError",
+    "LayoutKind", "LayoutSizes", "Owned", "ParamShape", "Piece", "Slot", "SplitMatrix", "Wanted", "compute_layout",
+    "flat_layout", "imbalance", "layout_kind", "replicated_layout", "update_cost", "whole_layout",
 ]  # fmt: skip

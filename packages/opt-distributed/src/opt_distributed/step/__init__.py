@@ -1,1 +1,21 @@
-"""One step over a tuple of units, whatever their rules, layouts and numbers."""
+"""One step over a tuple of units, whatever their rules, layouts and numbers.
+
+For packages that build a `Stepper`; `stepper` is the file to read first.
+"""
+
+from opt_distributed.step.guards.guard import Refusal
+from opt_distributed.step.guards.usable_groups import CHOICES
+from opt_distributed.step.guards.written_replicas import WrittenReplicas
+from opt_distributed.step.hooked import CutParams, CutRows
+from opt_distributed.step.hyper import read_hyper
+from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
+from opt_distributed.step.scaler import Scaler, scaler_of
+from opt_distributed.step.spans import profiler_spans, timer_spans
+from opt_distributed.step.stats import Family
+from opt_distributed.step.stepper import Limits, Stepper, StepResult
+from opt_distributed.step.unit import Unit
+
+__all__ = [
+    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "PeerSums", "Refusal", "Scaler", "StepResult", "Stepper",
+    "Unit", "WrittenReplicas", "check_marks", "marked_ids", "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
+]  # fmt: skip

@@ -20,16 +20,16 @@ from torch import Tensor
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
+from opt_distributed.pieces.piece import Ready
+from opt_distributed.pieces.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.guards.guard import Groups
 from opt_distributed.step.hyper import FIELDS
-from opt_distributed.step.pieces import Ready
 from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
 from opt_distributed.step.stats import Upload
 from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import Limits, Verdict
+from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
-from opt_kernels.hyper_table import HyperTable
 from opt_paramgroups import ParamId
 
 T = TypeVar("T")

@@ -17,11 +17,8 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, group_of
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.joined import sum_together_
-from opt_distributed.step.exchange import ComputeStage, update_
-from opt_kernels.hooks import HookedUpdate
-from opt_kernels.hooks.measured import Begun
-from opt_kernels.hooks.rows import RowMeans, SpannedRows, add_row_sums_
-from opt_kernels.hooks.sums import NUM_SUMS
+from opt_distributed.pieces.exchange import ComputeStage, update_
+from opt_kernels.hooks import NUM_SUMS, Begun, HookedUpdate, RowMeans, SpannedRows, add_row_sums_
 from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
 

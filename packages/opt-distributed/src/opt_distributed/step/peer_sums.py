@@ -9,7 +9,7 @@ from opt_config import ConfigError
 from opt_distributed.buffers.peers import Mark, Part, Peers, marks_of, sum_over_peers_
 from opt_distributed.comm.groups import Roles
 from opt_distributed.comm.mesh import tensor_peers_outside
-from opt_distributed.step.sources import BufferedGrads, Source
+from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_paramgroups import ParamId, ParamMeta
 
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.counts import StepCount
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.sources import Source
-from opt_kernels.rules.base import Rule
+from opt_distributed.pieces.coded_main import CodedMain
+from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.piece import OwnedPiece
+from opt_distributed.pieces.quantized import QuantizedMain
+from opt_distributed.pieces.sources import Source
+from opt_kernels.rules import Rule
 from opt_kernels.works import Works
 
 DECODED_NUMEL = 1 << 25

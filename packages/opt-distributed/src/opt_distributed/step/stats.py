@@ -13,10 +13,10 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.pieces import Kind, Ready, kinds_of
-from opt_distributed.step.sources import Source
+from opt_distributed.pieces.piece import Kind, Ready, kinds_of
+from opt_distributed.pieces.sources import Source
 from opt_distributed.step.verdict import times
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends import grad_stats
 
 Upload = Callable[[Callable[[], Tensor]], Tensor]
 """Uploads the host tensor that a function returns to the device of the step, without blocking the host."""

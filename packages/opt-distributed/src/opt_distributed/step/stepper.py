@@ -23,6 +23,8 @@ from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Comm
+from opt_distributed.pieces.piece import Ready
+from opt_distributed.pieces.quantized import quantized_sources
 from opt_distributed.step.capture import CapturedStep
 from opt_distributed.step.guards.equal_groups import EqualGroups
 from opt_distributed.step.guards.guard import Groups, Guard, Inputs
@@ -31,8 +33,6 @@ from opt_distributed.step.guards.usable_grads import UsableGrads
 from opt_distributed.step.guards.usable_groups import UsableGroups
 from opt_distributed.step.outcome import Outcome, StepResult, warn_of_deleted
 from opt_distributed.step.peer_sums import PeerSums
-from opt_distributed.step.pieces import Ready
-from opt_distributed.step.quantized import quantized_sources
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import (

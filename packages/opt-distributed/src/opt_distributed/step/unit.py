@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
-from opt_distributed.step.counts import StepCount
-from opt_distributed.step.exchange import ComputeStage, init_state, update_
+from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
+from opt_distributed.pieces.offload import HostSide
+from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, kinds_of
+from opt_distributed.pieces.sources import Publisher, ReadGrads, ReadWhole, Source, check_dense, is_sparse
 from opt_distributed.step.hooked import (
     CutParams,
     CutRows,
@@ -25,13 +28,10 @@ from opt_distributed.step.hooked import (
     means_to_host,
 )
 from opt_distributed.step.hyper import read_hyper
-from opt_distributed.step.offload import HostSide
 from opt_distributed.step.piece_runs import PieceRun, runs_of
-from opt_distributed.step.pieces import Kinds, OwnedPiece, Ready, kinds_of
-from opt_distributed.step.sources import Publisher, ReadGrads, ReadWhole, Source, check_dense, is_sparse
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import HookedUpdate
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import Batch
 from opt_paramgroups import ParamId
 

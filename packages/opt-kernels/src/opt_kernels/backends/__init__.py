@@ -1,2 +1,11 @@
-"""Sweeps over all elements of a step, in four versions. `dispatch` chooses the version that runs; `kept` holds what
-steps reuse while no tensor has moved."""
+"""Sweeps over all elements of a step, in four versions, of which `dispatch` chooses one.
+
+For packages that read gradients without a rule: statistics, memory order, writes by other code.
+"""
+
+from opt_kernels.backends.elements import in_memory_order, is_dense
+from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.writes import Writes
+from opt_kernels.hyper_table import HyperTable
+
+__all__ = ["HyperTable", "Writes", "grad_stats", "in_memory_order", "is_dense"]

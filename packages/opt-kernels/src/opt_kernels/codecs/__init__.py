@@ -15,8 +15,9 @@ from opt_kernels.codecs.codec import (
     scale_name,
     state_specs,
 )  # fmt: skip
+from opt_kernels.codecs.remainder import join, split_
 
 __all__ = [
     "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",
-    "init_state", "scale_name", "state_specs",
+    "init_state", "join", "scale_name", "split_", "state_specs",
 ]  # fmt: skip

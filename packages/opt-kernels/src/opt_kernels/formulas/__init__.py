@@ -21,9 +21,10 @@ from opt_kernels.formulas.functions import (
     where,
 )
 from opt_kernels.formulas.numbers import Choice, Number, NumberError
+from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.syntax import FormulaError
 
 __all__ = [
-    "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor", "fma", "log",
-    "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "tanh", "where",
+    "FORMULAS", "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor",
+    "fma", "log", "maximum", "minimum", "power", "q_pochhammer", "sign", "sqrt", "tanh", "where",
 ]  # fmt: skip

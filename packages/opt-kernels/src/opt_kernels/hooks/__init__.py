@@ -5,7 +5,9 @@ formula (`compose`). Hooks that need norms write the direction to a buffer first
 """
 
 from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, reads_weight_decay, shape_problem
-from opt_kernels.hooks.measured import HookedUpdate
+from opt_kernels.hooks.measured import Begun, HookedUpdate
+from opt_kernels.hooks.rows import RowMeans, SpannedRows, add_row_sums_
+from opt_kernels.hooks.sums import NUM_SUMS
 from opt_kernels.hooks.values import (
     CautiousDecay,
     CautiousUpdate,
@@ -25,7 +27,8 @@ from opt_kernels.hooks.values import (
 )
 
 __all__ = [
-    "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay", "GivenHooks", "Hook",
-    "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate", "RowFloor", "bare",
-    "check_unread", "checked", "described", "hooked", "hooks_of", "reads_weight_decay", "shape_problem",
+    "NUM_SUMS", "Begun", "CautiousDecay", "CautiousUpdate", "CentralizeGradient", "ClipUpdateRms", "CoupledDecay",
+    "GivenHooks", "Hook", "HookError", "HookedUpdate", "Hooks", "Hyperball", "LrDecoupledDecay", "RelativeUpdate",
+    "RowFloor", "RowMeans", "SpannedRows", "add_row_sums_", "bare", "check_unread", "checked", "described", "hooked",
+    "hooks_of", "reads_weight_decay", "shape_problem",
 ]  # fmt: skip

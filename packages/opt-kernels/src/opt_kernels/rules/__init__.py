@@ -1,1 +1,17 @@
-"""The rules, one algorithm per file."""
+"""The rules, one algorithm a file, and what a rule is.
+
+For packages that choose rules and call them.
+"""
+
+from opt_kernels.choice import NamedChoice
+from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
+from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs, Rule, init_state, sums_gradients
+from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+from opt_kernels.rules.muon import MuonRule
+from opt_kernels.rules.soap import Order, SOAPRule
+from opt_kernels.rules.soap_muon import SOAPMuonRule
+
+__all__ = [
+    "GRAD_SQUARES", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "MatrixRule", "MuonRule", "NamedChoice", "Needs",
+    "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise", "init_state", "sums_gradients",
+]  # fmt: skip

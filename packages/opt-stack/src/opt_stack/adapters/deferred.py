@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.planner import WorldSizes
-from opt_distributed.comm.collectives import agreed
-from opt_distributed.comm.find import find_roles
-from opt_distributed.step.outcome import StepResult
+from opt_distributed.buffers import DistributedDataParallel, WorldSizes
+from opt_distributed.comm import agreed, find_roles
+from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer

@@ -8,35 +8,46 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OnHost, Placement
-from opt_distributed.buffers.planner import BufferPlan
-from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import FP8
+from opt_distributed.buffers import FP8, BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes
-from opt_distributed.comm.host import HostComm
-from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
-from opt_distributed.layout import Computes
-from opt_distributed.layout.layouts import AS_IT_CAME
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.dtensor import is_first_replica, local
-from opt_distributed.step.exchange import init_state
-from opt_distributed.step.mains import Main, Numbers, make_main
-from opt_distributed.step.offload import HostMain, HostSide, StepNumbers
-from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain, QuantizedSource
-from opt_distributed.step.scaler import scaler_of
-from opt_distributed.step.sources import BufferedGrads, LaidOutGrads, OwnGrads, ReducedMainGrads, Source
-from opt_distributed.step.spans import profiler_spans, timer_spans
-from opt_distributed.step.stats import Family
-from opt_distributed.step.stepper import Limits, Stepper
-from opt_distributed.step.unit import Unit
-from opt_kernels.backends.elements import is_dense
+from opt_distributed.layout import AS_IT_CAME, Computes
+from opt_distributed.pieces import (
+    BufferedGrads,
+    CodedMain,
+    HostMain,
+    HostSide,
+    LaidOutGrads,
+    Main,
+    Numbers,
+    OwnedPiece,
+    OwnGrads,
+    QuantizedMain,
+    QuantizedSource,
+    ReducedMainGrads,
+    Source,
+    StepNumbers,
+    init_state,
+    is_first_replica,
+    local,
+    make_main,
+)
+from opt_distributed.step import (
+    Family,
+    Limits,
+    PeerSums,
+    Stepper,
+    Unit,
+    check_marks,
+    marked_ids,
+    profiler_spans,
+    scaler_of,
+    timer_spans,
+)
+from opt_kernels.backends import is_dense
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.quantized import quantized
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs

@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from opt_distributed.comm.collectives import Comm, TorchComm
+from opt_distributed.comm import Comm, TorchComm
 from opt_distributed.layout import ComputeSlot, LayoutError
-from opt_distributed.step.dtensor import mesh_comms
-from opt_distributed.step.exchange import ComputeStage
+from opt_distributed.pieces import ComputeStage, mesh_comms
 from opt_kernels.works import NOT_SPLIT, MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.compute import ComputePlan

@@ -20,13 +20,7 @@ from opt_checkpoint import (
     make_sharded_optimizer_tensor,
     optim_state_to_sharding_state,
 )
-from opt_checkpoint.state.sharded import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-)
+from opt_checkpoint.state import LocalNonpersistentObject, ShardedObject, ShardedStateDict, ShardedTensor, StateDict
 from opt_config import (
     AdamOptimizerConfig,
     ConfigError,
@@ -37,8 +31,8 @@ from opt_config import (
     ParamWithNamePredicate,
     SGDOptimizerConfig,
 )
-from opt_distributed.buffers.data_parallel import DistributedDataParallel as Wrapper
-from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, world
+from opt_distributed.buffers import DistributedDataParallel as Wrapper
+from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, world
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,

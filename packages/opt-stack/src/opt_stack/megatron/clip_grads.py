@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError
-from opt_distributed.comm.collectives import Comm, TorchComm
-from opt_distributed.comm.groups import world
+from opt_distributed.comm import Comm, TorchComm, world
 
 __all__ = ["clip_grad_by_total_norm_fp32", "count_zeros_fp32", "get_grad_norm_fp32"]
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 from torch import nn
 
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams
-from opt_kernels.rules.base import Needs
+from opt_kernels.rules import Needs
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import MegatronOptimizer, Optimizer
 from opt_stack.rules.registry import Registry

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig
 from opt_distributed import finalize_model_grads as finalize
-from opt_distributed.buffers.data_parallel import DistributedDataParallel as Wrapper
-from opt_distributed.comm.find import Given
-from opt_distributed.comm.groups import ProcessGroups
+from opt_distributed.buffers import DistributedDataParallel as Wrapper
+from opt_distributed.comm import Given, ProcessGroups
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_stack.megatron.kinds import layer_wise
 

@@ -12,15 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from opt_config import ConfigError, Replicated, WholeParams
-from opt_distributed.buffers.planner import CODED_MULTIPLE
-from opt_distributed.buffers.stored import FP8, check_apart, not_trained
+from opt_distributed.buffers import CODED_MULTIPLE, FP8, check_apart, not_trained
+from opt_distributed.comm import GraphError, group_of
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import group_of
-from opt_distributed.comm.graph import GraphError
-from opt_distributed.step.mains import Numbers
+from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import bare, hooks_of
-from opt_kernels.rules.base import Needs
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules import ElementwiseRule, Needs
 from opt_kernels.works import StateSpec
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.hooks import check_hooks

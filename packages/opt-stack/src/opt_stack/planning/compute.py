@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from opt_config import ConfigError
 from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
-from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.rules.base import MatrixRule, Rule
+from opt_kernels.matrices import TpMode
+from opt_kernels.rules import MatrixRule, Rule
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES

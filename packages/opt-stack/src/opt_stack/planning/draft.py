@@ -8,17 +8,19 @@ from typing import Any
 from torch import nn
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.peers import uses_qk_layernorm
-from opt_distributed.buffers.planner import BufferPlan, WorldSizes
-from opt_distributed.buffers.stored import describe_stored
-from opt_distributed.buffers.synced import SyncedBuffer
-from opt_distributed.comm.collectives import Alone
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.buffers import (
+    BufferPlan,
+    DistributedDataParallel,
+    SyncedBuffer,
+    WorldSizes,
+    describe_stored,
+    uses_qk_layernorm,
+)
+from opt_distributed.comm import Alone, Axes, Roles
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.rules.base import Rule
+from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
-from opt_scheduler.override import ParamGroupOverride
+from opt_scheduler import ParamGroupOverride
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.registry import Registry
 

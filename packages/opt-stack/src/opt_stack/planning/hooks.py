@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from opt_config import ConfigError
-from opt_distributed.buffers.planner import BufferPlan
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.mesh import is_outside, mesh_of
-from opt_distributed.layout.layouts import AS_IT_CAME
-from opt_distributed.step.dtensor import mesh_comms
-from opt_distributed.step.hooked import CutParams, CutRows
+from opt_distributed.buffers import BufferPlan
+from opt_distributed.comm import Comm, is_outside, mesh_of
+from opt_distributed.layout import AS_IT_CAME
+from opt_distributed.pieces import mesh_comms
+from opt_distributed.step import CutParams, CutRows
 from opt_kernels.hooks import (
     CentralizeGradient,
     GivenHooks,
@@ -21,12 +20,12 @@ from opt_kernels.hooks import (
     HookedUpdate,
     HookError,
     Hyperball,
+    SpannedRows,
     hooked,
     hooks_of,
     shape_problem,
 )
-from opt_kernels.hooks.rows import SpannedRows
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules import Needs, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.draft import Draft
 from opt_stack.planning.plan import UnitPlan

@@ -11,15 +11,12 @@ from typing import NamedTuple
 import torch
 
 from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
-from opt_distributed.buffers.planner import BufferPlan, short
-from opt_distributed.layout import Computes
-from opt_distributed.layout.layouts import AS_IT_CAME
-from opt_distributed.step.coded_main import FP16
-from opt_distributed.step.mains import Numbers
+from opt_distributed.buffers import BufferPlan, short
+from opt_distributed.layout import AS_IT_CAME, Computes
+from opt_distributed.pieces import FP16, Numbers
 from opt_kernels.hooks import hooks_of
-from opt_kernels.quantized import RECIPES
-from opt_kernels.quantized.recipes import FP8
-from opt_kernels.rules.base import Rule, init_state
+from opt_kernels.quantized import FP8, RECIPES
+from opt_kernels.rules import Rule, init_state
 from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.planning.compute import ComputePlan, compute_lines

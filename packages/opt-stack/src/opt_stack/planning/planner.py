@@ -9,13 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from opt_config import OnDevice, OptimizerConfig
-from opt_distributed.buffers.planner import CODED_MULTIPLE, BufferPlan, default_bucket_size, plan_buffers
-from opt_distributed.layout.layouts import AS_IT_CAME
-from opt_distributed.step.mains import Numbers
+from opt_distributed.buffers import CODED_MULTIPLE, BufferPlan, default_bucket_size, plan_buffers
+from opt_distributed.layout import AS_IT_CAME
+from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import bare
-from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.soap import SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId, ParamMeta
 from opt_stack.planning.compute import plan_compute, split_rows

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Problem
-from opt_distributed.buffers.storage import matches
-from opt_distributed.comm.collectives import Comm, agree, agreed
-from opt_distributed.comm.groups import Roles, from_all_replicas
+from opt_distributed.buffers import matches
+from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides

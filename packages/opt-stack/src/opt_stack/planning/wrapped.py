@@ -11,10 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, DynamicScale, OptimizerConfig, Replicated
-from opt_distributed.buffers.binding import is_bound
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.comm.collectives import Comm, group_of
-from opt_distributed.comm.groups import Axes
+from opt_distributed.buffers import DistributedDataParallel, is_bound
+from opt_distributed.comm import Axes, Comm, group_of
 from opt_paramgroups import ParamId
 from opt_stack.planning.draft import Draft
 

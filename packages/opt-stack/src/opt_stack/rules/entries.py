@@ -8,12 +8,10 @@ from types import MappingProxyType
 from typing import Any
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
-from opt_distributed.step.guards.usable_groups import CHOICES
-from opt_kernels.choice import NamedChoice
+from opt_distributed.step import CHOICES
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import bare, check_unread, described, hooks_of
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry
 from opt_stack.rules.registry import RuleEntry
 

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
-from opt_kernels.formulas import Formula, NumberError
-from opt_kernels.formulas.registry import FORMULAS
-from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
-from opt_kernels.rules.muon import MuonRule
-from opt_kernels.rules.soap import Order, SOAPRule
-from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.formulas import FORMULAS, Formula, NumberError
+from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
+from opt_kernels.rules import (
+    AdaptiveMuonRule,
+    ElementwiseRule,
+    Lines,
+    MuonRule,
+    Order,
+    Rule,
+    SecondMoment,
+    SOAPMuonRule,
+    SOAPRule,
+    elementwise,
+)
 from opt_stack.rules.trials import checked_rule
 
 

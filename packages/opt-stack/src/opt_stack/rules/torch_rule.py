@@ -14,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
-from opt_kernels.codecs import StateCodec
-from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.codecs import StateCodec, join, split_
+from opt_kernels.rules import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 from opt_stack.rules.registry import RuleEntry
 

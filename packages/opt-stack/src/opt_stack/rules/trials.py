@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs import join, split_
 from opt_kernels.hooks import bare
-from opt_kernels.rules.base import Needs, Rule
+from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 
 _MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")

@@ -7,16 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.step.dtensor import local
-from opt_distributed.step.hyper import read_hyper
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.saved_states import decoded, kept_states
-from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.unit import Unit
+from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
+from opt_distributed.saving import decoded, kept_states
+from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules import ElementwiseRule
 
 Groups = Sequence[Mapping[str, Any]]
 

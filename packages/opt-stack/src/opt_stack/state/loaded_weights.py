@@ -21,25 +21,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.replicas import (
+from opt_distributed.buffers import (
+    DistributedDataParallel,
     Metas,
     Params,
     ReplicaError,
+    UnusableGradientError,
     check_replicas,
     checksums,
     compare_copies,
 )
-from opt_distributed.comm.collectives import agree
-from opt_distributed.comm.groups import Roles
-from opt_distributed.step.dtensor import is_dtensor
-from opt_distributed.step.mains import Numbers
-from opt_distributed.step.offload import HostMain
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.scaler import Scaler
-from opt_kernels.backends.writes import Writes
+from opt_distributed.comm import Roles, agree
+from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, is_dtensor
+from opt_distributed.step import Scaler
+from opt_kernels.backends import Writes
 from opt_paramgroups import ParamId
 from opt_stack.state.sharded_state import Held
 

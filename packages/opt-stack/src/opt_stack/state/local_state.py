@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from opt_distributed.step.dtensor import local
-from opt_distributed.step.guards.usable_groups import CHOICES
-from opt_distributed.step.scaler import Scaler
+from opt_distributed.pieces import local
+from opt_distributed.step import CHOICES, Scaler
 from opt_paramgroups import ParamId
 from opt_paramgroups.dtensor import dtensor_layout
 from opt_stack.rules.entries import HOOKS

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm import device as devices
-from opt_distributed.step.stepper import Stepper
+from opt_distributed.step import Stepper
 
 
 class _View(NamedTuple):

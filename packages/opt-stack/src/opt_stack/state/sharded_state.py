@@ -17,16 +17,21 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
-from opt_checkpoint.state.model_axes import ModelAxes, Replica
-from opt_distributed.comm.collectives import Comm, agree
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.sharded import check_loaded, read_piece
-from opt_distributed.step.state import MAIN, STEP, PieceState, check_state, load_state_, read_state
-from opt_distributed.step.unit import Unit
-from opt_kernels.rules.base import Rule
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica
+from opt_distributed.comm import Axes, Comm, Roles, agree
+from opt_distributed.pieces import OwnedPiece
+from opt_distributed.saving import (
+    MAIN,
+    STEP,
+    PieceState,
+    check_loaded,
+    check_state,
+    load_state_,
+    read_piece,
+    read_state,
+)
+from opt_distributed.step import Scaler, Unit
+from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
 from opt_stack.rules.entries import check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.local_state import OF_RULE, RULE, saved_scaler

@@ -6,14 +6,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict
-from opt_checkpoint.state.model_parallel import place_
-from opt_distributed.comm.collectives import Alone, Comm, agreed
-from opt_distributed.comm.groups import Roles
-from opt_distributed.step.state import check_state, load_state_, read_state
-from opt_distributed.step.stepper import Stepper
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, place_
+from opt_distributed.comm import Alone, Comm, Roles, agreed
+from opt_distributed.saving import check_state, load_state_, read_state
+from opt_distributed.step import Stepper
 from opt_kernels.hooks import bare
-from opt_kernels.rules.base import Rule
+from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import check_choices, check_loaded_numbers, warn_of_other_choices

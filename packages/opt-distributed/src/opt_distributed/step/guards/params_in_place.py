@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from weakref import ref
 
 from opt_distributed.buffers.stored import StorageError
+from opt_distributed.pieces.sources import Source
 from opt_distributed.step.guards.guard import Refusal
-from opt_distributed.step.sources import Source
 
 
 class ParamsInPlace(Refusal):

@@ -16,7 +16,7 @@ from opt_distributed.step.guards.guard import Groups, Inputs, Refusal
 from opt_distributed.step.hyper import FIELDS, check_rate
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_unread, reads_weight_decay
-from opt_kernels.rules.base import Rule
+from opt_kernels.rules import Rule
 
 FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
 """Entries that decide how parameters are laid out, clipped and updated."""

@@ -24,12 +24,12 @@ from opt_checkpoint import (
     StateSpec,
     make_sharded_state,
 )
-from opt_checkpoint.state.state_spec import SPLIT_MARK
-from opt_distributed.step.mains import Numbers
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain, extra_of
-from opt_distributed.step.saved_states import decoded, is_by_part, kept_states, store_
-from opt_distributed.step.state import MAIN, STEP, StateError
+from opt_checkpoint.state import SPLIT_MARK
+from opt_distributed.pieces.mains import Numbers
+from opt_distributed.pieces.piece import OwnedPiece
+from opt_distributed.pieces.quantized import QuantizedMain, extra_of
+from opt_distributed.saving.piece_state import MAIN, STEP, StateError
+from opt_distributed.saving.saved_states import decoded, is_by_part, kept_states, store_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared

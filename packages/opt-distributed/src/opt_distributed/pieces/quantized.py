@@ -16,8 +16,8 @@ from torch import Tensor
 from opt_distributed.buffers.synced import SyncedBuffer
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.step.mains import Numbers
-from opt_distributed.step.sources import Publisher, Source
+from opt_distributed.pieces.mains import Numbers
+from opt_distributed.pieces.sources import Publisher, Source
 from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
 

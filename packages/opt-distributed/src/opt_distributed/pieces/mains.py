@@ -10,7 +10,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs import join, split_
 
 
 class Numbers(Enum):

@@ -16,7 +16,7 @@ from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.dtensor import local, local_address, local_grad
+from opt_distributed.pieces.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId
 
 Run = tuple[ParamId, slice]

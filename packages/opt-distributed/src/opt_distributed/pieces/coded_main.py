@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opt_distributed.step.codes import encode_again_, values_of
-from opt_distributed.step.mains import Numbers
+from opt_distributed.pieces.codes import encode_again_, values_of
+from opt_distributed.pieces.mains import Numbers
 from opt_kernels.codecs import codec_for
 
 FP16 = codec_for("main_params", torch.float16, signed=True)

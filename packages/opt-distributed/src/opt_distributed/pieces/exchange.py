@@ -19,9 +19,9 @@ from torch import Tensor
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
-from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
-from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
-from opt_kernels.rules.base import init_state as state_of_rule
+from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks
+from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
+from opt_kernels.rules import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 

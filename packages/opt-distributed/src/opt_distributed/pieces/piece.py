@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.counts import StepCount
-from opt_distributed.step.dtensor import local_numel
-from opt_distributed.step.exchange import ComputeStage
-from opt_distributed.step.mains import Main
-from opt_distributed.step.offload import HostMain
-from opt_distributed.step.quantized import QuantizedMain
-from opt_distributed.step.sources import Source
+from opt_distributed.pieces.coded_main import CodedMain
+from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.dtensor import local_numel
+from opt_distributed.pieces.exchange import ComputeStage
+from opt_distributed.pieces.mains import Main
+from opt_distributed.pieces.offload import HostMain
+from opt_distributed.pieces.quantized import QuantizedMain
+from opt_distributed.pieces.sources import Source
 from opt_kernels.works import MatrixSpec
 from opt_paramgroups import ParamId
 

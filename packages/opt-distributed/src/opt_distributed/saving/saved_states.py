@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from opt_distributed.step.codes import encode_again_, values_of
-from opt_distributed.step.dtensor import is_dtensor
-from opt_distributed.step.pieces import OwnedPiece
+from opt_distributed.pieces.codes import encode_again_, values_of
+from opt_distributed.pieces.dtensor import is_dtensor
+from opt_distributed.pieces.piece import OwnedPiece
 from opt_distributed.step.unit import Unit
-from opt_kernels.backends.elements import in_memory_order
+from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm.device import Device, Event, HostCopy
-from opt_distributed.step.coded_main import CodedMain
-from opt_distributed.step.mains import Main, Numbers
-from opt_distributed.step.quantized import QuantizedMain
+from opt_distributed.pieces.coded_main import CodedMain
+from opt_distributed.pieces.mains import Main, Numbers
+from opt_distributed.pieces.quantized import QuantizedMain
 from opt_paramgroups import ParamId
 
 Groups = Sequence[Mapping[str, Any]]

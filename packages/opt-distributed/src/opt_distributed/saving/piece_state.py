@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.step.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
-from opt_distributed.step.mains import Numbers
-from opt_distributed.step.pieces import OwnedPiece
-from opt_distributed.step.quantized import QuantizedMain, extra_of
-from opt_distributed.step.saved_states import decoded, is_by_part, kept_states, saves_values, store_
+from opt_distributed.pieces.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
+from opt_distributed.pieces.mains import Numbers
+from opt_distributed.pieces.piece import OwnedPiece
+from opt_distributed.pieces.quantized import QuantizedMain, extra_of
+from opt_distributed.saving.saved_states import decoded, is_by_part, kept_states, saves_values, store_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind, StateSpec
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import in_memory_order
+from opt_kernels.backends import in_memory_order
 from opt_kernels.codecs import StateCodec
 
 
