@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +95,23 @@ def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath) -> None:
     load(loaded, bucket)
     assert torch.equal(loaded["w"], values)
     assert torch.equal(loaded["turned"], values.view(1000, 2000).t())
+    assert verify_checkpoint(bucket) == []
+
+
+def test_an_upload_that_the_store_breaks_off_is_repeated(bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    """obstore closes the generator of the parts when it gives up."""
+    real, broken = requests.obstore.put, list[bytes]()
+
+    def put_or_break(store: Any, key: str, parts: Any, **options: Any) -> Any:
+        if options.get("use_multipart") and len(broken) < 2:
+            broken.append(next(parts))
+            parts.close()
+            raise requests.exceptions.GenericError("a part was refused")
+        return real(store, key, parts, **options)
+
+    monkeypatch.setattr(requests.obstore, "put", put_or_break)
+    save(state_at(1, 0, 1), bucket)
+    assert len(broken) == 2
     assert verify_checkpoint(bucket) == []
 
 

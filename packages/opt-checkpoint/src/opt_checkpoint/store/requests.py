@@ -75,6 +75,8 @@ class Requests:
         def read() -> Iterator[bytes | memoryview]:
             try:
                 yield from (part for part in parts() if len(part))
+            except GeneratorExit:  # obstore has given up; it raises its own error
+                raise
             except BaseException as error:
                 failures.append(error)
                 raise
