@@ -275,7 +275,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
     optimizer.loaded_weights.watch(draft.chunks)
     stepper.guards.insert(0, Objection(optimizer))
     if everyone.size > 1:
-        written = WrittenReplicas(roles.dense, roles.totals, optimizer, device=devices.device_of(stepper.device))
+        written = WrittenReplicas(roles.dense, everyone, optimizer, device=devices.device_of(stepper.device))
         stepper.guards.append(written)
         stepper.at_start.append(written.at_start)
     return optimizer

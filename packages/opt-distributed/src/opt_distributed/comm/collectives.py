@@ -115,6 +115,8 @@ class Alone:
         return zeros(numel, dtype=dtype, device=device)
 
 
+ALONE: Comm = Alone()
+
 # torch 2.13 renamed the two flat collectives and deprecates the old names.
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

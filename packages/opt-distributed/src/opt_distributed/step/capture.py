@@ -3,10 +3,10 @@
     reduce ─▶ [ statistics and their all-reduce ─▶ verdict, scaler ─▶ clip coefficient ─▶ updates, counts ] ─▶ publish
                captured once, then one call for each step
 
-Before each replay, the host writes the numbers of the parameter groups and its own objections to memory that the graph
-reads, and copies gradients that autograd allocates anew to fixed memory. `opt_kernels.hyper_table` describes what a
-capture freezes and what stays live. If something frozen has changed, one step runs without the graph, and the next one
-captures again. Reductions and gathers stay outside, because they overlap with backward and forward passes.
+Before each replay, the host writes the numbers of the parameter groups and the flags of the guards to memory that the
+graph reads, and copies gradients that autograd allocates anew to fixed memory. `opt_kernels.hyper_table` describes what
+a capture freezes and what stays live. If something frozen has changed, one step runs without the graph, and the next
+one captures again. Reductions and gathers stay outside, because they overlap with backward and forward passes.
 """
 
 import itertools

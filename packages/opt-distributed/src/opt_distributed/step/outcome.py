@@ -54,9 +54,9 @@ class Outcome:
         return report
 
     def sums_of(self, guard: Guard) -> list[float]:
-        """The sums of a guard's flags, for which the host waits. Raises the error of the step."""
+        """The sums of a guard's flags, for which the host waits."""
         at = sum(other.num_flags for other in self._guards[: self._guards.index(guard)])
-        return self.read().flags[at : at + guard.num_flags]
+        return self._known()[0].flags[at : at + guard.num_flags]
 
     def _known(self) -> tuple[Report, Exception | None]:
         if self._report is None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
@@ -44,6 +44,7 @@ def reduce_stats(
     count_zeros: bool,
     flags: Tensor,
     upload: Upload,
+    instances: Comm = ALONE,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce. No two ranks count the same element.
 
@@ -53,7 +54,8 @@ def reduce_stats(
     Norms and zeros count one copy of each element. Infinities and NaNs are counted in every copy that may differ, so
     that a NaN on a rank whose copy is not counted stops the step as well.
 
-    `flags` (n,) are those of the guards, float64 on the device, and are summed with the rest. `upload` copies other
+    `flags` (n,) are those of the guards, float64 on the device, and are summed with the rest; first over `instances`,
+    the ranks in this one's place in all optimizer instances, which must refuse the same steps. `upload` copies other
     numbers of the host to the device, which are the same at every step in which the same parameters have gradients. The
     host reads nothing, except in `Source.resolve_`.
 
@@ -63,6 +65,9 @@ def reduce_stats(
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
+    if instances.size > 1:
+        flags = flags.clone()
+        _sum_(flags, instances)
     local = torch.cat([_swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros), flags])
     if not [source for family in families for source in family.sources if source.unresolved]:
         _sum_(local, everyone)

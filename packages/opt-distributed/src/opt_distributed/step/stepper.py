@@ -22,7 +22,7 @@ from torch import Tensor
 from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.wire import CollectiveError
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.pieces.piece import Ready
 from opt_distributed.pieces.quantized import quantized_sources
 from opt_distributed.step.capture import CapturedStep
@@ -73,10 +73,12 @@ class Stepper:
         spans: Spans = profiler_spans,
         graphs: bool = False,
         peer_sums: PeerSums | None = None,
+        instances: Comm = ALONE,
     ):
         """With `graphs`, `step` is captured and replayed (`CapturedStep`); raises GraphError if the device has none."""
         self.units, self.families = tuple(units), tuple(families)
-        self.everyone = everyone  # all ranks of all units
+        self.everyone = everyone  # all ranks of all units, of one optimizer instance
+        self.instances = instances  # the ranks in the place of this rank in all instances
         self.device = device  # of tensors that are sent between them
         self.scaler, self.limits, self.spans, self.peer_sums = scaler, limits, spans, peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -87,7 +89,9 @@ class Stepper:
         self._applied = sorted({piece.group for unit in units for piece in unit.pieces})
         self._usable_groups = UsableGroups(self.inputs, self._applied)
         self.guards: list[Guard] = [UsableGrads(self.inputs), self._usable_groups, ParamsInPlace(self._sources)]
-        self.at_start: list[Callable[[Outcome | None], None]] = []  # collective; of the step before
+        # Called when a step begins, with the outcome of the step before, also of one that an error refused. Collective.
+        self.at_start: list[Callable[[Outcome | None], None]] = []
+        self._before: Outcome | None = None
         self._queues = devices.device_of(device)
         self._flags = HostNumbers(self._queues)
         self._prepared: _Prepared | None = None
@@ -173,11 +177,11 @@ class Stepper:
 
         Raises the errors of the step before, if nobody has read them.
         """
-        before, self.last, self._prepared = self.last, None, None
-        if before is not None and before.is_unread:
-            before.read()
+        before, self._before, self.last, self._prepared = self._before, None, None, None
         for check in self.at_start:
             check(before)
+        if before is not None and before.is_unread:
+            before.read()
         self.num_begun += 1
         self.inputs.groups, self.inputs.refused = groups, None
         self._reduce_()
@@ -223,6 +227,7 @@ class Stepper:
             count_zeros=self.limits.count_zeros,
             flags=flags,
             upload=upload,
+            instances=self.instances,
         )
         return decide(numbers, self.guards, inv_scale=inv_scale, limits=self.limits)
 
@@ -272,6 +277,8 @@ class Stepper:
             yield
         except CollectiveError as error:
             raise CollectiveError(f"step {self.num_begun}, {error}") from error
+        finally:
+            self.inputs.groups = ()  # an outcome that nobody reads keeps the guards, but must keep no parameter alive
 
     # --- its outcome ------------------------------------------------------------------------------------------------
 
@@ -279,7 +286,7 @@ class Stepper:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
         is_unread = self._queues.is_asynchronous and (self.everyone.size > 1 or any(flags))
         guards, step, queues = tuple(self.guards), self.num_begun, self._queues
-        self.last = Outcome(verdict, guards, step=step, device=queues, owner=self, is_unread=is_unread)
+        self.last = self._before = Outcome(verdict, guards, step=step, device=queues, owner=self, is_unread=is_unread)
 
     def _outcome(self) -> Outcome:
         assert self.last is not None

@@ -1,4 +1,4 @@
-"""Check, when the optimizer is built, that a plan's step can be captured as a CUDA graph."""
+"""Build the stepper of a plan: gradient sources, main values and states, units. Decides nothing."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -148,6 +148,7 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
             for is_expert, axes in ((False, roles.dense), (True, roles.expert))
         ],
         everyone=roles.totals,
+        instances=roles.dense.inter,
         device=device,
         scaler=scaler_of(config.loss_scaling),
         limits=_limits(plan),

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from opt_config import ConfigError
 from opt_distributed.buffers import (
     DistributedDataParallel,
     Metas,
@@ -274,10 +273,13 @@ class LoadedReplicas:
             chunk.finish_param_sync()
         try:
             check_replicas(self._params, self._metas, self._roles)
-        except ConfigError as error:
+        except ValueError as error:  # a rank whose own replicas are equal is told by another one
             raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
         found = compare_copies(_sums_of_states(held), self._params, self._metas, self._roles)
-        agree(everyone, None if found is None else ReplicaError(f"optimizer state: {found}; {LOAD_ALIKE}"))
+        try:
+            agree(everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))
+        except ValueError as error:
+            raise ReplicaError(str(error)) from error
         scales = everyone.gather_objects(scaler.state_dict())
         if any(scale != scales[0] for scale in scales):
             raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")

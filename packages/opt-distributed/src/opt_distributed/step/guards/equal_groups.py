@@ -17,6 +17,7 @@ from opt_distributed.step.guards.guard import Groups, Inputs
 from opt_distributed.step.guards.usable_groups import FIXED
 from opt_distributed.step.hyper import FIELDS
 
+_Numbers = list[tuple[str, Any]]
 _BITS = 20  # the sum of squares stays exact in float64 on up to 8,192 ranks
 
 
@@ -45,7 +46,9 @@ class EqualGroups:
         """
         self._inputs = inputs
         self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
-        applied_here = {(i, str(groups[i].get("name", ""))): self._checksum(groups[i]) for i in sorted(applied)}
+        applied_here = {
+            (i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in sorted(applied)
+        }
         per_rank: list[dict[tuple[int, str], int]] = [] if everyone.size == 1 else everyone.gather_objects(applied_here)
         values: dict[tuple[int, str], list[int]] = {}
         for of_rank in per_rank:
@@ -53,6 +56,8 @@ class EqualGroups:
                 values.setdefault(key, []).append(checksum)
         self._keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
         self._applied = [key in applied_here for key in self._keys]
+        # Of the groups in the last step, for `error`. Groups would keep parameters alive.
+        self._numbers: list[_Numbers] = []
 
     @property
     def num_compared(self) -> int:
@@ -64,9 +69,10 @@ class EqualGroups:
         return 3 * len(self._keys)
 
     def flags(self) -> Sequence[float]:
+        self._numbers = [self._numbers_of(self._inputs.groups[index]) for index, _ in self._keys]
         flags: list[float] = []
-        for (index, _), applied in zip(self._keys, self._applied, strict=True):
-            checksum = self._checksum(self._inputs.groups[index]) if applied else 0
+        for numbers, applied in zip(self._numbers, self._applied, strict=True):
+            checksum = _checksum(numbers) if applied else 0
             flags += [float(applied), float(checksum), float(checksum**2)]
         return flags
 
@@ -75,20 +81,22 @@ class EqualGroups:
         return differ.any(0, keepdim=True)
 
     def error(self, sums: Sequence[float]) -> Exception | None:
-        for number, (index, name) in enumerate(self._keys):
+        for number, (_, name) in enumerate(self._keys):
             if _differ(*map(int, sums[3 * number : 3 * number + 3])):
-                group = self._inputs.groups[index]
-                here = {entry: group[entry] for entry in self._entries if entry in group}
                 return HyperError(
-                    f"group {name!r} has different numbers on the ranks that update its parameters (here {here}); they "
+                    f"group {name!r} has different numbers on the ranks that update its parameters (here "
+                    f"{dict(self._numbers[number])}); they "
                     "must be equal on all ranks: make the same edits of param_groups everywhere, and give schedulers "
                     "such as ReduceLROnPlateau a metric that is averaged over the ranks. Nothing was updated"
                 )
         return None
 
-    def _checksum(self, group: Mapping[str, Any]) -> int:
-        numbers = [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
-        return crc32(repr(numbers).encode()) >> (32 - _BITS)
+    def _numbers_of(self, group: Mapping[str, Any]) -> _Numbers:
+        return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
+
+
+def _checksum(numbers: _Numbers) -> int:
+    return crc32(repr(numbers).encode()) >> (32 - _BITS)
 
 
 def _differ(count: Any, total: Any, squares: Any) -> Any:

@@ -34,7 +34,10 @@ class Guard(Protocol):
         ...
 
     def error(self, sums: Sequence[float]) -> Exception | None:
-        """The error to raise on this rank if `is_wrong`, given the same sums. None: the step only changes nothing."""
+        """The error to raise on this rank if `is_wrong`, given the same sums.
+
+        None withdraws the refusal, on a CPU: the step is made. On an accelerator its update has been skipped by then.
+        """
         ...
 
 

@@ -62,7 +62,7 @@ class UsableGroups(Refusal):
         except ValueError as error:
             groups = self._as_built(self._inputs.groups)
             self._inputs.groups = [{**group, "lr": 0.0} if group["lr"] is None else group for group in groups]
-            return error
+            return error.with_traceback(None)  # its frames keep the groups, and so the parameters
         return None
 
     def check(self, groups: Groups) -> None:

@@ -40,7 +40,7 @@ class WrittenReplicas:
 
         Args:
             axes: those of the dense parameters.
-            comm: the ranks over which statistics are summed.
+            comm: all ranks, of all optimizer instances, over which flags are summed.
             device: of the step.
         """
         self._replica = ref(replica)

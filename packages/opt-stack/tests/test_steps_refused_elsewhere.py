@@ -1,0 +1,145 @@
+"""What other ranks wrote or refused: over optimizer instances, on an accelerator, and after the optimizer is gone."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from opt_distributed import GradientError, ReplicaError, run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles, device
+from opt_distributed.comm.device import Host
+from opt_distributed.comm.threads import World
+from opt_stack import Optimizer, OptimizerConfig, get_optimizer
+
+
+class _Queued(Host):
+    """A host that reports errors as late as an accelerator does."""
+
+    is_asynchronous = True
+
+
+@pytest.fixture
+def accelerator() -> Iterator[None]:
+    queued = _Queued()
+    with patch.object(device, "device_of", lambda _: queued):
+        yield
+
+
+def made(roles: Roles, **fields: object) -> tuple[nn.Module, Optimizer]:
+    model = nn.Linear(16, 16)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(256.0).view(16, 16) % 7 - 3)
+        model.bias.zero_()
+    return model, get_optimizer(OptimizerConfig(lr=1e-2, **fields), [model], pg_collection=roles)
+
+
+def step(model: nn.Module, optimizer: Optimizer) -> bool:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    return optimizer.step().success
+
+
+def on_two_instances(program: Callable[[int, Roles], None]) -> list[Exception | None]:
+    """Run a program on two instances of two shards; return the exception of every rank."""
+
+    def comms(size: int) -> list[Comm]:
+        world = World(size)
+        world.timeout_s = 20.0
+        return world.comms()
+
+    everyone, shards, places = comms(4), [comms(2), comms(2)], [comms(2), comms(2)]
+    errors: list[Exception | None] = [None] * 4
+
+    def rank_main(rank: int) -> None:
+        instance, shard = divmod(rank, 2)
+        axes = Axes(dp=shards[instance][shard], tp=Alone(), inter=places[shard][instance])
+        roles = Roles(dense=axes, expert=axes, everyone=everyone[rank], instance=shards[instance][shard])
+        try:
+            program(rank, roles)
+        except Exception as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    return errors
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("writers", [(0, 1), (0,)], ids=["one instance", "one rank"])
+def test_weights_written_on_one_instance_are_refused_on_all(writers: tuple[int, ...], sharded: bool) -> None:
+    def program(rank: int, roles: Roles) -> None:
+        model, optimizer = made(roles, use_distributed_optimizer=sharded)
+        step(model, optimizer)
+        if rank in writers:
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            optimizer.reload_model_params()
+        step(model, optimizer)
+
+    assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
+
+
+def test_a_gradient_that_one_instance_refuses_is_refused_on_all() -> None:
+    def program(rank: int, roles: Roles) -> None:
+        model, optimizer = made(roles)
+        model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
+        if rank == 3:
+            model.weight.grad = model.weight.grad.to_sparse()
+        before = model.bias.clone()
+        with pytest.raises(GradientError, match=r"sparse|refused"):
+            optimizer.step()
+        assert torch.equal(model.bias, before)
+
+    assert on_two_instances(program) == [None] * 4
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("reads", [False, True])
+def test_weights_written_before_a_refused_step_are_not_forgotten(reads: bool) -> None:
+    # On an accelerator the refusal of the step hid that rank 0 had written, and replicas differed from then on.
+    def rank_main(comm: Comm) -> list[str]:
+        axes = Axes(dp=comm, tp=Alone())
+        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
+        step(model, optimizer)
+        if comm.rank == 0:
+            with torch.no_grad():
+                model.weight.add_(1.0)
+            optimizer.reload_model_params()
+        seen = []
+        for number in range(3):
+            model.weight.grad, model.bias.grad = torch.ones(16, 16), torch.ones(16)
+            if number == 0 and comm.rank == 1:
+                model.weight.grad = model.weight.grad.to_sparse()
+            try:
+                result = optimizer.step()
+                seen.append(str(result.success) if reads else "unread")
+            except Exception as error:
+                seen.append(type(error).__name__)
+        return seen
+
+    for seen in run_threads(2, rank_main):
+        assert seen[1:] == ["ReplicaError", "ReplicaError"], seen
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_a_result_that_nobody_reads_keeps_no_parameter_alive() -> None:
+    def rank_main(comm: Comm) -> weakref.ref[torch.Tensor]:
+        axes = Axes(dp=comm, tp=Alone())
+        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return weakref.ref(model.weight)
+
+    found = run_threads(2, rank_main)
+    gc.collect()
+    assert [param() for param in found] == [None, None]
