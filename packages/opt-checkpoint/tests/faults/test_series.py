@@ -231,6 +231,50 @@ def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(tmp_path: 
         saved(tmp_path, 120)
 
 
+def names_in(place: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in place.iterdir() if path.name.startswith("step-"))
+
+
+@BACKGROUND
+@pytest.mark.parametrize("damage", ["truncated", "missing", "manifest"])
+def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, background: bool, damage: str) -> None:
+    """A run that went back by number lost the step that it had resumed from."""
+    saved(tmp_path, 10, 20, 30)
+    for step in (20, 30):
+        data = tmp_path / step_name(step) / "__0_0.distcp"
+        if damage == "missing":
+            data.unlink()
+        else:
+            (data if damage == "truncated" else data.with_name("manifest.bin")).write_bytes(b"cut")
+    load(empty(), tmp_path / step_name(10))
+    with CheckpointManager(tmp_path, keep=2, in_background=background) as manager:
+        manager.save(31, state_at(31, 0, 1))
+    with CheckpointManager(tmp_path, keep=2, in_background=background) as manager:
+        manager.save(25, state_at(25, 0, 1))
+        manager.wait()
+        assert names_in(tmp_path) == [10, 20, 25, 30, 31]  # 31 is abandoned, and 25 and 10 are kept
+        assert manager.latest() == 25  # 30 is known to be damaged
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_the_step_that_was_resumed_from_stays_until_enough_later_ones_are_there(
+    tmp_path: Path, abandoned: bool
+) -> None:
+    """Flipped bits, which are found by no size, were kept in its place."""
+    saved(tmp_path, 10, 20, 30, 40)
+    with CheckpointManager(tmp_path, keep=2, in_background=False) as manager:
+        if abandoned:
+            manager.load(empty(), step=10)
+            manager.save(15, state_at(15, 0, 1))
+        manager.load(empty(), step=20)
+        manager.save(41, state_at(41, 0, 1))
+        assert 20 in names_in(tmp_path)
+        assert_is_step(manager.load(empty(), step=20).state, 20, 0, 1)
+        for step in (42, 43):
+            manager.save(step, state_at(step, 0, 1))
+    assert names_in(tmp_path) == [42, 43]
+
+
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_tiers_skip_damaged_durable_steps_too(tmp_path: Path, damaged: int) -> None:
     with two_tiers(tmp_path) as tiers:

@@ -71,6 +71,18 @@ class _Step(NamedTuple):
     files: dict[str, StoredFile]
 
 
+class _Resumed(NamedTuple):
+    """The step that was loaded last, which stays until enough later saves are committed.
+
+    Args:
+        step: the step; None before a load.
+        later: the steps that were saved after it.
+    """
+
+    step: int | None
+    later: set[int]
+
+
 class _Preparation(NamedTuple):
     """What rank 0 decides before a save."""
 
@@ -88,6 +100,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     A run may go back: once it has saved a step, steps with a higher number are abandoned. `latest` and `steps` leave
     them out; they can be loaded by number until the run saves a later step, which deletes them. A run that loads a step
     with this manager may save the later ones again. A damaged step may be saved again too.
+
+    Steps with missing or cut files do not count as kept. The step that was loaded last stays until `keep` later saves
+    are committed.
 
     A series has one trainer. `save` is refused if a step appeared that this manager has not saved and did not see when
     it was opened or last loaded. To continue a series whose trainer may still run, open a new manager: after its first
@@ -130,6 +145,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
         self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
+        self._resumed = _Resumed(None, set())  # on rank 0
         self._damaged: dict[int, str] = {}  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
@@ -165,7 +181,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
-        left = dict(self._left)  # at this time: a load may follow while the save is running
+        left, resumed = dict(self._left), self._resumed  # at this time: a load may follow while the save is running
 
         def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:
             ready: list[_Preparation] = []
@@ -182,7 +198,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 details={"step": step},
                 plans=plans,
                 begin=begin,
-                committed=lambda: self._retire(step, ready[0].rollback),
+                committed=lambda: self._retire(step, ready[0].rollback, resumed),
             )
 
         if not self._in_background:
@@ -358,22 +374,29 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def _go_to(self, step: int) -> None:
         """The run continues from a step: it may save the later ones again."""
         if self._ranks.rank == 0:
+            self._resumed = _Resumed(step, set())
             self._known = set(named_steps(self.series.store))
             self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
-    def _retire(self, saved: int, rollback: Rollback | None) -> None:
+    def _retire(self, saved: int, rollback: Rollback | None, resumed: _Resumed) -> None:
         """Delete all but the newest `keep` steps; those that were found damaged stay for inspection.
+
+        The step that was loaded last stays until `keep` later saves are committed.
 
         In an object store this also removes leftovers of dead saves of other steps. On disks every save does that.
 
         Args:
             saved: the step just saved, which stays.
             rollback: the later steps that are abandoned by this save.
+            resumed: what this save goes on from.
         """
+        resumed.later.add(saved)
+        stays = self._resumed.step if len(self._resumed.later) < self._keep else None
+        self.series.add(saved)
         self._damaged.pop(saved, None)
         self._left.pop(saved, None)
         try:
-            self.series.finish(saved, rollback)
-            self.series.retire(saved, self._keep, self._keep_every, self._damaged)
+            self.series.finish(saved, rollback, stays)
+            self.series.retire(saved, self._keep, self._keep_every, self._damaged, stays)
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.detect import read_committed
-from opt_checkpoint.disk.verify import check_sizes
+from opt_checkpoint.disk.verify import check_sizes, size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
@@ -93,6 +93,7 @@ class Series:
         self.directory, self.store = directory, store_at(directory)
         self._issued: set[str] = set()  # saves of this process that may still be committed
         self._committed: set[int] = set()  # steps that need not be looked at again
+        self._whole: dict[int, bool] = {}  # by manifest and sizes; steps of this process are not looked at
         self._lock = threading.RLock()  # two tiers save in two threads
 
     def path(self, step: int) -> Location:
@@ -118,7 +119,7 @@ class Series:
         """The highest committed step that was not abandoned; None if no checkpoint was ever committed.
 
         Args:
-            damaged: steps that are known to be damaged.
+            damaged: steps that are known to be damaged, as are those that `retire` found to be.
             at_most: steps with a higher number are ignored.
 
         Raises:
@@ -130,7 +131,7 @@ class Series:
             if at_most is not None and step > at_most:
                 continue
             if self.is_committed(step) and not self._is_abandoned(step, gone):
-                if step not in damaged:
+                if step not in damaged and self._whole.get(step, True):
                     return step
                 bad.append(step_name(step))
         if bad and at_most is None:
@@ -143,16 +144,36 @@ class Series:
     def _is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and self.save_of(step) == gone[step]
 
-    def retire(self, newest: int, keep: int, keep_every: int | None, damaged: Collection[int]) -> None:
-        """Delete all but the newest `keep` steps, by number, and the folders of dead saves to other steps.
+    def add(self, step: int) -> None:
+        """Remember that this process has saved a step."""
+        self._committed.add(step)
+        self._whole[step] = True
+
+    def _is_whole(self, step: int) -> bool:
+        """Whether a committed step has all its files, by manifest and sizes. Each step is looked at once."""
+        if step not in self._whole:
+            try:
+                problems = size_problems(read_committed(self.path(step)))
+            except CheckpointCorruptError as error:
+                problems = {"manifest": str(error)}
+            self._whole[step] = not problems
+            for name, problem in problems.items():
+                logger.warning("%s is damaged and does not count as kept: %s: %s", self.path(step), name, problem)
+                break
+        return self._whole[step]
+
+    def retire(
+        self, newest: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None = None
+    ) -> None:
+        """Delete all but the newest `keep` whole steps, by number, and the folders of dead saves to other steps.
 
         Args:
             newest: the step just saved, which stays.
             keep: how many steps to keep.
             keep_every: multiples of this stay; None for none.
             damaged: steps that stay for inspection and do not count, as abandoned ones do.
+            stays: a step that stays too, and counts.
         """
-        self._committed.add(newest)
         gone, kept, uncommitted = self.abandoned(), 0, []
         for step in reversed(named_steps(self.store)):
             if step in damaged or self._is_abandoned(step, gone):
@@ -163,8 +184,8 @@ class Series:
                 if not self.is_committed(step):
                     uncommitted.append(step_name(step))
                 elif kept < keep or step == newest:
-                    kept += 1
-                else:
+                    kept += self._is_whole(step)
+                elif step != stays:
                     self._delete(step)
             except (OSError, CheckpointCorruptError) as error:
                 logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)
@@ -175,6 +196,7 @@ class Series:
     def _delete(self, step: int) -> None:
         self.store.retire(step_name(step))
         self._committed.discard(step)
+        self._whole.pop(step, None)
 
     def abandoned(self) -> dict[int, str]:
         """The saves of the steps that the run has abandoned.
@@ -196,6 +218,7 @@ class Series:
     def begin(self, step: int, save_id: str) -> Rollback | None:
         """Record, before a save, that later steps are abandoned once it is committed; None if there are none."""
         with self._lock:
+            self._whole.pop(step, None)  # it may be replaced
             saves = {later: self.save_of(later) for later in named_steps(self.store) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
             if not later:
@@ -206,8 +229,9 @@ class Series:
             self._write(_Record(self.abandoned(), [*others, rollback]))
             return rollback
 
-    def finish(self, saved: int, rollback: Rollback | None) -> None:
-        """After the commit of a step, abandon what its rollback names, and delete abandoned steps before it."""
+    def finish(self, saved: int, rollback: Rollback | None, stays: int | None = None) -> None:
+        """After the commit of a step, abandon what its rollback names, and delete abandoned steps before it but
+        `stays`."""
         with self._lock:
             record = self._read()
             if not record.steps and not record.pending:
@@ -217,7 +241,7 @@ class Series:
             pending = [other for other in record.pending if other.save_id in self._issued and other != rollback]
             if left or pending:  # first, so that no deletion can bring a step back
                 self._write(_Record(left, pending))
-            for step in [step for step in left if step < saved]:
+            for step in [step for step in left if step < saved and step != stays]:
                 self._delete(step)
                 del left[step]
             if not left and not pending:
