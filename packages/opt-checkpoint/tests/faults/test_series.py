@@ -304,6 +304,8 @@ def load_damaged(rank: int, size: int, folder: str) -> int:
         assert [str(w.message) for w in caught if "is damaged and is skipped" in str(w.message)] or rank
     with manager:
         manager.save(120, state_at(120, rank, size))
+        manager.wait()
+        assert manager.steps() == [100, 120]
     step: int = report.state["step"]
     return step
 

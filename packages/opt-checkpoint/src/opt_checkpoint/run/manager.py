@@ -279,8 +279,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def steps(self) -> list[int]:
         """All steps with committed and complete checkpoints, in order."""
-        found = from_first(self._ranks, lambda: committed_steps(self.directory), f"listing {self.directory}")
-        return [step for step in found if step not in self._damaged]
+        found = lambda: [step for step in committed_steps(self.directory) if step not in self._damaged]
+        return from_first(self._ranks, found, f"listing {self.directory}")
 
     def load(self, state: ShardedStateDict, *, step: int | None = None, **options: Any) -> LoadReport:
         """Load a step, by default the newest good one.
