@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from opt_distributed.comm.graph import Graph
 from opt_kernels import optim
-from opt_kernels.backends import grad_stats as statistics
+from opt_kernels.backends import grad_stats
 from opt_kernels.formulas import NumberError
 from opt_kernels.optim import gradients, on_device
 from opt_kernels.optim.on_device import CaptureError
@@ -33,7 +33,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake accelerator that allows capture, with kernels as queued work."""
     queue_kernels(monkeypatch)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
-    monkeypatch.setattr(gradients, "grad_stats", partial(statistics.grad_stats, backend="triton"))
+    monkeypatch.setattr(gradients, "grad_stats", partial(grad_stats, backend="triton"))
 
 
 Build = Callable[..., torch.optim.Optimizer]

@@ -6,7 +6,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from opt_kernels.backends.cpp import fork as fork  # imported before anything forks
+from opt_kernels import fork as fork  # imported before anything forks
 
 __version__ = "0.1.0"
 

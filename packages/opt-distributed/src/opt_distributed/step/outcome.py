@@ -63,7 +63,9 @@ class Outcome:
             numbers = self._copy.wait().tolist()
             report = Report.of(numbers, num_slots=self._num_slots, num_guards=len(self._guards))
             self._error = self._first_error(report)
-            if self._error is None and not self._device.is_asynchronous:  # a guard has withdrawn its refusal in time
+            if (
+                self._error is None and not self._device.is_asynchronous
+            ):  # `WrittenReplicas` has compared, and they are equal
                 report = report._replace(wrong=[])
             self._report = report
         return self._report, self._error

@@ -1,7 +1,13 @@
 """`Stepper`: one step, from the reduction of gradients to the publication of parameters. Read this file first.
 
-    reduce ─▶ flags of the guards ─▶ one sweep, one small all-reduce ─▶ verdict: overflow, refusal, errors; loss scale
-           ─▶ clip coefficient ─▶ one update sweep for each unit ─▶ publish buffers that no later unit writes to
+    reduce ─▶ flags of the guards ─▶ one pass over the gradients, one small all-reduce
+           ─▶ verdict: overflow, refusal, errors; loss scale ─▶ clip coefficient
+           ─▶ one pass of updates for each unit ─▶ publish buffers that no later unit writes to
+
+A *piece* is the part of a parameter that this rank updates. A *unit* is one rule with its pieces. A *source* has the
+gradients of one buffer, and publishes its parameters: sends new values to the ranks that hold them. A *family* is the
+sources that are reduced over one set of ranks: dense parameters, or experts. A norm *slot* is one of several gradient
+norms; slot "" is the model's own.
 
 Nothing here depends on how parameters are sharded, which rule updates them, or in which dtype they are kept. Reasons
 for which all ranks refuse a step are guards (`step.guards`): a list of which the stepper knows nothing else.
@@ -79,6 +85,7 @@ class Stepper:
         self.units, self.families = tuple(units), tuple(families)
         self.everyone = everyone  # all ranks of all units, of one optimizer instance
         self.instances = instances  # the ranks in the place of this rank in all instances
+        self._has_others = everyone.size > 1 or instances.size > 1
         self.device = device  # of tensors that are sent between them
         self.scaler, self.limits, self.spans, self.peer_sums = scaler, limits, spans, peer_sums
         self.num_begun = 0  # steps since construction, for errors
@@ -125,13 +132,15 @@ class Stepper:
             ready, flags = self._begin(groups)
             if self._captured is None:
                 prepared = self._decide(ready, flags)
+                # On a CPU, the errors of guards are raised here. A device skips updates by the verdict. A guard that
+                # refuses the groups has replaced them in `inputs`, so that this rank can join collectives.
                 if self._queues.is_asynchronous or self._read().success:
                     self._update_(prepared, self.inputs.groups)
             else:
                 self._replay_(self._captured, ready, flags)
         outcome = self._outcome()
-        if self.everyone.size == 1 and any(flags):
-            self._read()  # raises; with other ranks, all of them raise it in the same call
+        if not self._has_others and any(flags):
+            self._read()  # a rank alone knows its flags without waiting; others raise, all of them, in the same call
         return StepResult.later(lambda: self._values(outcome))
 
     @torch.no_grad()
@@ -284,7 +293,7 @@ class Stepper:
 
     def _note(self, verdict: Verdict, flags: list[float]) -> None:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
-        is_unread = self._queues.is_asynchronous and (self.everyone.size > 1 or any(flags))
+        is_unread = self._queues.is_asynchronous and (self._has_others or any(flags))
         guards, step, queues = tuple(self.guards), self.num_begun, self._queues
         self.last = self._before = Outcome(verdict, guards, step=step, device=queues, owner=self, is_unread=is_unread)
 

@@ -60,7 +60,7 @@ class Unit:
         self._kinds = kinds_of(self.pieces)
 
     def ready(self, refuse: Callable[[UnusableGradientError], None]) -> Ready:
-        """Read the gradients: the pieces that have one, before it is known whether any rank used the parameter.
+        """Read the gradients: the pieces that have one. Zeros in place of a gradient that no rank has are included.
 
         Pieces with sparse gradients are left out, after a call of `refuse`.
         """
@@ -196,7 +196,8 @@ class Unit:
         return batches
 
     def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
-        """The runs of these pieces. Those of all pieces stay while each has its count of updates."""
+        """The runs of these pieces. Those of all pieces are kept until one gets another `StepCount`: by a load, or an
+        update of some of them."""
         if pieces is not self.pieces:
             return runs_of(pieces, self.rule)
         if list(map(_COUNT, pieces)) != self._counts:  # loaded, or updated without the others

@@ -55,8 +55,8 @@ class UsableGroups(Refusal):
         self._seen: list[tuple[Any, ...]] = [() for _ in groups]
 
     def find(self) -> ValueError | None:
-        """Return the error of `check`. The groups of the step become those that the optimizer was built with then: the
-        verdict skips the update, but this rank joins its collectives."""
+        """Return the error of `check`. The step then goes on with the groups as they were built: its update is skipped,
+        but this rank joins its collectives."""
         try:
             self.check(self._inputs.groups)
         except ValueError as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from opt_kernels.backends.cpp.fork import is_forked
+from opt_kernels.fork import is_forked
 
 SHARES_PER_THREAD = 4  # so that other threads can take shares from a delayed one
 
