@@ -25,6 +25,7 @@ from opt_checkpoint import (
     CheckpointFailedError,
     CheckpointingException,
     CheckpointManager,
+    TieredCheckpointManager,
     async_save,
     committed_steps,
     load,
@@ -180,6 +181,47 @@ def test_a_single_async_save_needs_no_saver(tmp_path: Path) -> None:
     assert handle.wait(60) == tmp_path / "x"
     assert handle.blocked_s >= 0
     assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 2, 0, 1)
+
+
+def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -> bool:
+    """Ctrl-C ends the wait in `close` while the thread of a save has not begun; whether something was committed."""
+    gate, run, wait = threading.Event(), threading.Thread.run, AsyncSaver.wait
+    late: list[threading.Thread] = []
+
+    def run_late(thread: threading.Thread) -> None:
+        if thread.name.startswith("opt-checkpoint /"):
+            late.append(thread)
+            gate.wait()
+        run(thread)
+
+    def interrupted(saver: AsyncSaver) -> None:
+        raise KeyboardInterrupt
+
+    threading.Thread.run = run_late
+    try:
+        if kind == "saver":
+            saver: Any = AsyncSaver()
+            saver.save(state_at(1, 0, 1), Path(folder) / "x")
+        elif kind == "manager":
+            saver = CheckpointManager(folder)
+            saver.save(1, state_at(1, 0, 1))
+        else:
+            saver = TieredCheckpointManager(f"{folder}/{rank}", folder, durable_every=1, node=str(rank))
+            saver.save(1, state_at(1, 0, 1))
+        AsyncSaver.wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            saver.close()
+        gate.set()
+        for thread in late:
+            thread.join(60)
+    finally:
+        threading.Thread.run, AsyncSaver.wait = run, wait
+    return any(Path(folder).rglob("manifest.bin"))
+
+
+@pytest.mark.parametrize("kind", ["saver", "manager", "tiers"])
+def test_a_save_whose_group_is_gone_is_not_a_save_of_one_rank(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    assert not any(ranks.run(2, close_before_the_thread_runs, str(tmp_path), kind))
 
 
 def save_twenty_times(rank: int, size: int, folder: str, fails: bool) -> None:

@@ -107,11 +107,13 @@ class AsyncSaver:
                 different paths or `common`; on every rank. Or this saver is closed.
         """
 
+        ranks = self._ranks  # now: if `close` is interrupted, the thread may run after it
+
         def write(snapshot: ShardedStateDict, place: Location) -> None:
             save_as(
                 snapshot,
                 place,
-                process_group=self._ranks,
+                process_group=ranks,
                 common=common,
                 details=details,
                 plans=self._plans,
@@ -155,13 +157,13 @@ class AsyncSaver:
 
         check_equal("saving", from_all(self._ranks, take, f"taking a snapshot for {target}"))
         place, snapshot, blocked = taken.pop()
-        handle, snapshots = SaveHandle(place, blocked), [snapshot]
-        del snapshot  # `write` gets the only reference
+        handle, writes, snapshots = SaveHandle(place, blocked), [write], [snapshot]
+        del write, snapshot  # the call of `write` gets the only references, also to the group
 
         def work() -> None:
             failure: BaseException | None = None
             try:
-                write(snapshots.pop(), place)
+                writes.pop()(snapshots.pop(), place)
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
                 failure = raised
             if self._once:

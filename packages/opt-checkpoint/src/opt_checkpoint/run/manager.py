@@ -206,9 +206,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        saver = self.saver
-        in_background = lambda snapshot, _: write(saver.ranks, snapshot, saver._plans)
-        return saver.start(state, path, in_background, common=common).path
+        ranks, plans = self.saver.ranks, self.saver._plans
+        in_background = lambda snapshot, _: write(ranks, snapshot, plans)
+        return self.saver.start(state, path, in_background, common=common).path
 
     def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> _Preparation:
         """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.

@@ -165,9 +165,8 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
             raise RuntimeError("naming a run gives it a name")
-        saver.start(
-            state, tier.place(step, self._ranks.rank), lambda s, _: self._write_local(saver.ranks, tier, s, step)
-        )
+        ranks = saver.ranks
+        saver.start(state, tier.place(step, self._ranks.rank), lambda s, _: self._write_local(ranks, tier, s, step))
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
             self._last_durable = self._durable.latest(at_most=step) or 0
