@@ -335,6 +335,21 @@ def test_two_trainers_of_one_series_are_refused(place: Any) -> None:
     assert taken_over.latest() == 40
 
 
+def test_a_save_that_was_under_way_at_the_opening_is_another_trainers(place: Any) -> None:
+    """In a bucket, the folder of the uncommitted step was taken for a step that this manager knew."""
+    saved(place, 10)
+    opened: list[CheckpointManager] = []
+
+    def open_another(name: str, key: str) -> None:
+        if not opened and name in ("upload", "fsync"):
+            opened.append(CheckpointManager(place, in_background=False))
+
+    with Calls(after=open_another):
+        saved(place, 20)
+    with pytest.raises(CheckpointExistsError, match=r"step 20 .* another trainer"):
+        opened[0].save(15, state_at(15, 0, 1))
+
+
 def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any) -> None:
     saved(place, 100, 120)
     one, two = (CheckpointManager(place, in_background=False) for _ in range(2))

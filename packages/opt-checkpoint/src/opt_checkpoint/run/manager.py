@@ -150,7 +150,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
             try:
-                self._known = set(named_steps(self.series.store))
+                self._known = self.series.committed()
             except OSError:  # raised by the first use
                 self._known = None
 
@@ -218,7 +218,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             left: saves of steps that the run went back from by a load, which it may save again.
         """
         steps = set(named_steps(self.series.store))
-        known = self._known if self._known is not None else steps
+        known = self._known if self._known is not None else self.series.committed()
         strangers = [s for s in sorted(steps - known) if self.series.is_committed(s)]
         strangers += [s for s, saves in sorted(left.items()) if self.series.save_of(s) not in {*saves, None}]
         if strangers:
@@ -375,7 +375,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """The run continues from a step: it may save the later ones again."""
         if self._ranks.rank == 0:
             self._resumed = _Resumed(step, set())
-            self._known = set(named_steps(self.series.store))
+            self._known = self.series.committed()
             self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
     def _retire(self, saved: int, rollback: Rollback | None, resumed: _Resumed) -> None:

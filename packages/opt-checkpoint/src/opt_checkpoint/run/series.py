@@ -115,6 +115,10 @@ class Series:
             self._committed.add(step)
         return True
 
+    def committed(self) -> set[int]:
+        """The steps whose checkpoint was committed. Raises like `is_committed`."""
+        return {step for step in named_steps(self.store) if self.is_committed(step)}
+
     def newest(self, damaged: Collection[int] = (), *, at_most: int | None = None) -> int | None:
         """The highest committed step that was not abandoned; None if no checkpoint was ever committed.
 
