@@ -363,6 +363,21 @@ def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any)
     one.save(140, state_at(140, 0, 1))
 
 
+def test_an_interrupt_between_the_renames_of_a_replacing_commit_keeps_the_old_step(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 120)
+    with CheckpointManager(tmp_path, in_background=False) as manager:
+        manager.load(empty(), step=100)
+
+        def stop(name: str, key: str) -> None:
+            if name == "rename" and calls.names.count("rename") == 2:  # the first one moves the old step away
+                raise KeyboardInterrupt
+
+        with Calls(stop) as calls, pytest.raises(KeyboardInterrupt):
+            manager.save(120, state_at(121, 0, 1))
+    assert names_in(tmp_path) == [100, 120]
+    assert_is_step(CheckpointManager(tmp_path).load(empty()).state, 120, 0, 1)
+
+
 def test_a_race_for_one_step_is_named(tmp_path: Path) -> None:
     def race(name: str, key: str) -> None:
         if name == "rename" and calls.names.count("rename") == 1:

@@ -115,16 +115,16 @@ class Directory:
         self._remove_file(folder / LEASE)
         self.sync_dir(folder)
         old = None
-        if replace and path.is_dir():  # abandoned or damaged; a crash before the next rename loses it
-            old = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
-            self.rename(path, old)
         try:
+            if replace and path.is_dir():  # abandoned or damaged; a crash before the next rename loses it
+                old = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
+                self.rename(path, old)
             self.rename(folder, path)
-        except OSError as error:
-            if old is not None:
+        except BaseException as error:  # also Ctrl-C, before or after any of the renames
+            if old is not None and os.path.lexists(old) and not os.path.lexists(path):
                 self.rename(old, path)
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another save has committed in the meantime
-                raise already_there(path) from error
+            if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise already_there(path) from error  # another save has committed in the meantime
             raise
         try:
             self.sync_dir(path.parent)
