@@ -20,6 +20,7 @@ from torch import nn
 
 from opt_checkpoint import (
     CheckpointingException,
+    ShardedObject,
     load_optimizer,
     save,
     sharded_like,
@@ -258,6 +259,20 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
     )  # fmt: skip
     assert (code, text) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")
     assert set(read_safetensors(tmp_path / "s" / "model.safetensors")) == {n for n, _ in model.named_parameters()}
+
+
+def test_an_export_names_what_is_no_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {
+        "w": torch.ones(2),
+        "step": 7,
+        "cfg": {"a": "x"},
+        "lists": {"mixed": [torch.ones(1), 5], "t": [torch.ones(1)]},
+    }
+    save({**state, "o": ShardedObject("o", {"k": 1}, (1,), (0,))}, tmp_path / "x")
+    text = run(capsys, "convert", tmp_path / "x", tmp_path / "s", "--to", "safetensors")[1]
+    assert text.endswith("left out, as safetensors files hold tensors only: cfg.a, lists.mixed, o/shard_0_1, step\n")
+    few = ("--tensor", "w*")
+    assert "left out" not in run(capsys, "convert", tmp_path / "x", tmp_path / "w", "--to", "safetensors", *few)[1]
 
 
 class Hostile:

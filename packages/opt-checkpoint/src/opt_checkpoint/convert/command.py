@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -67,14 +68,17 @@ def _to_dcp(options: argparse.Namespace) -> None:
 
 
 def _to_safetensors(options: argparse.Namespace) -> list[Path]:
-    from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
+    from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors, left_out
     from opt_checkpoint.disk.dtype_names import dtype_from_name
 
     dtype = None if options.dtype is None else dtype_from_name(options.dtype)
     names, select = _name_rules(options), options.tensor
-    return checkpoint_to_safetensors(
+    files = checkpoint_to_safetensors(
         options.source, options.target, names=names, select=select, prefix=options.prefix, dtype=dtype
     )
+    if others := left_out(options.source, select=select, prefix=options.prefix):
+        print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
+    return files
 
 
 def _from_safetensors(options: argparse.Namespace) -> None:

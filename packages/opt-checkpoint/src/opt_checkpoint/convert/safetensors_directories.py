@@ -15,11 +15,12 @@ from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule
 from opt_checkpoint.convert.safetensors_export import save_safetensors
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, FOLDER
 from opt_checkpoint.convert.safetensors_import import load_safetensors, safetensors_index
-from opt_checkpoint.disk.detect import read_index
-from opt_checkpoint.disk.index import COPIES
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.disk.detect import read_common, read_index
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.tree import leaves, path_text
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.paths import local_path
 
@@ -85,3 +86,21 @@ def checkpoint_to_safetensors(
         state = {key: whole_tensor(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
     return [Path(folder) / file for file in sorted(os.listdir(target))]
+
+
+def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
+    """What `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and objects.
+
+    A list of tensors is none of them. If the plain values cannot be loaded, their stored key is named.
+    """
+    index = read_index(path)
+    names = set(index.objects)
+    try:
+        values = [leaf for leaf in leaves(read_common(index)) if leaf.path]
+    except CheckpointCorruptError:
+        values = []
+    else:
+        names.discard(COMMON_KEY)
+    only_tensors = lambda value: isinstance(value, list) and value and all(inner is None for inner in value)
+    names |= {path_text(leaf.path) for leaf in values if not only_tensors(leaf.value)}
+    return sorted(name for name in names if fnmatch.fnmatchcase(name, select) and name.startswith(prefix))
