@@ -379,16 +379,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
     def _retire(self, saved: int, rollback: Rollback | None, resumed: _Resumed) -> None:
-        """Delete all but the newest `keep` steps; those that were found damaged stay for inspection.
+        """Delete all but the newest `keep` steps and `saved`, which a save that goes on from `resumed` has just made.
 
-        The step that was loaded last stays until `keep` later saves are committed.
-
-        In an object store this also removes leftovers of dead saves of other steps. On disks every save does that.
-
-        Args:
-            saved: the step just saved, which stays.
-            rollback: the later steps that are abandoned by this save.
-            resumed: what this save goes on from.
+        Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
+        are committed; those of `rollback` are abandoned. In an object store this also removes leftovers of dead saves
+        of other steps. On disks every save does that.
         """
         resumed.later.add(saved)
         stays = self._resumed.step if len(self._resumed.later) < self._keep else None
