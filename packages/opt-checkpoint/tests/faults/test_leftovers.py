@@ -80,7 +80,7 @@ def test_an_error_of_the_file_system_is_not_an_absence(
     """Else a run would silently start again from an older step, or from nothing."""
     for step in (1, 2):
         save(state_at(step, 0, 1), tmp_path / step_name(step))
-    os_open, os_lstat, failed = os.open, os.lstat, []
+    os_open, os_lstat, os_stat, failed = os.open, os.lstat, os.stat, []
 
     def fail(path: Any) -> None:
         if Path(path).name == name and "step-000000002" in str(path):
@@ -90,7 +90,7 @@ def test_an_error_of_the_file_system_is_not_an_absence(
     monkeypatch.setattr(os, "open", lambda path, *a, **k: fail(path) or os_open(path, *a, **k))
     monkeypatch.setattr(os, "lstat", lambda path, *a, **k: fail(path) or os_lstat(path, *a, **k))
     monkeypatch.setattr(Path, "lstat", lambda self: os.lstat(self))
-    monkeypatch.setattr(Path, "stat", lambda self, *, follow_symlinks=True: fail(self) or os.stat(self))
+    monkeypatch.setattr(os, "stat", lambda path, **k: fail(path) or os_stat(path, **k))
     manager = CheckpointManager(tmp_path, in_background=False)
     goes_by_number = [manager.latest] if name == "manifest.bin" else []  # no data file is looked at
     for ask in (*goes_by_number, manager.steps, lambda: manager.load(state_at(0, 0, 1, filled=False))):
@@ -115,6 +115,26 @@ def test_a_directory_that_cannot_be_listed_is_not_an_empty_one(
     manager = CheckpointManager(tmp_path, in_background=False)
     for ask in (manager.latest, manager.steps, lambda: manager.load(state_at(0, 0, 1, filled=False))):
         with pytest.raises(CheckpointFailedError, match=rf"\[Errno {error}\]"):
+            ask()
+
+
+def test_an_answer_of_no_from_pathlib_is_not_an_absence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Python 3.14 `Path.exists` and `Path.is_dir` answer no to every error of the file system."""
+    save(state_at(1, 0, 1), tmp_path / step_name(1))
+    (tmp_path / "loop").symlink_to("loop")
+    assert store_at(tmp_path).children() == [step_name(1)]
+    os_stat = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        if step_name(1) in str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return os_stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(Path, "exists", lambda self, **options: False)
+    monkeypatch.setattr(Path, "is_dir", lambda self, **options: False)
+    for ask in (lambda: store_at(tmp_path).children(), lambda: store_at(tmp_path).committed(step_name(1))):
+        with pytest.raises(OSError, match=rf"\[Errno {errno.ESTALE}\]"):
             ask()
 
 

@@ -148,7 +148,7 @@ class Directory:
             self.discard(self.folder(target, save_id))
 
     def committed(self, target: str = "") -> str | None:
-        return target if (self.path(target) / MANIFEST).exists() else None
+        return None if _mode_of(self.path(target) / MANIFEST) is None else target
 
     # --- reading ---
 
@@ -176,7 +176,7 @@ class Directory:
 
     def children(self, folder: str = "") -> list[str]:
         try:
-            return sorted(entry.name for entry in self.path(folder).iterdir() if entry.is_dir())
+            return sorted(entry.name for entry in self.path(folder).iterdir() if stat.S_ISDIR(_mode_of(entry) or 0))
         except FileNotFoundError:
             return []
 
@@ -356,6 +356,22 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
         os.close(fd)
         raise CheckpointCorruptError(f"{path} is not a regular file; it is not read")
     return fd
+
+
+def _mode_of(path: Path) -> int | None:
+    """The mode of a file; None if it is absent. `Path.exists` takes every error for an absence on Python 3.14.
+
+    Raises:
+        OSError: it is unknown whether there is one.
+    """
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # symbolic links that lead nowhere
+            return None
+        raise
 
 
 def _leftovers_in(directory: Path) -> list[Path]:
