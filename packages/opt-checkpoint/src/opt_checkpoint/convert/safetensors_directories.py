@@ -101,6 +101,6 @@ def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]
         values = []
     else:
         names.discard(COMMON_KEY)
-    only_tensors = lambda value: isinstance(value, list) and value and all(inner is None for inner in value)
-    names |= {path_text(leaf.path) for leaf in values if not only_tensors(leaf.value)}
+    tensors_only = [isinstance(value, list) and {*map(type, value)} == {type(None)} for _, value in values]
+    names |= {path_text(leaf.path) for leaf, is_tensors in zip(values, tensors_only, strict=True) if not is_tensors}
     return sorted(name for name in names if fnmatch.fnmatchcase(name, select) and name.startswith(prefix))
