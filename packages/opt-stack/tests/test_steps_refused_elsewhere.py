@@ -12,12 +12,11 @@ from torch import nn
 
 from opt_distributed import GradientError, ReplicaError, run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles, device
-from opt_distributed.comm.device import Host
 from opt_distributed.comm.threads import World
 from opt_stack import Optimizer, OptimizerConfig, get_optimizer
 
 
-class _Queued(Host):
+class _Queued(device.Host):
     """A host that reports errors as late as an accelerator does."""
 
     is_asynchronous = True
