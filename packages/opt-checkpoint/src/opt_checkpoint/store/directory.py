@@ -359,17 +359,11 @@ def open_regular(path: Path, *, follow: bool = False) -> int:
 
 
 def _mode_of(path: Path) -> int | None:
-    """The mode of a file; None if it is absent. `Path.exists` takes every error for an absence on Python 3.14.
-
-    Raises:
-        OSError: it is unknown whether there is one.
-    """
+    """The mode of a file; None if it is absent. `Path.exists` takes every error for an absence on Python 3.14."""
     try:
         return os.stat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as error:
-        if error.errno == errno.ELOOP:  # symbolic links that lead nowhere
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # ELOOP: links that lead nowhere
             return None
         raise
 
