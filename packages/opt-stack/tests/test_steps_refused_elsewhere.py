@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from opt_distributed import GradientError, ReplicaError, run_threads
+from opt_distributed import GradientError, HyperError, ReplicaError, run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles, device
 from opt_distributed.comm.threads import World
 from opt_stack import Optimizer, OptimizerConfig, get_optimizer
@@ -99,6 +99,18 @@ def test_a_gradient_that_one_instance_refuses_is_refused_on_all() -> None:
         assert torch.equal(model.bias, before)
 
     assert on_two_instances(program) == [None] * 4
+
+
+def test_instances_of_one_rank_compare_their_groups() -> None:
+    def rank_main(comm: Comm) -> None:
+        axes = Axes(dp=Alone(), tp=Alone(), inter=comm)
+        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm, instance=Alone()))
+        step(model, optimizer)
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + comm.rank)
+        with pytest.raises(HyperError, match="different numbers"):
+            step(model, optimizer)
+
+    run_threads(2, rank_main)
 
 
 @pytest.mark.usefixtures("accelerator")

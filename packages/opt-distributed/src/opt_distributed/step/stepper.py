@@ -110,7 +110,8 @@ class Stepper:
         Collective: all ranks call it."""
         self._usable_groups.compare(groups, {piece.group: unit.rule for unit in self.units for piece in unit.pieces})
         own = {name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())}
-        equal = EqualGroups(self.inputs, groups, applied=self._applied, own=own, everyone=self.everyone)
+        peers = self.everyone if self.everyone.size > 1 else self.instances  # instances of one rank each
+        equal = EqualGroups(self.inputs, groups, applied=self._applied, own=own, everyone=peers)
         if equal.num_flags:
             self.guards.append(equal)
 

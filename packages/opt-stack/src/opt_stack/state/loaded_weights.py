@@ -273,7 +273,7 @@ class LoadedReplicas:
             chunk.finish_param_sync()
         try:
             check_replicas(self._params, self._metas, self._roles)
-        except ValueError as error:  # a rank whose own replicas are equal is told by another one
+        except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
             raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
         found = compare_copies(_sums_of_states(held), self._params, self._metas, self._roles)
         try:
