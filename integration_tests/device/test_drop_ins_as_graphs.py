@@ -15,7 +15,7 @@ from fake_accelerator import DeferredRank, run_deferred
 from queued_kernels import queue_kernels
 from torch import Tensor, nn
 
-from opt_distributed.comm.graph import Graph
+from opt_distributed.comm.device import Graph
 from opt_kernels import optim
 from opt_kernels.backends import grad_stats
 from opt_kernels.formulas import NumberError

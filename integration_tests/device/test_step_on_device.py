@@ -33,7 +33,7 @@ from torch import nn
 
 from opt_distributed import run_threads
 from opt_distributed.buffers import UnusableGradientError
-from opt_distributed.buffers.wire import InFlight
+from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.pieces import BufferedGrads, CodedMain

@@ -11,8 +11,7 @@ from fuzz.cases import Grid, Place
 from fuzz.failed import Failed
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Op, Roles
-from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import DONE, Pending, Sizes
+from opt_distributed.comm.collectives import DONE, Pending, Sizes, zeros
 from opt_distributed.comm.threads import ThreadComm, World
 
 TIMEOUT_S = 60.0

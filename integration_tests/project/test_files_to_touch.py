@@ -44,7 +44,7 @@ SIGNED = Formula(
 LAYOUT = '''
 """Flat shards in the order of the forward."""
 
-from opt_distributed.layout.flat import flat_layout
+from opt_distributed.layout.planners import flat_layout
 
 
 def forward_layout(params, **sizes):

@@ -20,7 +20,7 @@ from parity import Case, Numbers, Spread, Wrapping
 from torch import nn
 
 from opt_distributed.comm import Comm
-from opt_distributed.comm.graph import Graph
+from opt_distributed.comm.device import Graph
 from opt_stack import Optimizer
 
 STEPS = 6

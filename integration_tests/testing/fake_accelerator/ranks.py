@@ -16,9 +16,8 @@ from fake_accelerator.operations import Deferring
 from fake_accelerator.queues import Event, Meeting, Queue, Stopped, World
 from opt_distributed.comm import Op
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import Pending, Sizes
-from opt_distributed.comm.graph import Graph
+from opt_distributed.comm.collectives import Pending, Sizes, zeros
+from opt_distributed.comm.device import Graph
 
 _rank = threading.local()  # the device of this thread's rank
 _HOST_READS = ("tolist", "numpy")  # methods of a tensor that a dispatch mode does not see

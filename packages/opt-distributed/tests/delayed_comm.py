@@ -9,8 +9,7 @@ from torch import Tensor
 
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Op
-from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.collectives import Pending, zeros
 
 DELAY = 1.0  # of a collective; it takes no longer than the compute of its bucket
 

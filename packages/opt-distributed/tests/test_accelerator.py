@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_distributed.comm import GraphError
-from opt_distributed.comm.device import Accelerator, Host, HostCopy, device_of
-from opt_distributed.comm.graph import CudaGraph
+from opt_distributed.comm.device import Accelerator, CudaGraph, Host, HostCopy, device_of
 
 CUDA = torch.device("cuda", 3)
 

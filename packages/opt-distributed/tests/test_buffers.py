@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
-from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.wire import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
+from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
+from opt_distributed.buffers.wires import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm, World

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, default_bucket_size
-from opt_distributed.buffers.binding import main_grad
+from opt_distributed.buffers.stored import main_grad
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_paramgroups import ParamId

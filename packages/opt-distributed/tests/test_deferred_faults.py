@@ -16,7 +16,7 @@ from opt_distributed.buffers import ReducedGrads, reduced
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket
 from opt_distributed.buffers.reduced import Grads, _all_finished, _fill_
-from opt_distributed.buffers.wire import InFlight, SumInFp32, SumToOwners, SumToShards
+from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToOwners, SumToShards
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import DONE, Pending
 from opt_distributed.comm.device import HostCopy

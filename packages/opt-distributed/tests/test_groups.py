@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opt_distributed import ProcessGroupError
-from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of, megatron
+from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of
+from opt_distributed.comm import groups as process_groups
 from opt_distributed.comm.groups import roles_of
 from opt_distributed.finalize import Peers
 
@@ -201,7 +202,7 @@ class ParallelState(ModuleType):
     """Megatron-Core's module of initialised groups, as far as it is read: TP 2, CP 2, DP 2 of one instance, no EP."""
 
     def __init__(self) -> None:
-        super().__init__(megatron.MODULE)
+        super().__init__(process_groups.MODULE)
         self.dp, self.dp_cp, self.one = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0]))
         self.tp, self.cp = dist.new_group([0, 1]), dist.new_group([0, 2])
 
@@ -235,10 +236,10 @@ class ParallelState(ModuleType):
 
 def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(8):
-        assert not megatron.is_initialized()
-        monkeypatch.setitem(sys.modules, megatron.MODULE, ParallelState())
-        assert megatron.is_initialized()
-        roles = roles_of(megatron.groups_of_parallel_state(), sharded=True)
+        assert not process_groups.megatron_is_initialized()
+        monkeypatch.setitem(sys.modules, process_groups.MODULE, ParallelState())
+        assert process_groups.megatron_is_initialized()
+        roles = roles_of(process_groups.groups_of_parallel_state(), sharded=True)
         assert ranks(roles.dense.dp) == [0, 2, 4, 6]
         assert ranks(roles.dense.tp) == ranks(roles.expert.tp) == [0, 1]
         assert ranks(roles.expert.dp) == [0, 2, 4, 6]

@@ -5,13 +5,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_
+from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_, update_router_biases_
+from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import ProcessGroups, Roles
-from opt_distributed.comm.megatron import groups_of_collection
-from opt_distributed.routers import update_router_biases_
+from opt_distributed.comm.groups import ProcessGroups, Roles, groups_of_collection
 
 __all__ = ["ROUTER_BIAS_UPDATE_RATE", "Peers", "finalize_model_grads", "unfinalized"]
 

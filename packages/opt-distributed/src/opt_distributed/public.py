@@ -3,14 +3,12 @@
 `opt_distributed.NAME` imports this module at its first use, so that `import opt_distributed` alone is fast.
 """
 
-from opt_distributed.buffers.binding import GradientError, UnusableGradientError
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.replicas import ReplicaError
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import StorageError
-from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.errors import ProcessGroupError
+from opt_distributed.buffers.stored import GradientError, StorageError, UnusableGradientError
+from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm
 from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups
 from opt_distributed.comm.threads import run_threads
 from opt_distributed.finalize import finalize_model_grads

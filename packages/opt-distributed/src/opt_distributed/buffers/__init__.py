@@ -3,7 +3,7 @@
 For packages that plan, wrap or compare models. Trainers find `DistributedDataParallel` at the top of the package.
 """
 
-from opt_distributed.buffers.binding import UnusableGradientError, is_bound
+from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import (
@@ -26,8 +26,15 @@ from opt_distributed.buffers.replicas import (
     compare_copies,
 )
 from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
-from opt_distributed.buffers.stored import FP8, StorageError, check_apart, describe_stored, not_trained
-from opt_distributed.buffers.synced import SyncedBuffer
+from opt_distributed.buffers.stored import (
+    FP8,
+    StorageError,
+    UnusableGradientError,
+    check_apart,
+    describe_stored,
+    is_bound,
+    not_trained,
+)
 
 __all__ = [
     "CODED_MULTIPLE", "FP8", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",

@@ -8,16 +8,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import (
+from opt_distributed.buffers.grad_checks import LargestOverReplicas, NonfiniteGrads, largest_norm
+from opt_distributed.buffers.storage import ParamAndGradBuffer
+from opt_distributed.buffers.stored import (
     GradientError,
     UnusableGradientError,
     adopt_main_grad_,
     bind_main_grad,
     is_rebound,
 )
-from opt_distributed.buffers.grad_checks import LargestOverReplicas, NonfiniteGrads, largest_norm
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.wire import InFlight, SumEverywhere, Wire, to_owners
+from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op
 from opt_distributed.comm.groups import Axes
 from opt_paramgroups import ParamId

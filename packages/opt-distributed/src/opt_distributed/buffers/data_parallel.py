@@ -11,18 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding
-from opt_distributed.buffers.binding import begin_accumulation, bind_main_grad
 from opt_distributed.buffers.bucket import GradBucket
-from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, make_buffers
-from opt_distributed.buffers.grad_sync import GradHook, GradSync, Reduces
-from opt_distributed.buffers.launch_order import share_order
-from opt_distributed.buffers.param_reads import UseHooks
-from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, share_gather_order
+from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, SyncedBuffer, make_buffers
+from opt_distributed.buffers.grad_sync import GradHook, GradSync, Reduces, share_order
+from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import describe_stored, not_trained
-from opt_distributed.buffers.synced import SyncedBuffer
+from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, describe_stored, not_trained
 from opt_distributed.comm.find import Given, find_roles
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.wire import InFlight
+from opt_distributed.buffers.stored import UnusableGradientError
+from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.comm.groups import Axes

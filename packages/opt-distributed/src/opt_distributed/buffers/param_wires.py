@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.stored import StorageError
-from opt_distributed.comm.allocate import Allocate
-from opt_distributed.comm.collectives import Comm, Pending, Sizes
+from opt_distributed.comm.collectives import Allocate, Comm, Pending, Sizes
 from opt_distributed.layout import Layout
 from opt_kernels.quantized import QuantizedParam, quantized
 from opt_paramgroups import ParamId, ParamMeta

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.wire import CollectiveError, InFlight, to_owners
-from opt_distributed.buffers.wires import wire_kind
+from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_kind
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Layout

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
 from opt_distributed.buffers.stored import FP8, Converted, Left, StorageError, address, check_apart, stored_dtype
-from opt_distributed.buffers.wire import InFlight
+from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.allocate import Allocate, zeros
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.collectives import Allocate, Comm, zeros
 from opt_distributed.layout import Layout, LayoutError, ParamShape, Slot
 from opt_paramgroups import ParamId
 

@@ -1,14 +1,192 @@
-"""The table of wires: how the gradients of a buffer are summed over its replicas.
+"""Wires: how the gradients of a bucket are summed over its replicas. `WIRES` is the table.
 
-To add a wire, write it in a file of this folder, and a row here. The first row that applies is used.
+A wire is a generator of stages: it starts a collective, yields it, and continues once it is complete. `InFlight` runs
+the generator, so that the stages of a bucket overlap with compute. To add a wire, write it in a file of this folder,
+and a row in the table. The first row that applies is used.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.wire import SumEverywhere, SumInFp32, SumToShards, Wire
+from opt_distributed.comm.collectives import Comm, Pending, Sizes
+from opt_distributed.comm.device import Device, Event, Host
 from opt_distributed.comm.groups import Axes
+from opt_distributed.layout import Bucket
+
+SUM_TILE_NUMEL = 1 << 18
+"""Elements that are summed in fp32 at a time: 1 MiB of scratch, which is enough work for any device."""
+
+
+class Wire(Protocol):
+    """Sums a bucket over ranks."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether work is left, or memory to free, after the first collective."""
+        ...
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write to `shard` (n,), which may be a view of `full`, this rank's part of the sum of `full` (size * n,)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainSum:
+    """Fields of the sums in the gradients' dtype: within an optimizer instance, then over the instances."""
+
+    comm: Comm
+    across: Comm  # the other instances; a world of one if there are none
+
+    @property
+    def is_staged(self) -> bool:
+        """Only with several instances."""
+        return self.across.size > 1
+
+
+@dataclass(frozen=True, slots=True)
+class SumEverywhere(_PlainSum):
+    """An all-reduce in one optimizer instance, then over the others: every rank has the whole sum."""
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write `full`."""
+        yield self.comm.all_reduce_(full, async_op=True)
+        if self.is_staged:
+            yield self.across.all_reduce_(full, async_op=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SumToShards(_PlainSum):
+    """A reduce-scatter in one instance of the optimizer, then an all-reduce of the shard over the other instances."""
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write `shard`. Leaves the rest of `full` undefined."""
+        yield self.comm.reduce_scatter_(shard, full, async_op=True)
+        if self.is_staged:
+            yield self.across.all_reduce_(shard, async_op=True)
+
+
+@dataclass(frozen=True, slots=True)
+class SumInFp32:
+    """An all-to-all in the gradients' dtype; parts are summed in fp32, in rank order, and rounded once."""
+
+    comm: Comm
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write `shard`. Uses a second bucket of memory until the end of its only stage."""
+        received = torch.empty_like(full)
+        yield self.comm.all_to_all_(received, full, async_op=True)
+        parts = received.view(self.comm.size, shard.numel())
+        for start in range(0, shard.numel(), SUM_TILE_NUMEL):
+            first, *others = parts[:, start : start + SUM_TILE_NUMEL]
+            total = first.to(torch.float32)
+            for part in others:
+                total.add_(part)
+            shard[start : start + SUM_TILE_NUMEL].copy_(total)
+
+
+@dataclass(frozen=True, slots=True)
+class SumToOwners:
+    """Any sum to equal chunks, each of which is then sent to the owners of its parts: for shards of unequal size.
+
+    The chunks are a second time on the wire: 1 / size of a bucket on each rank, or less where ranks own parts of their
+    own chunks.
+    """
+
+    to_chunks: Wire
+    comm: Comm
+    bucket: Bucket
+    is_staged: ClassVar[bool] = True
+
+    def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
+        """Write `shard`, of any size. Uses a chunk of memory. Leaves the rest of `full` undefined.
+
+        Two stages, whatever `to_chunks` has: all reductions of a group start their last stage before the next one
+        begins, so that no rank starts it in another order.
+        """
+        rank, size = self.comm.rank, self.comm.size
+        sizes = Sizes(self.bucket.of_shard(rank, size), self.bucket.of_chunk(rank, size))
+        chunk = torch.empty_like(full[: full.numel() // size])
+        sums = self.to_chunks.stages(full, chunk)
+        yield next(sums)
+        for pending in sums:
+            pending.wait()
+        yield self.comm.all_to_all_(shard, chunk[: sum(sizes.sent)], sizes=sizes, async_op=True)
+
+
+def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
+    """The wire of one bucket: `wire`, with an exchange after it if shards differ in size."""
+    return SumToOwners(wire, comm, bucket) if bucket.cuts else wire
+
+
+_HOST = Host()
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not complete, because a peer died, raised an error, or never called it."""
+
+
+class InFlight:
+    """The pending stages of one bucket.
+
+    On a CPU, the host waits for each stage before it starts the next, in `advance` or `finish`. On an asynchronous
+    device, all stages are queued to the side stream at once, and only `finish` makes the current stream wait for it:
+    neither the host nor compute waits between two stages.
+    """
+
+    def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
+        self._stages = stages
+        self._what = what
+        self._device = device
+        self._done: Event | None = None  # of all stages
+        self._pending: Pending | None = None
+        if device.is_asynchronous and is_staged:
+            self._queue_all()
+        else:
+            self._pending = self._next()
+
+    def advance(self) -> None:
+        """Wait for the present stage and start the next. Does nothing if all are complete or queued.
+
+        Raises:
+            CollectiveError: the stage failed, or exceeded the timeout of its group.
+        """
+        if self._pending is None:
+            return
+        try:
+            self._pending.wait()
+        except Exception as error:
+            raise CollectiveError(f"{self._what}: {error}") from error
+        self._pending = self._next()
+
+    def finish(self) -> None:
+        """Wait for all stages. On an asynchronous device, the current stream waits instead of the host."""
+        while self._pending is not None:
+            self.advance()
+        if self._done is not None:
+            self._device.current_stream().wait_event(self._done)
+            self._done = None
+
+    def _queue_all(self) -> None:
+        side = self._device.side_stream()
+        side.wait_event(self._device.current_stream().record_event())
+        with self._device.on(side):
+            self._pending = self._next()
+            while self._pending is not None:
+                self.advance()
+        self._done = side.record_event()
+
+    @torch.no_grad()
+    def _next(self) -> Pending | None:
+        try:
+            return next(self._stages, None)
+        except Exception as error:
+            raise CollectiveError(f"{self._what}: {error}") from error
 
 
 class WireKind(NamedTuple):

@@ -4,11 +4,10 @@ For packages that call collectives, or find groups of a model.
 """
 
 from opt_distributed.comm import device
-from opt_distributed.comm.collectives import Alone, Comm, Op, TorchComm, agree, agreed, group_of
+from opt_distributed.comm.collectives import Alone, Comm, HostComm, Op, TorchComm, agree, agreed, group_of
+from opt_distributed.comm.device import GraphError
 from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.comm.graph import GraphError
 from opt_distributed.comm.groups import Axes, ProcessGroupCollection, ProcessGroups, Roles, from_all_replicas, world
-from opt_distributed.comm.host import HostComm
 from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
 
 __all__ = [

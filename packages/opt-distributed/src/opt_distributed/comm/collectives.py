@@ -1,15 +1,88 @@
 """`Comm`, the collectives that steps and buffers use: over a process group, or in a world of one rank."""
 
-from collections.abc import Callable, Sequence
+import atexit
+import time
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from threading import Event
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_distributed.comm.allocate import Allocate, zeros
-from opt_distributed.comm.process_exit import Started, wait_at_exit
+from opt_config import ConfigError
+from opt_distributed.comm.device import Device
+
+
+class ProcessGroupError(ConfigError):
+    """Process groups that are missing, unknown or contradictory."""
+
+
+class Allocate(Protocol):
+    """Allocates a buffer that collectives read and write; every rank of the group makes the same calls in one order.
+
+    By default torch allocates them. `TorchComm(group, allocate=...)` uses memory of another kind: registered NCCL user
+    buffers (a `torch.cuda.MemPool` over `ncclMemAlloc`), symmetric memory
+    (`torch.distributed._symmetric_memory.empty`), or a custom pool.
+    """
+
+    def __call__(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return (numel,) zeros, contiguous, in a storage of their own."""
+        ...
+
+
+def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate with torch's own allocator."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+# Let gloo's threads finish before the interpreter shuts down, so that scripts end with their exit status. When a gloo
+# collective completes, the thread that ran it releases its tensors, which requires the GIL. Python unwinds a thread
+# that requests the GIL during shutdown, and C++ then calls `terminate` ("terminate called without an active
+# exception"). So a script that ends right after its last collective would abort now and then, even if it has destroyed
+# its process groups: their threads live as long as anything refers to the groups. A script that ends while parameters
+# are being gathered would also break the gathers of its peers.
+
+FINISH_SECONDS = 5.0  # for pending collectives; one whose peer has died never completes
+RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of completed collectives; they need microseconds
+
+
+class Started:
+    """A pending collective. It is kept alive until `wait` was called, even if nothing else refers to it."""
+
+    def __init__(self, work: Any):
+        self.work = work
+        _under_way.add(self)
+
+    def wait(self) -> object:
+        """Return when the result may be read."""
+        try:
+            return self.work.wait()
+        finally:
+            _under_way.discard(self)
+
+
+_under_way: set[Started] = set()
+
+
+def wait_at_exit() -> None:
+    """Let the interpreter wait for collectives before it shuts down. Called by whatever uses a process group."""
+    _is_used.set()
+
+
+_is_used = Event()
+
+
+@atexit.register  # at import, so that hooks of scripts, which may destroy groups, run before
+def _finish_collectives() -> None:
+    if not _is_used.is_set():
+        return
+    deadline = time.monotonic() + FINISH_SECONDS
+    while time.monotonic() < deadline and not all(started.work.is_completed() for started in _under_way):
+        time.sleep(0.001)
+    time.sleep(RELEASE_SECONDS)
+
 
 Made = TypeVar("Made")
 
@@ -81,7 +154,7 @@ class Comm(Protocol):
         ...
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `comm.allocate`."""
+        """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `Allocate`."""
         ...
 
 
@@ -194,3 +267,66 @@ def agree(comm: Comm, error: Exception | None) -> None:
     for rank, text in enumerate(reported):
         if text is not None:
             raise ValueError(f"rank {rank} refused: {text}")
+
+
+def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) -> None:
+    """Replace small contiguous tensors by `scale` times their sums over ranks, in one all-reduce per dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        joined = torch.cat([tensor.view(-1) for tensor in same])
+        comm.all_reduce_(joined)
+        if scale != 1.0:
+            joined.mul_(scale)
+        start = 0
+        for tensor in same:
+            tensor.view(-1).copy_(joined[start : start + tensor.numel()])
+            start += tensor.numel()
+
+
+class HostComm:
+    """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
+
+    def __init__(self, comm: Comm, device: Device):
+        self.comm, self.device = comm, device
+        self.rank, self.size = comm.rank, comm.size
+
+    def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
+        there = self.device.upload(x)
+        self.comm.all_reduce_(there, op=op)
+        return self._back(x, there)
+
+    def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
+        there = self.device.upload(full)
+        part = there.new_empty(shard.numel())
+        self.comm.reduce_scatter_(part, there)
+        return self._back(shard, part)
+
+    def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
+        part = self.device.upload(shard)
+        there = part.new_empty(full.numel())
+        self.comm.all_gather_(there, part)
+        return self._back(full, there)
+
+    def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
+        sent = self.device.upload(x)
+        received = sent.new_empty(out.numel())
+        self.comm.all_to_all_(received, sent, sizes=sizes)
+        return self._back(out, received)
+
+    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
+        there = self.device.upload(x)
+        self.comm.broadcast_(there, src=src)
+        self._back(x, there)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self.comm.gather_objects(value)
+
+    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return zeros(numel, dtype=dtype, device=device)
+
+    def _back(self, x: Tensor, there: Tensor) -> Pending:
+        arrived = self.device.to_host(there)
+        x.view(-1).copy_(arrived.view(-1))
+        return DONE

@@ -1,17 +1,26 @@
 """Find the process groups of a model: those that the caller passed, or those that its parameters imply. No guesses."""
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_distributed.comm import megatron
-from opt_distributed.comm.collectives import Alone, Comm, agreed, comm_of
-from opt_distributed.comm.errors import ProcessGroupError
-from opt_distributed.comm.groups import Axes, ProcessGroups, Roles, roles_of, world
-from opt_distributed.comm.launch import join_launched_world
+from opt_config import ConfigError
+from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, agreed, comm_of
+from opt_distributed.comm.groups import (
+    Axes,
+    ProcessGroups,
+    Roles,
+    groups_of_collection,
+    groups_of_parallel_state,
+    megatron_is_initialized,
+    roles_of,
+    world,
+)
 from opt_distributed.comm.mesh import check_mesh, is_known, meshes_of, names_of, root_of
 from opt_paramgroups import ParamMeta, describe, describe_untrained, parameters_by_id
 
@@ -71,7 +80,7 @@ def _check_given(groups: Given, mesh: DeviceMesh | None) -> None:
 
 
 def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
-    groups = given if isinstance(given, ProcessGroups) else megatron.groups_of_collection(given)
+    groups = given if isinstance(given, ProcessGroups) else groups_of_collection(given)
     metas = describe(chunks).values()
     has_peers = groups.mp is not None and groups.mp.size() > 1
     for meta in metas if has_peers else ():
@@ -100,7 +109,7 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
     facts = agreed(everyone, lambda: _facts(chunks, root))
     per_rank: list[_Facts] = everyone.gather_objects(facts)
     if all(rank.has_megatron for rank in per_rank):
-        return agreed(everyone, lambda: roles_of(megatron.groups_of_parallel_state(), sharded=sharded))
+        return agreed(everyone, lambda: roles_of(groups_of_parallel_state(), sharded=sharded))
     if root is not None and all(rank.mesh == facts.mesh for rank in per_rank):
         _check_marks(per_rank, {"tp", "ep"}.intersection(names_of(root)))
         return roles_of(ProcessGroups.from_mesh(root), sharded=sharded)
@@ -112,7 +121,7 @@ def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
     untrained = [one.meta for one in describe_untrained(chunks).values()]
     marked = next(filter(None, map(_mark, [*describe(chunks).values(), *untrained])), None)
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
-    return _Facts(any(True for _ in _params(chunks)), megatron.is_initialized(), marked, mesh)
+    return _Facts(any(True for _ in _params(chunks)), megatron_is_initialized(), marked, mesh)
 
 
 def _mark(meta: ParamMeta) -> _Mark | None:
@@ -158,3 +167,46 @@ def _params(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def _devices(chunks: Sequence[nn.Module]) -> list[str]:
     return list(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
+
+
+logger = logging.getLogger("opt_distributed")
+
+WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets, and that torch's `env://` rendezvous reads."""
+
+
+def join_launched_world(devices: Iterable[str]) -> None:
+    """Initialise `torch.distributed` if a launcher started several processes and it is not initialised yet.
+
+    `devices` are the device types of this rank's model; a backend is chosen for each of them and for the CPU.
+
+    Raises:
+        ConfigError: `WORLD_SIZE` is not a positive number, or is above 1 and other variables of the rendezvous are
+            missing.
+    """
+    if not dist.is_available() or dist.is_initialized() or _world_size() == 1:
+        return
+    missing = [name for name in WORLD if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} in the environment, but torch.distributed is not initialised and "
+            f"these variables are not set: {', '.join(missing)}; start the script with torchrun, call "
+            "torch.distributed.init_process_group first, or unset WORLD_SIZE to train in one process"
+        )
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in dict.fromkeys(("cpu", *devices))}
+    dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
+    logger.info(
+        "initialised torch.distributed as rank %d of %d (%s) from the launcher's environment",
+        dist.get_rank(),
+        dist.get_world_size(),
+        ", ".join(backends.values()),
+    )
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={text!r} in the environment; it must be a number of ranks, 1 or more: correct or unset it"
+        )
+    return int(text)

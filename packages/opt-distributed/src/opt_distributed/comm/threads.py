@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes
+from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes, zeros
 
 TIMEOUT_S = 300.0  # for a rank that waits for another, which may compile sweeps
 

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_distributed.comm.allocate import zeros
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm
-from opt_distributed.comm.errors import ProcessGroupError
+from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm, zeros
 
 
 class UserBuffers:

@@ -1,10 +1,9 @@
 """Layouts: which element of which parameter is on which rank. Pure functions of integers."""
 
 from opt_distributed.layout.compute import Block, ComputeLayout, Computes, ComputeSlot, SplitMatrix, compute_layout
-from opt_distributed.layout.flat import flat_layout, replicated_layout
 from opt_distributed.layout.layout import Bucket, Layout, LayoutError, Owned, ParamShape, Piece, Slot
 from opt_distributed.layout.layouts import AS_IT_CAME, LAYOUTS, LayoutKind, LayoutSizes, Wanted, layout_kind
-from opt_distributed.layout.whole import imbalance, update_cost, whole_layout
+from opt_distributed.layout.planners import flat_layout, imbalance, replicated_layout, update_cost, whole_layout
 
 __all__ = [
     "AS_IT_CAME", "LAYOUTS", "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError",

@@ -19,7 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from opt_distributed.layout.layout import LayoutError
-from opt_distributed.layout.whole import update_cost
+from opt_distributed.layout.planners import update_cost
 from opt_paramgroups import ParamId
 
 Coordinate = tuple[int, ...]

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from opt_config import Replicated, Sharding, WholeParams
-from opt_distributed.layout.flat import flat_layout, replicated_layout
 from opt_distributed.layout.layout import Layout, ParamShape
-from opt_distributed.layout.whole import whole_layout
+from opt_distributed.layout.planners import flat_layout, replicated_layout, whole_layout
 from opt_paramgroups import ParamMeta
 
 

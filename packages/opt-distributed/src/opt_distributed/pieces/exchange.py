@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
 from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.synced import SyncedBuffer
-from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.buffers.chunk_buffers import SyncedBuffer
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Comm, Op
 from opt_distributed.pieces.mains import Numbers
 from opt_distributed.pieces.sources import Publisher, Source

@@ -8,11 +8,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.binding import GradientError, SparseGradientError
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Converted, stored_dtype
-from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
 from opt_distributed.comm.groups import Axes

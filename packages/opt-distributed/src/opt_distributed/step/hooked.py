@@ -13,10 +13,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wire import CollectiveError
-from opt_distributed.comm.collectives import Comm, group_of
+from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.comm.collectives import Comm, group_of, sum_together_
 from opt_distributed.comm.device import Device
-from opt_distributed.comm.joined import sum_together_
 from opt_distributed.pieces.exchange import ComputeStage, update_
 from opt_kernels.hooks import NUM_SUMS, Begun, HookedUpdate, RowMeans, SpannedRows, add_row_sums_
 from opt_kernels.works import Batch

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes

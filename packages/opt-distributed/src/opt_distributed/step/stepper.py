@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
-from opt_distributed.buffers.wire import CollectiveError
+from opt_distributed.buffers.stored import UnusableGradientError
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.pieces.piece import Ready

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.binding import SparseGradientError, UnusableGradientError
+from opt_distributed.buffers.stored import SparseGradientError, UnusableGradientError
 from opt_distributed.pieces.counts import StepCount
 from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
 from opt_distributed.pieces.offload import HostSide

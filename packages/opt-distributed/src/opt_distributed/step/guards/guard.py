@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.stored import UnusableGradientError
 
 Groups = Sequence[Mapping[str, Any]]
 

@@ -1,6 +1,6 @@
 """Guard: gradients of a rank must not be used, because they are sparse, lacking or were refused when reduced."""
 
-from opt_distributed.buffers.binding import UnusableGradientError
+from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.step.guards.guard import Inputs, Refusal
 
 
