@@ -11,7 +11,7 @@ from allocations import peak_bytes
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers import DistributedDataParallel, wire
+from opt_distributed.buffers import DistributedDataParallel, wires
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.collectives import DONE, Pending
 from opt_kernels.backends.cpp.compiler import usable
@@ -103,7 +103,7 @@ def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overla
 
 def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second bucket, which receives; sums are made in tiles. Without a compiler, statistics widen the shard."""
-    monkeypatch.setattr(wire, "SUM_TILE_NUMEL", 1 << 12)
+    monkeypatch.setattr(wires, "SUM_TILE_NUMEL", 1 << 12)
     sums = {"reduce_scatter_with_fp32_accumulation": True, "overlap_grad_reduce": True}
     built = Built(torch.bfloat16, wrapper=sums)
     widened = 0 if usable() else 4 * NUMEL // SIZE

@@ -202,7 +202,7 @@ class ParallelState(ModuleType):
     """Megatron-Core's module of initialised groups, as far as it is read: TP 2, CP 2, DP 2 of one instance, no EP."""
 
     def __init__(self) -> None:
-        super().__init__(process_groups.MODULE)
+        super().__init__(process_groups.PARALLEL_STATE)
         self.dp, self.dp_cp, self.one = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0]))
         self.tp, self.cp = dist.new_group([0, 1]), dist.new_group([0, 2])
 
@@ -237,7 +237,7 @@ class ParallelState(ModuleType):
 def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(8):
         assert not process_groups.megatron_is_initialized()
-        monkeypatch.setitem(sys.modules, process_groups.MODULE, ParallelState())
+        monkeypatch.setitem(sys.modules, process_groups.PARALLEL_STATE, ParallelState())
         assert process_groups.megatron_is_initialized()
         roles = roles_of(process_groups.groups_of_parallel_state(), sharded=True)
         assert ranks(roles.dense.dp) == [0, 2, 4, 6]

@@ -262,7 +262,7 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 
 # Megatron-Core is never imported here: if its state is initialised, its module is loaded already.
-MODULE = "megatron.core.parallel_state"
+PARALLEL_STATE = "megatron.core.parallel_state"
 _GETTERS: Mapping[str, tuple[str, dict[str, bool]]] = MappingProxyType(
     {
         "dp": ("get_data_parallel_group", {}),
@@ -291,13 +291,13 @@ _GETTERS: Mapping[str, tuple[str, dict[str, bool]]] = MappingProxyType(
 
 def megatron_is_initialized() -> bool:
     """Whether Megatron-Core is loaded and its model-parallel groups are initialised."""
-    state: Any = sys.modules.get(MODULE)
+    state: Any = sys.modules.get(PARALLEL_STATE)
     return state is not None and bool(state.model_parallel_is_initialized())
 
 
 def groups_of_parallel_state() -> ProcessGroups:
     """The groups of Megatron-Core's `parallel_state`. Roles that its version or this run does not have stay unset."""
-    state: Any = sys.modules[MODULE]
+    state: Any = sys.modules[PARALLEL_STATE]
     groups = ProcessGroups()
     for role, (name, arguments) in _GETTERS.items():
         getter = getattr(state, name, None)
