@@ -1,12 +1,15 @@
 """Plant faults in a copy of the packages, and name those that the default tests do not notice.
 
-    python integration_tests/project/plant_faults.py --count 100 --seed 7 --minutes 170 --record .nox/planted.json
+    python integration_tests/project/plant_faults.py --seed 1 --count 100 --jobs 2
 
 Fault number i of a seed is the same in every run on one tree: an operator, a constant, a statement, an argument, a
-condition or a slice of a file drawn by its size. Tests run from the narrowest: those of the package that name the
-module, the rest of the package's, those of other packages that name it, everything else. A test that fails without the
-fault too does not count. Faults that `--record` has are not run again, so that a run continues where the last one
-ended. Exit status 1 if fewer than 95 of 100 are noticed.
+condition or a slice of a file drawn by its size. A first run of all tests records which test files call which functions
+of the packages, how long they take and what passes. Then each fault meets the files that call the changed function,
+then those that call others of its module, the quickest first, until a test fails that passes without the fault.
+Survivors meet all other tests at the end.
+
+What was found is kept in the folder `--record`, and a run continues where the last one ended; delete the folder when
+sources or tests have changed. Exit status 1 if fewer than 95 of 100 are noticed.
 """
 
 import argparse
@@ -22,15 +25,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-from naming import default_tests, named_in, names_of
+from queue import SimpleQueue
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NEEDED = 0.95
-STAGE_S = 1500
+FOLDERS = ("packages/*/tests", "kernels/tests", "integration_tests")
+CHUNK_S = 30  # of tests that one process runs, as recorded
+CALLERS_S = 240  # of tests that call the module, for one fault; the others come with the rest
 HANGS = "a run that does not end"
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -158,14 +165,65 @@ def draw(root: Path, seed: int, number: int, package: str = "*") -> Fault:
             return random_.choice(by_kind[random_.choice(sorted(by_kind))])
 
 
-def stages(root: Path, fault: Fault) -> list[list[str]]:
-    """The files of default tests, from those that most likely notice the fault to all the rest."""
-    package, names = Path(fault.file).parts[1], names_of(root / fault.file)
-    ordered: list[list[str]] = [[], [], [], []]
-    for test in default_tests(root):
-        is_far = not test.startswith(f"packages/{package}/")
-        ordered[2 * is_far + names.isdisjoint(named_in(root / test))].append(test)
-    return [stage for stage in ordered if stage]
+class Calls:
+    """What the tests of a tree call, as `called_functions` recorded it."""
+
+    def __init__(self, lines: Iterable[str]):
+        self.seconds: dict[str, float] = defaultdict(float)  # of each test file
+        self.passed: set[str] = set()
+        self.callers: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # module, test: functions
+        for line in lines:
+            test, kind, value = line.rstrip("\n").split("\t")
+            if kind == "took":
+                self.seconds[test] += float(value)
+            elif kind == "passed":
+                self.passed.add(value)
+            else:
+                module, _, function = value.partition("::")
+                self.callers[module][test].add(re.sub(r"(\.<locals>)?\.?<(lambda|\w+comp|genexpr)>.*", "", function))
+
+    def order(self, fault: Fault, function: str) -> tuple[list[str], list[str]]:
+        """Test files: those that call the function or its module, those that most likely notice first; and the rest."""
+        called = self.callers.get(fault.file, {})
+        near = sorted(
+            called,
+            key=lambda test: (
+                bool(function) and function not in called[test],
+                (1 + self.seconds[test]) / len(called[test]),
+            ),
+        )
+        until, taken = 0, 0.0
+        while until < len(near) and taken < CALLERS_S:
+            taken += self.seconds[near[until]]
+            until += 1
+        others = sorted(self.seconds.keys() - called.keys(), key=lambda test: self.seconds[test])
+        return near[:until], near[until:] + others
+
+    def chunks(self, tests: list[str]) -> Iterator[tuple[list[str], float]]:
+        """The tests in runs of about `CHUNK_S` seconds, each with its seconds."""
+        chunk: list[str] = []
+        for test in tests:
+            chunk.append(test)
+            if (seconds := sum(self.seconds[one] for one in chunk)) > CHUNK_S or test is tests[-1]:
+                yield chunk, seconds
+                chunk = []
+
+
+def function_at(source: str, line: int) -> str:
+    """The qualified name of the innermost function around a line; empty outside of functions."""
+
+    def inner(node: ast.AST, prefix: str, found: str) -> str:
+        for child in ast.iter_child_nodes(node):
+            name, below = found, prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                below = f"{prefix}{child.name}."
+                if not isinstance(child, ast.ClassDef):
+                    name, below = f"{prefix}{child.name}", f"{below}<locals>."
+            if getattr(child, "lineno", line) <= line <= getattr(child, "end_lineno", line):
+                found = inner(child, below, name)
+        return found
+
+    return inner(ast.parse(source), "", "")
 
 
 def copied_files(root: Path) -> list[str]:
@@ -183,58 +241,110 @@ class Tree:
             if (ROOT / file).is_file():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, folder / file)
-        self._fails_without: dict[str, bool] = {}
+        self._passes: dict[str, bool] = {}
 
-    def noticed_by(self, fault: Fault) -> str:
+    def record_calls(self, folder: Path, jobs: int) -> None:
+        """Run the default tests once; takes about twice as long as without recording."""
+        folder.mkdir(parents=True)
+        tests = [str(path.relative_to(self.root)) for pattern in FOLDERS for path in self.root.glob(pattern)]
+        self._run("-p", "called_functions", "-n", str(jobs), "--dist", "loadfile", *tests, RECORD_CALLS=str(folder))
+
+    def noticed_by(self, fault: Fault, tests: list[str], calls: Calls) -> str:
         """The first test that fails with the fault and passes without it; empty if there is none."""
         path = self.root / fault.file
         source = path.read_text()
-        for stage in stages(self.root, fault):
+        for chunk, seconds in calls.chunks(tests):
             excepted: list[str] = []  # tests that fail without the fault too
             while True:
                 path.write_text(planted(source, fault))
                 try:
-                    failed = self._first_failure(stage, excepted)
+                    failed = self._first_failure(chunk, excepted, 120 + 6 * seconds)
                 finally:
                     path.write_text(source)
                 if not failed or failed in excepted:
                     break
-                if self._passes(failed):
+                if failed == HANGS or failed in calls.passed or self._passes_alone(failed):
                     return failed
                 excepted.append(failed)
         return ""
 
-    def _passes(self, test: str) -> bool:
-        if test == HANGS:
-            return True
-        if test not in self._fails_without:
-            self._fails_without[test] = bool(self._first_failure([test], []))
-        return not self._fails_without[test]
+    def _passes_alone(self, test: str) -> bool:
+        if test not in self._passes:
+            self._passes[test] = not self._first_failure([test], [], 600)
+        return self._passes[test]
 
-    def _first_failure(self, tests: list[str], excepted: list[str]) -> str:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
-        command += ["-n", "2", "--dist", "loadfile"] if len(tests) > 20 else []
-        command += [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in excepted]
-        sources = os.pathsep.join(str(path) for path in sorted(self.root.glob("packages/*/src")))
-        env = os.environ | {"PYTHONPATH": sources, "PYTHONPYCACHEPREFIX": str(self.root / ".bytecode")}
-        with subprocess.Popen(
-            [*command, *tests],
-            cwd=self.root,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as run:
+    def _first_failure(self, tests: list[str], excepted: list[str], limit_s: float) -> str:
+        without = [f"--deselect={test}" if "::" in test else f"--ignore={test}" for test in excepted]
+        status, output = self._run("-x", *without, *tests, limit_s=limit_s)
+        if status in (0, 5):  # 5: no tests, where all of a chunk run at night only
+            return ""
+        failures = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
+        return HANGS if status is None else failures[0] if failures else f"exit status {status}"
+
+    def _run(self, *arguments: str, limit_s: float | None = None, **environment: str) -> tuple[int | None, str]:
+        """The exit status of pytest, None past the limit; and its output."""
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no"]
+        folders = [*sorted(self.root.glob("packages/*/src")), ROOT / "integration_tests" / "project"]
+        env = os.environ | environment | {"PYTHONPYCACHEPREFIX": str(self.root / ".bytecode")}
+        env["PYTHONPATH"] = os.pathsep.join(map(str, folders))
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen([*command, *arguments], cwd=self.root, env=env, start_new_session=True, **pipes) as run:
             try:
-                output, _ = run.communicate(timeout=STAGE_S)
+                output, _ = run.communicate(timeout=limit_s)
+                return run.returncode, output
             except subprocess.TimeoutExpired:
                 os.killpg(run.pid, signal.SIGKILL)
-                return HANGS
-        failures = re.findall(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", output, re.MULTILINE)
-        if run.returncode in (0, 5):  # 5: no tests, where all of a stage run at night only
-            return ""
-        return failures[0] if failures else f"exit status {run.returncode}"
+                return None, ""
+
+
+class Search:
+    """Which of the faults are noticed, as far as known."""
+
+    def __init__(self, folder: Path, jobs: int, deadline: float):
+        self.deadline, self.jobs, self._file = deadline, jobs, folder / "faults.json"
+        self.found: dict[str, dict[str, Any]] = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._scratch = tempfile.TemporaryDirectory()
+        self._trees: SimpleQueue[Tree] = SimpleQueue()
+        trees = [Tree(Path(self._scratch.name, str(number))) for number in range(jobs)]
+        if not (calls := folder / "calls.txt").exists():
+            print("recording which functions each test file calls", flush=True)
+            raw = Path(self._scratch.name, "calls")
+            trees[0].record_calls(raw, jobs)
+            calls.write_text("".join(sorted({line for file in raw.glob("*.calls") for line in file.open()})))
+        self.calls = Calls(calls.open())
+        for tree in trees:
+            self._trees.put(tree)
+
+    def run(self, faults: list[Fault], *, last: bool) -> None:
+        """Run the tests that call the changed module on each fault; or, on what these left, the `last` ones."""
+        open_ = [fault for fault in faults if self._is_open(fault, last)]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(lambda fault: self._search(fault, last), open_))
+
+    def _is_open(self, fault: Fault, last: bool) -> bool:
+        known = self.found.get(str(fault))
+        return known is None if not last else known is not None and not known["by"] and not known["all"]
+
+    def _search(self, fault: Fault, last: bool) -> None:
+        if (begun := time.monotonic()) > self.deadline:
+            return
+        tree = self._trees.get()
+        near, rest = self.calls.order(fault, function_at((ROOT / fault.file).read_text(), fault.line))
+        by = tree.noticed_by(fault, rest if last else near, self.calls)
+        self._trees.put(tree)
+        self.found[str(fault)] = {"by": by, "all": last, "callers": len(near)}
+        self._file.write_text(json.dumps(self.found, indent=1))
+        answer = by or ("NOT NOTICED" if last else f"not noticed by {len(near)} files that call its module")
+        print(f"{fault}\n    {answer} ({time.monotonic() - begun:.0f} s)", flush=True)
+
+    def report(self, faults: list[Fault]) -> bool:
+        """Print the survivors by package; whether too many survived."""
+        run = [fault for fault in faults if str(fault) in self.found]
+        survivors = sorted((fault for fault in run if not self.found[str(fault)]["by"]), key=lambda fault: fault.file)
+        print(f"{len(run) - len(survivors)} of {len(run)} faults noticed; {len(faults) - len(run)} not run")
+        for fault in survivors:
+            print(f"{'all tests' if self.found[str(fault)]['all'] else 'callers only':13}{fault}")
+        return len(run) - len(survivors) < NEEDED * len(run)
 
 
 def main() -> int:
@@ -242,33 +352,23 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first fault")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
     parser.add_argument("--package", default="*", help="only of packages of this name, which may have a *")
     parser.add_argument("--minutes", type=float, default=170, help="no fault is begun later than this")
-    parser.add_argument("--record", type=Path, default=ROOT / ".nox" / "planted_faults.json")
+    parser.add_argument("--record", type=Path, default=ROOT / ".nox" / "planted")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     options = parser.parse_args()
-    deadline = time.monotonic() + 60 * options.minutes
-    found: dict[str, str] = json.loads(options.record.read_text()) if options.record.exists() else {}
     numbers = range(options.first, options.first + options.count)
-    drawn = [draw(ROOT, options.seed, number, options.package) for number in numbers]
+    faults = [draw(ROOT, options.seed, number, options.package) for number in numbers]
     if options.list:
-        print(*drawn, sep="\n")
+        print(*faults, sep="\n")
         return 0
-    options.record.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        tree = Tree(Path(folder))
-        for fault in drawn:
-            if str(fault) not in found and time.monotonic() < deadline:
-                begun = time.monotonic()
-                found[str(fault)] = tree.noticed_by(fault)
-                options.record.write_text(json.dumps(found, indent=1))
-                answer = found[str(fault)] or "NOT NOTICED"
-                print(f"{fault}\n    {answer} ({time.monotonic() - begun:.0f} s)", flush=True)
-    run = [str(fault) for fault in drawn if str(fault) in found]
-    survivors = [fault for fault in run if not found[fault]]
-    print(f"{len(run) - len(survivors)} of {len(run)} faults noticed; {len(drawn) - len(run)} not run")
-    print(*survivors, sep="\n")
-    return len(run) - len(survivors) < NEEDED * len(run)
+    options.record.mkdir(parents=True, exist_ok=True)
+    search = Search(options.record, options.jobs, time.monotonic() + 60 * options.minutes)
+    for last in (False, True):
+        search.run(faults, last=last)
+        failed = search.report(faults)
+    return failed
 
 
 if __name__ == "__main__":

@@ -37,21 +37,29 @@ def test_a_fault_of_a_seed_is_the_same_in_every_run() -> None:
     assert faults[0] == faults[2] != faults[1]
 
 
-def test_a_fault_is_noticed_by_a_test_that_passes_without_it_or_named(
+def test_the_tests_that_call_a_function_meet_its_faults_first_and_a_survivor_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = tmp_path / "repository"
-    sources = repository / "packages/opt-x/src/opt_x"
-    (tests := repository / "packages/opt-x/tests").mkdir(parents=True)
-    sources.mkdir(parents=True)
+    sources, tests = (tmp_path / "x/packages/opt-x" / name for name in ("src/opt_x", "tests"))
+    for folder in (sources, tests):
+        folder.mkdir(parents=True)
     (sources / "scaling.py").write_text(SOURCE)
+    (tests / "test_a.py").write_text("def test_elsewhere(): pass")
+    (tests / "test_broken.py").write_text(TEST.replace("[3, 6, 8]", "[]"))
     (tests / "test_scaling.py").write_text(TEST)
-    (tests / "test_broken.py").write_text("def test_broken():\n    assert 'scaled' == ''\n")
-    monkeypatch.setattr(plant_faults, "ROOT", tmp_path)
     monkeypatch.setattr(plant_faults, "copied_files", lambda root: [])
-    tree = plant_faults.Tree(repository)
-    by_text = {f.before + " -> " + f.after: f for f in plant_faults.faults_in(SOURCE, str(sources / "scaling.py"))}
-    found = {text: tree.noticed_by(by_text[text]) for text in ("value * 3 -> (value / 3)", "value > 0 -> (value >= 0)")}
+    tree = plant_faults.Tree(tmp_path / "x")
+    tree.record_calls(tmp_path / "calls", 1)
+    calls = plant_faults.Calls(line for file in (tmp_path / "calls").glob("*.calls") for line in file.open())
+    faults = plant_faults.faults_in(SOURCE, "packages/opt-x/src/opt_x/scaling.py")
+    by_text = {f.before + " -> " + f.after: f for f in faults}
+    found = {}
+    for text in ("value * 3 -> (value / 3)", "value > 0 -> (value >= 0)"):
+        assert plant_faults.function_at(SOURCE, by_text[text].line) == "scaled"
+        near, rest = calls.order(by_text[text], "scaled")
+        assert {Path(test).name for test in near} == {"test_broken.py", "test_scaling.py"}
+        assert [Path(test).name for test in rest] == ["test_a.py"]
+        found[text] = tree.noticed_by(by_text[text], near, calls)
     assert found == {
         "value * 3 -> (value / 3)": "packages/opt-x/tests/test_scaling.py::test_scaled",
         "value > 0 -> (value >= 0)": "",
