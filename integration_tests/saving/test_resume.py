@@ -1,23 +1,14 @@
-"""A saved run resumes on other layouts, dtypes, ranks and TP x DP grids: the same elements bit for bit, and the same
-losses; on the same ranks to the last bit, on others as near as summation order allows. Real processes over gloo.
-
-Pairs of values of the grids here; at night every grid is loaded on every other one.
+"""A saved run resumes on other layouts, dtypes and numbers of ranks: on the same ranks with the same losses to the
+last bit, on others as near as summation order allows. Real processes over gloo.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import resuming_on_grids as grids
 import torch
 from processes import FSDP2_RUNS, Job, run_jobs
 from resuming import AFTER, BEFORE, FSDP2, Case, begin, resume, run_and_save, train
-from resuming_on_grids import Numbers, Run, Size
-from tiers import sampled
-from tp_model import Grid
-
-from opt_distributed.comm import Alone
 
 ZERO = {"use_distributed_optimizer": True}
 WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}
@@ -46,36 +37,6 @@ CASES = {
 if not FSDP2_RUNS:
     CASES = {name: case for name, case in CASES.items() if FSDP2 not in case.saved | case.loaded}
 
-STEPS = 8  # after the save
-NUMBERS = {
-    "fp32": Numbers(ZERO, torch.float32),
-    "bf16": Numbers(ZERO | {"bf16": True}, torch.bfloat16),  # with fp32 mains
-}
-SAVED = [Size(tp, dp) for tp in (1, 2) for dp in (1, 2)]
-LOADED = [Size(tp, dp) for tp in range(1, 5) for dp in range(1, 5) if tp * dp <= 4]
-ALL_PAIRS = [(numbers, saved, loaded) for numbers in NUMBERS for saved in SAVED for loaded in LOADED]
-SAME_GRID = [pair for pair in ALL_PAIRS if pair[1] == pair[2]]
-AXES_OF = lambda pair: enumerate((pair[0], *pair[1], *pair[2]))
-PAIRS = list(dict.fromkeys((*SAME_GRID, *sampled(ALL_PAIRS, AXES_OF))))
-# bf16 runs only load on other grids, to save time.
-GOING_ON = [pair for pair in PAIRS if pair[0] == "fp32" or pair[1] == pair[2]]
-ON_GRIDS_NEAR = 5e-6  # sums in another order: a few units of 2**-22, the last place of a loss near 3
-
-
-def name_of(numbers: str, *sizes: Size) -> str:
-    return "-".join((numbers, *map(str, sizes)))
-
-
-def grid_jobs(folder: Path) -> tuple[Mapping[str, grids.Job], Mapping[str, grids.Job]]:
-    """By name: as `fp32-tp1dp2` what is saved there and never interrupted, as `fp32-tp1dp2-tp2dp1` what is loaded."""
-
-    def job(numbers: str, saved: Size, at: Size, after: int) -> grids.Job:
-        return grids.Job(at, NUMBERS[numbers], str(folder / name_of(numbers, saved)), after)
-
-    saves = {name_of(numbers, size): job(numbers, size, size, STEPS) for numbers in NUMBERS for size in SAVED}
-    loads = {name_of(*pair): job(*pair, STEPS if pair in GOING_ON else 0) for pair in PAIRS}
-    return saves, loads
-
 
 class Losses(NamedTuple):
     """Losses of the steps after the save, by case."""
@@ -86,39 +47,18 @@ class Losses(NamedTuple):
     on_one: dict[str, list[float]]
 
 
-class Ran(NamedTuple):
-    """The results of all worlds of this file; starting a world costs more than most programs that run in it."""
-
-    losses: Losses
-    on_grids: dict[str, Run]
-
-
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def losses(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = {name: str(folder / name.replace(" ", "-")) for name in CASES}
     saves = {f"save {name}": Job(run_and_save, (case, paths[name])) for name, case in CASES.items()}
     again = {f"again {name}": Job(resume, (case.saved, case.dtype, paths[name])) for name, case in CASES.items()}
     loads = {name: Job(resume, (case.loaded, case.dtype, paths[name])) for name, case in CASES.items()}
     two = {job: ranks[0] for job, ranks in run_jobs(2, saves | again).items()}
-    by_rank = run_jobs(4, loads | {"grids": Job(grids.run_all, grid_jobs(folder))})
-    on_grids: dict[str, Run] = {}
-    for of_rank in by_rank.pop("grids"):
-        on_grids.update(of_rank)
-    four = {name: ranks[0] for name, ranks in by_rank.items()}
+    four = {name: ranks[0] for name, ranks in run_jobs(4, loads).items()}
     one = {name: resume(case.loaded, case.dtype, paths[name]) for name, case in CASES.items()}
     uninterrupted = {name: two[f"save {name}"] for name in CASES}
-    return Ran(Losses(uninterrupted, {name: two[f"again {name}"] for name in CASES}, four, one), on_grids)
-
-
-@pytest.fixture(scope="module")
-def losses(ran: Ran) -> Losses:
-    return ran.losses
-
-
-@pytest.fixture(scope="module")
-def runs(ran: Ran) -> dict[str, Run]:
-    return ran.on_grids
+    return Losses(uninterrupted, {name: two[f"again {name}"] for name in CASES}, four, one)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,43 +81,3 @@ def test_without_the_optimizers_state_the_losses_are_others(losses: Losses, tmp_
     model, optimizer = begin(ZERO, torch.float32)
     model.load_state_dict(kept)
     assert train(model, optimizer, range(BEFORE, AFTER)) != pytest.approx(losses.uninterrupted["flat"], abs=1e-4)
-
-
-# --- TP x DP grids ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("numbers", "saved", "loaded"), PAIRS, ids=[name_of(*pair) for pair in PAIRS])
-def test_every_element_is_loaded_bit_equal(numbers: str, saved: Size, loaded: Size, runs: dict[str, Run]) -> None:
-    want, got = runs[name_of(numbers, saved)].state, runs[name_of(numbers, saved, loaded)].state
-    kept = {"weight", "step", "exp_avg", "exp_avg_sq"} | ({"fp32_param"} if numbers == "bf16" else set())
-    for name, of_param in want.items():
-        assert of_param.keys() == got[name].keys() == kept
-        for key, value in of_param.items():
-            assert got[name][key].dtype == value.dtype
-            assert torch.equal(got[name][key], value), f"{key} of {name}"
-
-
-@pytest.mark.parametrize(("numbers", "saved", "loaded"), GOING_ON, ids=[name_of(*pair) for pair in GOING_ON])
-def test_the_losses_go_on(numbers: str, saved: Size, loaded: Size, runs: dict[str, Run]) -> None:
-    want, got = runs[name_of(numbers, saved)].losses, runs[name_of(numbers, saved, loaded)].losses
-    assert len(got) == STEPS
-    if saved == loaded:
-        assert got == want
-    else:
-        assert got == pytest.approx(want, abs=ON_GRIDS_NEAR)
-
-
-@pytest.mark.parametrize("lost", ["moments", "schedule"])
-def test_what_is_not_restored_shows_in_the_losses(lost: str) -> None:
-    """The test above can detect this."""
-    grid = Grid(Alone(), Alone(), Alone())
-    whole, resumed = grids.begin(grid, NUMBERS["fp32"]), grids.begin(grid, NUMBERS["fp32"])
-    whole.train(range(grids.BEFORE))
-    resumed.model.load_state_dict(whole.model.state_dict())
-    if lost == "moments":
-        resumed.scheduler.load_state_dict(whole.scheduler.state_dict())
-    else:
-        resumed.optimizer.load_state_dict(whole.optimizer.state_dict())
-    steps = range(grids.BEFORE, grids.BEFORE + STEPS)
-    gap = max(abs(a - b) for a, b in zip(whole.train(steps), resumed.train(steps), strict=True))
-    assert gap > 1000 * ON_GRIDS_NEAR

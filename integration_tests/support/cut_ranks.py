@@ -10,7 +10,7 @@ from processes import mesh_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from tp_model import Part, cut, joined
+from tp_model import Part, cut
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
@@ -157,13 +157,14 @@ class Parts(nn.Module):
         self.qkv.weight.qkv_split_shapes = QKV
 
     def sharded(self) -> dict[str, Any]:
-        return {name: part.sharded(f"{name}.weight", 0) for name, part in self.named_children()}
+        return {name: part.sharded(f"{name}.weight") for name, part in self.named_children()}
 
     def joined(self, tp: Comm) -> dict[str, Tensor]:
         """Join the parts in rank order, without using the checkpoint's metadata."""
         by_rank = tp.gather_objects({name: part.weight.detach() for name, part in self.named_children()})
-        parts = dict(self.named_children())
-        return {f"{name}.weight": joined([rank[name] for rank in by_rank], dim=parts[name].dim) for name in parts}
+        dims = {name: part.dim for name, part in self.named_children()}
+        whole = {name: [rank[name] for rank in by_rank] for name in dims}
+        return {f"{n}.weight": whole[n][0] if dim is None else torch.cat(whole[n], dim) for n, dim in dims.items()}
 
 
 def resume_by_attributes(
