@@ -397,15 +397,25 @@ def draw(rows: list[dict[str, Any]], target: float, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    colours = plt.get_cmap("tab20")
     for index, found in enumerate(rows):
         steps = [step for step, _ in found["curves"][0]]
         curves = [run for run in found["curves"] if len(run) == len(steps)]
         mean = [statistics.mean(run[i][1] for run in curves) for i in range(len(steps))]
-        axis.plot(steps, mean, label=f"{found['rule']}  {found['bits']:.3f}", color=colours(index % 20))
+        # A legend can be read up to about ten curves: the first nine rules have a colour, and the baseline is black.
+        named, label = index < 9, f"{found['rule']}  {found['bits']:.3f}"
+        if found["rule"] == BASELINE:
+            axis.plot(steps, mean, label=label, color="black")
+        else:
+            axis.plot(
+                steps,
+                mean,
+                label=label if named else None,
+                color=f"C{index}" if named else "0.8",
+                zorder=2 - index / 99,
+            )
     axis.axhline(target, color="0.6", linestyle=":", linewidth=1)
     axis.set(xlabel="step", ylabel="held-out bits per character", ylim=(None, target + 1.0))
-    axis.legend(frameon=False, fontsize=8, ncols=2)
+    axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None})
 
 
