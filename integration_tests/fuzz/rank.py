@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fuzz.cases import (
@@ -24,10 +27,9 @@ from fuzz.cases import (
 )
 from fuzz.configs import ddp_config, optimizer_config
 from fuzz.gradients import first_weight, local_gradient, part, tokens
-from fuzz.laid_out import lay_out, like, local, whole
 from opt_config import ParamKey
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Comm, ProcessGroups, Roles
+from opt_distributed.comm import ProcessGroups, Roles
 from opt_distributed.finalize import Peers, finalize_model_grads
 from opt_distributed.step import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
@@ -54,7 +56,7 @@ class Held(nn.Module):
         self.weight = nn.Parameter(value)
 
     def forward(self, grad: Tensor) -> Tensor:
-        return local(self.weight * like(grad.to(self.weight.dtype), self.weight)).float().sum()
+        return _local(self.weight * _like(grad.to(self.weight.dtype), self.weight)).float().sum()
 
 
 class Chunk(nn.Module):
@@ -111,11 +113,8 @@ def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> 
 class Run:
     """One rank's model and optimizer in one setup.
 
-    `moved` is added to the first weights, so that nothing is right after a load that was not loaded. `embedding`: the
-    stages that hold the tied embedding, where ranks are threads.
+    `moved` is added to the first weights, so that nothing is right after a load that was not loaded.
     """
-
-    embedding: Comm = Alone()
 
     def __init__(
         self, case: Case, setup: Setup, rank: int, groups: Roles | ProcessGroups | None, *, moved: float = 0.0
@@ -202,13 +201,12 @@ class Run:
     def weights(self) -> dict[str, Tensor]:
         """This rank's parts, complete."""
         self.complete()
-        return {name: whole(module.weight) for net in self.nets for name, module in net.named_children()}
+        return {name: _whole(module.weight) for net in self.nets for name, module in net.named_children()}
 
     def again(self) -> "Run":
         """A new model and optimizer, loaded from the state dicts of these."""
         self.complete()
         new = Run(self.case, self.setup, self.rank, self.groups, moved=1.0)
-        new.embedding = self.embedding
         for model, old in zip(new.models, self.models, strict=True):
             model.load_state_dict(old.state_dict())
         stored = io.BytesIO()
@@ -253,7 +251,7 @@ class Run:
             return
         peers: Any = self.groups
         if isinstance(peers, Roles):
-            peers = Peers(tensor=peers.dense.tp, expert_tensor=peers.expert.tp, embedding=self.embedding)
+            peers = Peers(tensor=peers.dense.tp, expert_tensor=peers.expert.tp, embedding=peers.embedding)
         count = tokens(self.case, step, self.place.replica) if self.setup.per_token else None
         finalize_model_grads(self.models, count, peers)
 
@@ -304,3 +302,60 @@ class Run:
             for param in self.case.params
             if is_trained(param)
         ]
+
+
+# --- models whose parameters torch lays out as DTensors: FSDP2, HSDP, tensor-parallel plans, and both -----------------
+
+
+def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
+    """Make DTensors of the parameters of `net`, each in a module of its name."""
+    grid = setup.grid
+    match setup.layout:
+        case "fsdp2":
+            _shard_(net, init_device_mesh("cpu", (grid.dp,), mesh_dim_names=("dp",)))
+        case "hsdp":
+            sizes = (2, grid.dp // 2)
+            _shard_(net, init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")))
+        case "tp_plan":
+            mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
+            _cut_(case, net, mesh["tp"])
+        case "fsdp2_x_tp":
+            mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
+            _cut_(case, net, mesh["tp"])
+            _shard_(net, mesh["dp"])
+
+
+def _shard_(net: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard each module separately, because FSDP2 requires one dtype per group."""
+    for module in net.children():
+        fully_shard(module, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+
+
+def _cut_(case: Case, net: nn.Module, mesh: DeviceMesh) -> None:
+    """What tensor parallelism cuts becomes a DTensor; this rank's part is there already."""
+    for param in case.params:
+        module: Any = getattr(net, param.name, None)
+        if module is not None and param.cut is not None:
+            local = module.weight.detach()
+            cut = DTensor.from_local(local, mesh, [Shard(param.cut)], run_check=False)
+            module.weight = nn.Parameter(cut, requires_grad=module.weight.requires_grad)
+
+
+def _like(grad: Tensor, weight: Tensor) -> Tensor:
+    """This rank's part of a gradient as a DTensor where the weight is one."""
+    if not isinstance(weight, DTensor):
+        return grad
+    return DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
+
+
+def _local(product: Tensor) -> Tensor:
+    """The part that this rank has of a product."""
+    return product.to_local() if isinstance(product, DTensor) else product
+
+
+@torch.no_grad()
+def _whole(weight: Tensor) -> Tensor:
+    """The whole parameter; all ranks call it together."""
+    found = weight.detach()
+    return (found.full_tensor() if isinstance(found, DTensor) else found).clone()

@@ -2,19 +2,24 @@
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fuzz.cases import Case, Mistake, is_held
+from fuzz.cases import Case, Mistake, Setup, is_held, kept_as
 from fuzz.drawing import draw
-from fuzz.failed import Failed
 from fuzz.gradients import kept_part
 from fuzz.oracle import ExpectedStep, Weights, expect, expected_loss, first_weights
-from fuzz.rank import SeenStep
-from fuzz.training import first_part, run_part, second_part
+from fuzz.rank import Run, SeenStep
+from fuzz.ranks import Failed, process_groups, run_processes, run_ranks
+from fuzz.saving import load_run, save_run
+from opt_distributed.comm import Comm, ProcessGroups, Roles
+
+Groups = Roles | ProcessGroups | None
+Part = Callable[[Case, int, Groups, str], list[SeenStep]]
 
 
 def failures(case: Case) -> list[str]:
@@ -151,13 +156,48 @@ def _of_copies(case: Case, seen: Sequence[SeenStep], step: int) -> Iterator[str]
             weights = seen[rank].weights
             if weights is None or not is_held(param, place, grid):
                 continue
-            cut = (
-                None
-                if param.cut is None or setup.layout != "plain"
-                else place.tp
-                if param.expert is None
-                else place.etp
-            )
-            first, value = copies.setdefault(cut, (rank, weights[param.name]))
+            first, value = copies.setdefault(kept_as(param, place, setup), (rank, weights[param.name]))
             if not torch.equal(value.nan_to_num(), weights[param.name].nan_to_num()):
                 yield f"{param.name} differs between ranks {first} and {rank}, which hold copies"
+
+
+# --- a case on one rank: before the save, and after the load on another grid ------------------------------------------
+
+
+def first_part(case: Case, rank: int, groups: Groups, path: str) -> list[SeenStep]:
+    """The steps until the save, and the save; all steps of a case without one."""
+    run, seen = Run(case, case.setup, rank, groups), []
+    until = case.steps if case.resume is None else case.resume_at
+    for step in range(until):
+        run = run.again() if step == case.reload_at else run
+        seen.append(run.step(step, looks=case.looks_each_step or step == until - 1))
+    if case.resume is not None:
+        run.complete()
+        save_run(run, path, _everyone(groups))
+    return seen
+
+
+def second_part(case: Case, rank: int, groups: Groups, path: str) -> list[SeenStep]:
+    """The load, and the steps after it."""
+    assert case.resume is not None
+    run = Run(case, case.resume, rank, groups, moved=1.0)
+    load_run(run, path, _everyone(groups))
+    steps = range(case.resume_at, case.steps)
+    return [run.step(step, looks=case.looks_each_step or step == steps[-1]) for step in steps]
+
+
+def run_part(case: Case, setup: Setup, part: Part, path: str) -> list[Any]:
+    """The results of every rank of the setup's grid for a part of the case, `Failed` where it raised."""
+    if setup.processes:
+        return run_processes(setup.grid.size, _on_process, case, setup, part, path)
+    patient = case.mistake is not None
+    return run_ranks(setup.grid, lambda rank, roles: part(case, rank, roles, path), late=setup.late, patient=patient)
+
+
+def _on_process(case: Case, setup: Setup, part: Part, path: str) -> list[SeenStep]:
+    rank = dist.get_rank()
+    return part(case, rank, None if setup.groups_none else process_groups(setup.grid, rank), path)
+
+
+def _everyone(groups: Groups) -> Comm | None:
+    return groups.everyone if isinstance(groups, Roles) else None
