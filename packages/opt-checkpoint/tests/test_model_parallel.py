@@ -1,32 +1,18 @@
 """Names and places that `place_` gives to the tensors of divided models; ranks are threads."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from checkpoint_ranks import on_threads
 from torch import nn
 
 from opt_checkpoint import CheckpointingException, ShardedTensor, sharded_model
 from opt_checkpoint.state import ModelAxes, Replica, place_
 
 ALONE = Replica(0, 1)
-
-
-class Axis:
-    """One rank of an axis of threads."""
-
-    def __init__(self, rank: int, size: int, box: list[Any], barrier: threading.Barrier):
-        self.rank, self.size, self._box, self._barrier = rank, size, box, barrier
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._box[self.rank] = value
-        self._barrier.wait(30)
-        values = list(self._box)
-        self._barrier.wait(30)
-        return values
 
 
 class One:
@@ -38,26 +24,18 @@ class One:
 
 def placed(axis: str, models: list[nn.Module]) -> list[dict[str, ShardedTensor] | str]:
     """What each rank's model becomes if its ranks lie along `axis`, or the refusal."""
-    size, found = len(models), [None] * len(models)
-    boxes = {name: ([None] * size, threading.Barrier(size)) for name in (axis, "everyone")}
 
-    def run(rank: int) -> None:
-        axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One())
-        axes |= {name: Axis(rank, size, *shared) for name, shared in boxes.items()}
-        replicas = Replica(rank, size) if axis == "ep" else ALONE  # dense parameters are copied over expert ranks
-        state = sharded_model(models[rank])
+    def rank_main(ranks: Any) -> dict[str, ShardedTensor] | str:
+        axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One()) | {axis: ranks, "everyone": ranks}
+        replicas = Replica(ranks.rank, ranks.size) if axis == "ep" else ALONE  # dense ones are copied over experts'
+        state = sharded_model(models[ranks.rank])
         try:
             place_(state, ModelAxes(dense=replicas, expert=ALONE, **axes))
-            found[rank] = dict(state)
         except CheckpointingException as error:
-            found[rank] = str(error)
+            return str(error)
+        return dict(state)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return on_threads(len(models), rank_main)
 
 
 def keys(axis: str, make: Callable[[int], nn.Module], size: int = 2) -> list[list[str]]:
