@@ -23,7 +23,7 @@ from partly_trained import (
 from torch import nn
 
 from opt_checkpoint import CheckpointKeyError, load, read_index, save, sharded_model
-from opt_checkpoint.convert.torch_file import checkpoint_to_torch_file
+from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.comm.threads import ThreadComm

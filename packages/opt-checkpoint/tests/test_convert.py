@@ -27,8 +27,8 @@ from opt_checkpoint import (
     sharded_optimizer,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
-from opt_checkpoint.convert.torch_file import (
+from opt_checkpoint.convert.safetensors import checkpoint_to_safetensors
+from opt_checkpoint.convert.torch_files import (
     checkpoint_to_torch_file,
     torch_file_to_checkpoint,
     torch_state_to_sharded,

@@ -33,7 +33,7 @@ from opt_checkpoint import (
     sharded_like,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.safetensors_directories import checkpoint_to_safetensors
+from opt_checkpoint.convert.safetensors import checkpoint_to_safetensors
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

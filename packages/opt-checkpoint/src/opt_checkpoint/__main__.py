@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from opt_checkpoint.convert import command as convert_command
 from opt_checkpoint.disk.detect import read_index
 from opt_checkpoint.disk.dtype_names import dtype_name
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex
@@ -66,7 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     add("verify", "read every byte and compare it with its checksum", _verify, "path")
     diff = add("diff", "compare two checkpoints, however each was sharded", _diff, "first", "second")
     diff.add_argument("--rtol", type=float, default=0.0, help="allowed relative difference; 0 asks for equal bits")
-    convert_command.add_arguments(add("convert", "convert from or to other formats", convert_command.run))
+    convert = add("convert", "convert from or to other formats", _convert)
+    convert.add_argument("source", help="what to convert; a checkpoint may be the URL of an object store")
+    convert.add_argument("target", help="what to write, which must not exist; likewise")
+    form = convert.add_mutually_exclusive_group(required=True)
+    formats = ("torch", "safetensors", "megatron", "dcp")
+    form.add_argument("--from", dest="from_", choices=formats[:3], help="write a checkpoint from SOURCE, which is ...")
+    form.add_argument("--to", choices=formats[:2] + formats[3:], help="write another format from SOURCE, a checkpoint")
+    convert.add_argument("--tensor", metavar="GLOB", default="*", help="to safetensors: only keys that match")
+    convert.add_argument("--prefix", default="", help="safetensors: prefix of the checkpoint's keys, as model.")
+    convert.add_argument("--map", type=Path, help="safetensors: JSON list of {ours, theirs, ...}; see NameRule")
+    convert.add_argument("--dtype", help="to safetensors: convert floating-point tensors, as to bfloat16")
+    convert.add_argument("--at", default="optimizer", help="torch, dcp: where in the state the optimizer is")
+    convert.add_argument("--name", default="", help="dcp: where dcp.load looks for the optimizer, as optim")
+    convert.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
+    convert.add_argument("--slots", type=Path, help="megatron: JSON list of {name, shape, start, ...}")
+    convert.add_argument("--step", type=int, help="megatron: number of optimizer steps taken")
     extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
     extract.add_argument("key", help="the stored key, as `show` lists it")
     extract.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
@@ -176,6 +190,37 @@ def _diff(options: argparse.Namespace) -> int:
     if code == FINE:
         print("equal")
     return code
+
+
+def _convert(options: argparse.Namespace) -> int:
+    """Convert, and print what was written."""
+    from opt_checkpoint.convert import foreign_files, megatron, names, safetensors, torch_files
+    from opt_checkpoint.disk.dtype_names import dtype_from_name
+
+    source, target, at = options.source, options.target, tuple(options.at.split("."))
+    rules = names.SAME_NAMES if options.map is None else names.read_name_rules(options.map)
+    written = [target]
+    if options.from_ == "torch":
+        of_params = foreign_files.read_names(options.names) if options.names else None
+        torch_files.torch_file_to_checkpoint(source, target, names=of_params)
+    elif options.from_ == "safetensors":
+        safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=options.prefix)
+    elif options.from_ == "megatron":
+        slots = foreign_files.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
+        megatron.megatron_to_checkpoint(source, target, slots=slots, step=options.step)
+    elif options.to == "torch":
+        torch_files.checkpoint_to_torch_file(source, target, at=at)
+    elif options.to == "dcp":
+        torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name)
+    else:
+        dtype, chosen = dtype_from_name(options.dtype) if options.dtype else None, {"select": options.tensor}
+        chosen["prefix"] = options.prefix
+        written = safetensors.checkpoint_to_safetensors(source, target, names=rules, dtype=dtype, **chosen)
+        if others := safetensors.left_out(source, **chosen):
+            print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
+    for path in written:
+        print(path)
+    return FINE
 
 
 def _extract(options: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Errors are one sentence, and no code in a file is run."""
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import tempfile
@@ -17,15 +16,9 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
-from opt_checkpoint.errors import (
-    CheckpointCorruptError,
-    CheckpointingException,
-    CheckpointKeyError,
-    CheckpointValueError,
-)
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, load
 from opt_checkpoint.state.dtensor import whole_tensor
-from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.store import AnyPath, location_of
 from opt_checkpoint.store.paths import folder_beside, local_path
 
@@ -98,26 +91,17 @@ def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir=beside, prefix=".scratch-")
 
 
-def mapped_file(file: Path, nbytes: int) -> Tensor:
-    """The bytes of a file as a tensor; writing to it writes to the file. Creates or extends the file as needed."""
-    with file.open("ab"):
-        os.truncate(file, max(nbytes, 1))
-    return torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
-
-
-def array_in(memory: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """A tensor in the bytes of a mapped file from `start` on, which is a multiple of the element size."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    return memory[start : start + nbytes].view(dtype).view(shape) if nbytes else torch.empty(shape, dtype=dtype)
-
-
 def mapped_apart(folder: Path, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """One tensor per name, each in its own file. Each has its own storage, because `torch.save` writes whole
-    storages."""
-    return {
-        name: array_in(mapped_file(folder / str(number), tensor.nbytes), 0, tensor.dtype, tensor.shape)
-        for number, (name, tensor) in enumerate(stored.items())
-    }
+    """One tensor per name, in memory that is a new file of its own: `torch.save` writes whole storages."""
+    mapped = {}
+    for number, (name, tensor) in enumerate(stored.items()):
+        file, nbytes = folder / str(number), tensor.nbytes
+        with file.open("xb"):
+            os.truncate(file, max(nbytes, 1))
+        memory = torch.from_file(str(file), shared=True, size=max(nbytes, 1), dtype=torch.uint8)
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype)
+        mapped[name] = memory[:nbytes].view(tensor.dtype).view(tensor.shape) if nbytes else empty
+    return mapped
 
 
 def read_into(index: CheckpointIndex, targets: Mapping[str, Tensor]) -> None:
@@ -127,15 +111,3 @@ def read_into(index: CheckpointIndex, targets: Mapping[str, Tensor]) -> None:
         CheckpointingException: as `load`.
     """
     load({key: whole_tensor(key, tensor) for key, tensor in targets.items()}, index.path)
-
-
-def select(index: CheckpointIndex, keys: list[str]) -> dict[str, StoredTensor]:
-    """The stored tensors of some keys.
-
-    Raises:
-        CheckpointKeyError: one is not stored.
-    """
-    absent = [key for key in keys if key not in index.tensors]
-    if absent:
-        raise CheckpointKeyError(f"{index.path} does not hold {', '.join(absent[:8])}")
-    return {key: index.tensors[key] for key in keys}

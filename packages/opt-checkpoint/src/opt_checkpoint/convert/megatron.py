@@ -9,19 +9,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, read_rows, scratch_folder, select
+from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
 from opt_checkpoint.disk.detect import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.disk.stored_objects import not_loaded_in
@@ -32,11 +31,12 @@ from opt_checkpoint.state.dtensor import whole_tensor
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
 from opt_checkpoint.store import AnyPath
 
-BUCKETS = "dp_reshardable"
+BUCKETS, _MAIN = "dp_reshardable", f"{PREFIX}fp32_param."
 READABLE = frozenset({BUCKETS, "fully_reshardable", "fully_sharded_model_space"})
 _GROUPS_OBJECT = re.compile(r"optimizer\.distributed\..*\.optimizer/shard_[\d.]+_[\d.]+")
 _STACKED = re.compile(r"(?:.*\.)?layers\.(?!\d)")
-_BUCKET_STATE = re.compile(r".*\.gbuf_idx_\d+\..*bucket_idx_\d+\.\w+")
+_BUCKET_STATE = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(?:.+)\.bucket_idx_(\d+)\.(\w+)")
+_START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 
 
 def sharding_type(index: CheckpointIndex, common: Any) -> str | None:
@@ -124,29 +124,23 @@ def megatron_to_checkpoint(
             f"slots= (--slots FILE), the layout of the run that saved it; see BucketSlot in the README"
         )
     step = read_step(index, common) if step is None else step
-    named = [key for key in index.tensors if not _BUCKET_STATE.fullmatch(key)]
+    named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}
     with scratch_folder(path) as scratch:
-        tensors = mapped_apart(Path(scratch), select(index, named))
+        tensors = mapped_apart(Path(scratch), named)
         read_into(index, tensors)
-        sharded = [whole_tensor(_our_key(key), tensor) for key, tensor in tensors.items()]
+        main = f"{PREFIX}param."
+        sharded = [
+            whole_tensor(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
+            for key, tensor in tensors.items()
+        ]
         if form == BUCKETS:
-            sharded += buckets_to_states(index, slots or (), Path(scratch))
-        save({"tensors": [*sharded, *_steps(sharded, step)], **_plain(index, common)}, path)
-
-
-def _our_key(key: str) -> str:
-    main = f"{PREFIX}param."
-    return f"{PREFIX}fp32_param.{key.removeprefix(main)}" if key.startswith(main) else key
-
-
-def _steps(tensors: Sequence[ShardedTensor], step: int | None) -> Iterator[ShardedTensor]:
-    """The step count of every parameter with state: one number, or one per layer that is stacked under its key."""
-    if step is None:
-        return
-    main = f"{PREFIX}fp32_param."
-    shapes = {tensor.key.removeprefix(main): tensor.global_shape for tensor in tensors if tensor.key.startswith(main)}
-    for name, shape in shapes.items():
-        yield whole_tensor(f"{PREFIX}step.{name}", torch.full(shape[:1] if _STACKED.match(name) else (), step))
+            sharded += _bucket_states(index, slots or (), Path(scratch))
+        shapes = {t.key.removeprefix(_MAIN): t.global_shape for t in sharded if t.key.startswith(_MAIN)}
+        if step is not None:
+            for name, shape in shapes.items():  # several layers that are stacked have a step each
+                steps = torch.full(shape[:1] if _STACKED.match(name) else (), step)
+                sharded.append(whole_tensor(f"{PREFIX}step.{name}", steps))
+        save({"tensors": sharded, **_plain(index, common)}, path)
 
 
 def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
@@ -162,10 +156,6 @@ def _plain(index: CheckpointIndex, common: Any) -> dict[str, Any]:
             shard.data = value
             objects.append(shard)
     return {**values, "objects": objects} if objects else values
-
-
-START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
-_KEY = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_(.+)\.bucket_idx_(\d+)\.(\w+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,143 +187,97 @@ class BucketSlot:
         """End of its elements in the bucket, exclusive."""
         return self.start + math.prod(self.shape)
 
-    @property
-    def bucket_id(self) -> BucketId:
-        """The bucket it is in."""
-        return BucketId(self.group, self.buffer, self.bucket)
 
-    def sharded(self, key: str, values: Tensor) -> ShardedTensor:
-        """The block's `values` under `key`."""
-        whole = whole_tensor(key, values)
-        if self.global_shape is None:
-            return whole
-        offset = self.global_offset or (0,) * len(self.shape)
-        return dataclasses.replace(
-            whole, global_shape=self.global_shape, global_offset=offset, axis_fragmentations=None
-        )
-
-
-class BucketId(NamedTuple):
-    """A bucket, without its dtypes."""
-
-    group: int
-    buffer: int
-    bucket: int
-
-
-def read_bucket_slots(file: PathLike) -> list[BucketSlot]:
-    """Slots from a JSON list of objects with `BucketSlot`'s fields."""
-    return read_rows(file, BucketSlot)
-
-
-def buckets_to_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> list[ShardedTensor]:
+def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch: Path) -> Iterator[ShardedTensor]:
     """The states of every parameter, cut from the buckets: main weights as `optimizer.state.fp32_param.<name>`.
+
+    Every block is returned once. Model-parallel ranks that hold the same block must have the same values.
 
     Args:
         index: the directory.
         slots: where each parameter is; together they must fill every bucket except for padding.
-        scratch: an empty folder for the buckets; the states are views of files in it.
+        scratch: a folder for the buckets; the states are views of files in it.
 
     Raises:
-        CheckpointingException: the directory holds no buckets, or remainders in place of main weights; slots do
-            not fit its buckets, or blocks their parameters.
+        CheckpointingException: the directory holds no buckets, or remainders in place of main weights; slots do not fit
+            its buckets, or two groups hold different values of one block.
     """
-    buckets = _buckets(index)
-    by_bucket: dict[BucketId, list[BucketSlot]] = defaultdict(list)
-    for slot in slots:
-        by_bucket[slot.bucket_id].append(slot)
-    _check_slots(index, buckets, by_bucket)
-    keys = [key for states in buckets.values() for key in states.values()]
+    buckets, by_bucket = _buckets(index), defaultdict[_BucketId, list[BucketSlot]](list)
+    for slot in sorted(slots, key=lambda slot: slot.start):
+        by_bucket[slot.group, slot.buffer, slot.bucket].append(slot)
+    if unknown := by_bucket.keys() - buckets.keys():
+        raise CheckpointValueError(
+            f"{by_bucket[min(unknown)][0].name}: no bucket has (group, buffer, bucket) {min(unknown)}; there are "
+            f"{', '.join(map(str, sorted(buckets)))}"
+        )
+    for bucket, states in buckets.items():
+        for key in states.values():
+            _check_bucket(key, math.prod(index.tensors[key].shape), by_bucket[bucket])
     folder = scratch / "buckets"
     folder.mkdir()
-    flat = mapped_apart(folder, select(index, keys))
+    flat = mapped_apart(folder, {key: index.tensors[key] for states in buckets.values() for key in states.values()})
     read_into(index, flat)
-    return list(_states(buckets, by_bucket, flat))
+    first: dict[ShardIdentity, Tensor] = {}
+    for bucket, states in buckets.items():
+        for state, key in states.items():
+            for slot in by_bucket[bucket]:
+                values = flat[key][slot.start : slot.stop].view(slot.shape)
+                block = whole_tensor(f"{PREFIX}{'fp32_param' if state == 'param' else state}.{slot.name}", values)
+                if slot.global_shape is not None:
+                    at = slot.global_offset or (0,) * len(slot.shape)
+                    block = replace(block, global_shape=slot.global_shape, global_offset=at, axis_fragmentations=None)
+                if block.identity not in first:
+                    first[block.identity] = values
+                    yield block
+                elif not torch.equal(first[block.identity], values):
+                    raise CheckpointValueError(
+                        f"{block.key} at {block.global_offset} has other values in group {slot.group} than in an "
+                        f"earlier one: give slots of different parameters different names or offsets"
+                    )
 
 
-def _buckets(index: CheckpointIndex) -> dict[BucketId, dict[str, str]]:
+_BucketId: TypeAlias = tuple[int, int, int]  # group, buffer and bucket
+
+
+def _buckets(index: CheckpointIndex) -> dict[_BucketId, dict[str, str]]:
     """The key of each state, by bucket.
 
     Raises:
         CheckpointingException: no bucket is stored, a buffer has two pairs of dtypes, or main weights are missing.
     """
-    found: dict[BucketId, dict[str, str]] = defaultdict(dict)
+    found: dict[_BucketId, dict[str, str]] = defaultdict(dict)
     for key in sorted(index.tensors):
-        match = _KEY.fullmatch(key)
+        match = _BUCKET_STATE.fullmatch(key)
         if match is None:
             continue
-        group, buffer, _, bucket, state = match.groups()
-        states = found[BucketId(int(group), int(buffer), int(bucket))]
+        group, buffer, bucket, state = match.groups()
+        states = found[int(group), int(buffer), int(bucket)]
         if state in states:
             raise CheckpointValueError(f"{states[state]} and {key} are both bucket {bucket} of buffer {buffer}")
+        if not index.tensors[key].dtype.is_floating_point:
+            raise CheckpointValueError(
+                f"{key} is stored as {index.tensors[key].dtype}: 16-bit remainders, which are main weights only "
+                f"together with the model's weights of that run; save it without store_param_remainders"
+            )
         states[state] = key
     if not found:
         raise CheckpointValueError(
             f"{index.path} holds no buckets (keys ...dp_group_idx_0.gbuf_idx_0.dtype_....bucket_idx_0.param): it is "
             f"not dp_reshardable; fully_reshardable directories load as they are"
         )
-    for key in (key for states in found.values() for key in states.values()):
-        if not index.tensors[key].dtype.is_floating_point:
-            raise CheckpointValueError(
-                f"{key} is stored as {index.tensors[key].dtype}: 16-bit remainders, which are main weights only "
-                f"together with the model's weights of that run; save it without store_param_remainders"
-            )
     return found
 
 
-def _check_slots(
-    index: CheckpointIndex,
-    buckets: Mapping[BucketId, Mapping[str, str]],
-    by_bucket: Mapping[BucketId, list[BucketSlot]],
-) -> None:
-    """Raise unless every slot is in a stored bucket, and slots fill every bucket except for padding."""
-    for bucket_id, own in by_bucket.items():
-        if bucket_id not in buckets:
-            stored = ", ".join(str(tuple(p)) for p in sorted(buckets))
-            raise CheckpointValueError(
-                f"{own[0].name}: no bucket has (group, buffer, bucket) {tuple(bucket_id)}; there are {stored}"
-            )
-    for bucket_id, states in buckets.items():
-        for key in states.values():
-            _check_bucket(key, math.prod(index.tensors[key].shape), by_bucket.get(bucket_id, []))
-
-
 def _check_bucket(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
+    """Raise unless slots, sorted by their starts, fill a bucket except for padding."""
     end = 0
-    for slot in sorted(slots, key=lambda slot: slot.start):
-        if not end <= slot.start < end + START_MULTIPLE or slot.stop > numel:
+    for slot in slots:
+        if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
             raise CheckpointValueError(
                 f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
-                f"{START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the run "
+                f"{_START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the run "
                 f"that saved it"
             )
         end = slot.stop
     if end != numel:
         raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
-
-
-def _states(
-    buckets: Mapping[BucketId, Mapping[str, str]],
-    by_bucket: Mapping[BucketId, list[BucketSlot]],
-    flat: Mapping[str, Tensor],
-) -> Iterator[ShardedTensor]:
-    """Every block of every state, once. Model-parallel ranks that hold the same block must have the same values.
-
-    Raises:
-        CheckpointingException: two groups hold different values of one block.
-    """
-    first: dict[ShardIdentity, Tensor] = {}
-    for place, states in buckets.items():
-        for state, key in states.items():
-            name = "fp32_param" if state == "param" else state
-            for slot in by_bucket[place]:
-                values = flat[key][slot.start : slot.stop].view(slot.shape)
-                block = slot.sharded(f"{PREFIX}{name}.{slot.name}", values)
-                if block.identity not in first:
-                    first[block.identity] = values
-                    yield block
-                elif not torch.equal(first[block.identity], values):
-                    raise CheckpointValueError(
-                        f"{block.key} at {block.global_offset} has other values in group {place.group} than in an "
-                        f"earlier one: give slots of different parameters different names or offsets"
-                    )

@@ -6,7 +6,7 @@ Transformer Engine layers. By default (`stacked`) all layers are stacked in one 
 
 from __future__ import annotations
 
-from opt_checkpoint.convert.name_rules import NameRule
+from opt_checkpoint.convert.names import NameRule
 from opt_checkpoint.errors import CheckpointValueError
 
 

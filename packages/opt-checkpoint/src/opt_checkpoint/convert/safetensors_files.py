@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opt_checkpoint.convert.name_boxes import Described
-from opt_checkpoint.disk.index import MAX_DIMS
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
+from opt_checkpoint.convert.names import Described
+from opt_checkpoint.disk.index import MAX_DIMS, check_file_name
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
-from opt_checkpoint.store.directory import open_regular
+from opt_checkpoint.store.directory import Directory, open_regular
 
 _NAMES = MappingProxyType(
     {
@@ -48,17 +48,21 @@ _NAMES = MappingProxyType(
 _DTYPES = MappingProxyType({name: dtype for dtype, name in _NAMES.items()})
 _MAX_HEADER_BYTES = 100_000_000
 _METADATA = "__metadata__"
+INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class Array(NamedTuple):
-    """One array of a safetensors file.
+    """One array of a folder of safetensors files.
 
     Args:
+        file: name of the file that holds it.
         dtype: its dtype.
         shape: its shape.
         start: its first byte in the file.
     """
 
+    file: str
     dtype: torch.dtype
     shape: Shape
     start: int
@@ -69,49 +73,131 @@ class Array(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Header(NamedTuple):
-    """The beginning of a file.
+class Layout(NamedTuple):
+    """The files of an export: `model.safetensors`, or numbered ones with an index.
 
     Args:
-        raw: its bytes, whose length is a multiple of 8.
-        arrays: position of every array; they are stored in this order, without gaps.
+        headers: the bytes of every file before its values.
+        arrays: all arrays, by name.
     """
 
-    raw: bytes
+    headers: dict[str, bytes]
     arrays: dict[str, Array]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(array.nbytes for array in self.arrays.values())
 
-def encode_header(tensors: Mapping[str, tuple[torch.dtype, Shape]]) -> Header:
-    """Encode the header of a file with tensors in the given order.
+    def encode_index(self) -> dict[str, bytes]:
+        """The name and content of the index; empty for a single file, which needs none."""
+        weight_map = {name: array.file for name, array in self.arrays.items()}
+        content = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
+        return {INDEX: json.dumps(content, indent=1).encode()} if len(self.headers) > 1 else {}
+
+
+def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, shard_bytes: int) -> Layout:
+    """Assign tensors to files, in order, as many to each as fit.
 
     Args:
-        tensors: dtype and shape by name; large elements first, so that all values are aligned.
+        tensors: shape and dtype by name.
+        dtype: what floating-point tensors are converted to; None to keep them.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
 
     Raises:
-        CheckpointingException: the format does not support a dtype or a name, or there are too many tensors.
+        CheckpointingException: there are no tensors, the format lacks a dtype or a name, there are too many tensors for
+            a file, or `shard_bytes` is not positive.
     """
-    entries: dict[str, object] = {_METADATA: {"format": "pt"}}
-    position = 0
-    for name, (dtype, shape) in tensors.items():
-        if dtype not in _NAMES:
-            raise CheckpointValueError(f"{name} has dtype {dtype}, which safetensors files cannot hold")
+    if not tensors:
+        raise CheckpointValueError("the state has no tensor to export")
+    if shard_bytes < 1:
+        raise CheckpointValueError(f"shard_bytes={shard_bytes} must be at least 1")
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointValueError(f"dtype={dtype} must be a floating-point dtype, or None to keep each tensor's")
+    shards, size = [list[tuple[str, torch.dtype, Shape]]()], 0
+    for name, (shape, own) in tensors.items():
+        stored = dtype if dtype is not None and own.is_floating_point else own
+        if stored not in _NAMES:
+            raise CheckpointValueError(f"{name} has dtype {stored}, which safetensors files cannot hold")
         if name == _METADATA:
             raise CheckpointValueError(f"a tensor cannot be named {_METADATA} in a safetensors file")
-        stop = position + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
-        position = stop
-    raw = json.dumps(entries, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)
-    if len(raw) > _MAX_HEADER_BYTES:
-        raise CheckpointValueError(
-            f"the header would have {len(raw)} bytes, but readers accept at most 100 MB; use a smaller shard_bytes"
-        )
-    starts = {name: 8 + len(raw) + entry["data_offsets"][0] for name, entry in entries.items() if name in tensors}  # type: ignore[index]
-    arrays = {name: Array(dtype, tuple(shape), starts[name]) for name, (dtype, shape) in tensors.items()}
-    return Header(len(raw).to_bytes(8, "little") + raw, arrays)
+        nbytes = math.prod(shape) * stored.itemsize
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, stored, shape))
+        size += nbytes
+    layout = Layout({}, {})
+    for number, shard in enumerate(shards, 1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        entries: dict[str, Any] = {_METADATA: {"format": "pt"}}
+        end = 0
+        shard.sort(key=lambda item: (-item[1].itemsize, item[0]))  # large elements first: all values are aligned
+        for name, stored, shape in shard:
+            begin, end = end, end + math.prod(shape) * stored.itemsize
+            entries[name] = {"dtype": _NAMES[stored], "shape": list(shape), "data_offsets": [begin, end]}
+        raw = json.dumps(entries, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        if len(raw) > _MAX_HEADER_BYTES:
+            raise CheckpointValueError(
+                f"the header would have {len(raw)} bytes, but readers accept at most 100 MB; use a smaller shard_bytes"
+            )
+        layout.headers[file] = len(raw).to_bytes(8, "little") + raw
+        for name, stored, shape in shard:
+            layout.arrays[name] = Array(file, stored, shape, 8 + len(raw) + entries[name]["data_offsets"][0])
+    return layout
 
 
-def read_header(path: Path) -> dict[str, Array]:
+def find_arrays(folder: Path) -> dict[str, Array]:
+    """The arrays of the files in a folder, by name.
+
+    Raises:
+        CheckpointNotFoundError: the folder has no safetensors files.
+        CheckpointCorruptError: a file is damaged, or the index contradicts the files.
+        OSError: a file cannot be read.
+    """
+    listed = _weight_map(folder) if (folder / INDEX).exists() else None
+    found: dict[str, Array] = {}
+    for file in [_only_file(folder)] if listed is None else sorted(set(listed.values())):
+        try:
+            arrays = _read_header(folder / file)
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"{folder / file} is missing; {INDEX} names it") from None
+        for name, array in arrays.items():
+            if name in found:
+                raise CheckpointCorruptError(f"{name} is in {found[name].file} and in {file} of {folder}")
+            found[name] = array
+    for name in () if listed is None else sorted(listed.keys() | found.keys()):
+        here = found[name].file if name in found else "no file"
+        if listed is not None and listed.get(name) != here:
+            raise CheckpointCorruptError(
+                f"{name} is in {here} of {folder}, and {INDEX} says in {listed.get(name, 'no file')}"
+            )
+    return found
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of every tensor, by the index."""
+    try:
+        weight_map = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise CheckpointCorruptError(f"{folder / INDEX} is not an index of safetensors files: {error!r:.200}") from None
+    for file in map(str, weight_map.values()):
+        check_file_name(file)
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def _only_file(folder: Path) -> str:
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(f"{folder} does not exist, or is not a directory")
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if _SINGLE in files or len(files) == 1:
+        return _SINGLE if _SINGLE in files else files[0]
+    several = f"{len(files)} safetensors files and no {INDEX}, which would say which belong together"
+    raise CheckpointNotFoundError(f"{folder} has {several if files else 'no safetensors file'}")
+
+
+def _read_header(path: Path) -> dict[str, Array]:
     """Read the header of a safetensors file, which may be a symbolic link, as in Hugging Face's cache.
 
     Raises:
@@ -127,149 +213,49 @@ def read_header(path: Path) -> dict[str, Array]:
             )
         raw = file.read(length)
     try:
-        entries = _parsed(raw)
+        entries = json.loads(raw, object_pairs_hook=_distinct)
+        if not isinstance(entries, dict):
+            raise CheckpointCorruptError(f"its header is a {type(entries).__name__}, not an object")
         entries.pop(_METADATA, None)
-        arrays = {name: _array(name, entry, 8 + length) for name, entry in entries.items()}
-        _check_gaps(arrays, 8 + length, size)
+        arrays = {name: _array(path.name, name, entry, 8 + length) for name, entry in entries.items()}
+        end = 8 + length
+        for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+            if array.start != end:
+                raise CheckpointCorruptError(f"{name} begins at byte {array.start}, not at {end}")
+            end += array.nbytes
+        if end != size:
+            raise CheckpointCorruptError(f"its arrays end at byte {end}, but the file has {size} bytes")
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{path} is not a safetensors file: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(
+            f"{path} is not a safetensors file: {f'its header is not JSON: {error}':.200}"
+        ) from None
     return arrays
 
 
-def _parsed(raw: bytes) -> dict[str, Any]:
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise CheckpointCorruptError(f"{name!r:.200} is there twice")
-            found[name] = value
-        return found
-
-    try:
-        entries = json.loads(raw, object_pairs_hook=distinct)
-    except CheckpointCorruptError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"its header is not JSON: {error}"[:200]) from None
-    if not isinstance(entries, dict):
-        raise CheckpointCorruptError(f"its header is a {type(entries).__name__}, not an object")
-    return entries
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise CheckpointCorruptError(f"{name!r:.200} is there twice")
+        found[name] = value
+    return found
 
 
-def _array(name: str, entry: Any, first: int) -> Array:
+def _array(file: str, name: str, entry: Any, first: int) -> Array:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CheckpointCorruptError(f"{name} must have dtype, shape and data_offsets, and has {entry!r:.200}")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointCorruptError(f"{name} has dtype {dtype!r:.50}; known are {', '.join(sorted(_DTYPES))}")
-    if not (_are_sizes(shape) and len(shape) <= MAX_DIMS and _are_sizes(offsets) and len(offsets) == 2):
+    are_sizes = all(
+        isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
+        for values in (shape, offsets)
+    )
+    if not (are_sizes and len(shape) <= MAX_DIMS and len(offsets) == 2):
         raise CheckpointCorruptError(f"{name} has shape {shape!r:.100} and offsets {offsets!r:.100}")
-    array = Array(_DTYPES[dtype], tuple(shape), first + offsets[0])
+    array = Array(file, _DTYPES[dtype], tuple(shape), first + offsets[0])
     if offsets[1] - offsets[0] != array.nbytes:
         raise CheckpointCorruptError(f"{name} of {dtype} and shape {shape} cannot have data_offsets {offsets}")
     return array
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in values)
-
-
-def _check_gaps(arrays: Mapping[str, Array], first: int, size: int) -> None:
-    """Raise if arrays overlap, have gaps between them, or do not end at the end of the file."""
-    end = first
-    for name, array in sorted(arrays.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if array.start != end:
-            raise CheckpointCorruptError(f"{name} begins at byte {array.start}, not at {end}")
-        end += array.nbytes
-    if end != size:
-        raise CheckpointCorruptError(f"its arrays end at byte {end}, but the file has {size} bytes")
-
-
-FOLDER = "a folder of safetensors files"  # in messages
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-DEFAULT_SHARD_BYTES = 5_000_000_000
-
-
-class PlacedArray(NamedTuple):
-    """An array, and the file that contains it."""
-
-    file: str
-    array: Array
-
-
-class Layout(NamedTuple):
-    """The files of an export: `model.safetensors`, or numbered ones with an index.
-
-    Args:
-        headers: the header of every file.
-        places: where every array is.
-    """
-
-    headers: dict[str, Header]
-    places: dict[str, PlacedArray]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all values."""
-        return sum(place.array.nbytes for place in self.places.values())
-
-    def encode_index(self) -> bytes | None:
-        """The content of the index; None for a single file, which needs none."""
-        if len(self.headers) == 1:
-            return None
-        weight_map = {name: place.file for name, place in self.places.items()}
-        return json.dumps({"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}, indent=1).encode()
-
-
-def layout_of(
-    tensors: Mapping[str, Described], *, dtype: torch.dtype | None = None, shard_bytes: int = DEFAULT_SHARD_BYTES
-) -> Layout:
-    """Assign tensors to files.
-
-    Args:
-        tensors: shape and dtype by name.
-        dtype: what floating-point tensors are converted to; None to keep them.
-        shard_bytes: maximum size of a file, unless one tensor is larger.
-
-    Raises:
-        CheckpointingException: there are no tensors, the format lacks a dtype, or `shard_bytes` is not positive.
-    """
-    if not tensors:
-        raise CheckpointValueError("the state has no tensor to export")
-    if shard_bytes < 1:
-        raise CheckpointValueError(f"shard_bytes={shard_bytes} must be at least 1")
-    if dtype is not None and not dtype.is_floating_point:
-        raise CheckpointValueError(f"dtype={dtype} must be a floating-point dtype, or None to keep each tensor's")
-    described = {name: (stored_dtype(own.dtype, dtype), own.shape) for name, own in tensors.items()}
-    shards = _shards(described, shard_bytes)
-    headers = {_file_name(i, len(shards)): encode_header(shard) for i, shard in enumerate(shards)}
-    places = {name: PlacedArray(file, a) for file, header in headers.items() for name, a in header.arrays.items()}
-    return Layout(headers, places)
-
-
-def stored_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The dtype of a tensor in the export: the wanted one for floating-point tensors."""
-    return wanted if wanted is not None and own.is_floating_point else own
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-_Shard = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-
-
-def _shards(tensors: _Shard, limit: int) -> list[_Shard]:
-    """Divide tensors into shards in order, as many per shard as fit. In a shard, tensors with larger elements come
-    first, so that values are aligned."""
-    shards: list[_Shard] = [{}]
-    size = 0
-    for name, (dtype, shape) in tensors.items():
-        nbytes = Array(dtype, shape, 0).nbytes
-        if shards[-1] and size + nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = (dtype, shape)
-        size += nbytes
-    return [dict(sorted(shard.items(), key=lambda own: (-own[1][0].itemsize, own[0]))) for shard in shards]

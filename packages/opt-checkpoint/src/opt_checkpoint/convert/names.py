@@ -1,0 +1,492 @@
+"""Maps the tensors of a state to those of another format by rules: names, shapes and boxes, in integers only.
+
+A rule is a row of a table. Both sides of it have the same parts in the same order. A tensor with several parts has them
+one after another along one axis, or interleaved in groups. For example, this rule maps a query-key-value weight of
+Megatron-Core, with 8 groups of 4 queries, one key and one value, to three tensors of a Llama by Hugging Face:
+
+    NameRule(
+        ours="decoder.layers.{layer}.self_attention.linear_qkv.weight",
+        theirs=tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
+        shares=(4, 1, 1),
+        groups=8,
+    )
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.convert.foreign_files import read_rows
+from opt_checkpoint.disk.index import Within
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.run.save_load import PathLike
+from opt_checkpoint.state.sharded import Shape
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
+_NUMBER, _TEXT = "(0|[1-9][0-9]*)", "(.+)"
+_SHOWN = 8
+
+
+class _Pattern:
+    """A name with placeholders: `{layer}` is a whole number, `{rest:path}` any non-empty text.
+
+    Raises:
+        CheckpointingException: braces do not match, or a placeholder occurs twice.
+    """
+
+    def __init__(self, text: str) -> None:
+        found = _PLACEHOLDER.findall(text)
+        self.text, self._names = text, [name for name, _ in found]
+        if len(set(self._names)) != len(found) or set("{}") & set(_PLACEHOLDER.sub("", text)):
+            raise CheckpointValueError(
+                f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
+            )
+        self.numbers = tuple(name for name, is_text in found if not is_text)
+        self.texts = {name for name, is_text in found if is_text}
+        literals = map(re.escape, _PLACEHOLDER.split(text)[::3])
+        groups = [*(_TEXT if is_text else _NUMBER for _, is_text in found), ""]
+        self._regex = re.compile("".join(a + b for a, b in zip(literals, groups)), re.DOTALL)
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """The values of the placeholders if a name matches, else None."""
+        matched = self._regex.fullmatch(name)
+        return dict(zip(self._names, matched.groups())) if matched else None
+
+    def filled(self, values: Mapping[str, str]) -> str:
+        """The name that has these values."""
+        return _PLACEHOLDER.sub(lambda found: values[found[1]], self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NameRule:
+    """Maps some of our tensors to tensors of the other side with the same values.
+
+    A number that only one side has in its names is a leading axis of the other side's tensors. For example, with
+    `decoder.layers.mlp.linear_fc2.weight` and `model.layers.{layer}.mlp.down_proj.weight`, our tensor has shape
+    `(layers, ...)`. Several such axes have the order of the numbers in the names.
+
+    Args:
+        ours: name of our tensor; or several names, one for each part. Parts with the same name are in one tensor.
+        theirs: the same for the other side. If one side is empty, tensors with the other side's names are left out.
+        shares: relative lengths of the parts along `dim`; empty for equal parts.
+        groups: number of groups in which the parts are interleaved in one of our tensors that has several parts: each
+            group has one piece of every part.
+        their_groups: the same for the other side.
+        dim: the axis along which parts are concatenated, counted on our side without the axes that are numbers.
+        transposed: whether the last two axes are swapped on the other side.
+        rows: the other side has only the first `rows` along `dim`; our tensor has padding after them (of a vocabulary).
+        tied: another rule reads and writes the tensors named in `theirs`; our tensor must have the same values.
+
+    Raises:
+        CheckpointingException: the fields contradict each other.
+    """
+
+    ours: str | tuple[str, ...]
+    theirs: str | tuple[str, ...]
+    shares: tuple[int, ...] = ()
+    groups: int = 1
+    their_groups: int = 1
+    dim: int = 0
+    transposed: bool = False
+    rows: int | None = None
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(given, str | tuple) for given in (self.ours, self.theirs, self.shares)):
+            raise CheckpointValueError(f"{self!r}: ours and theirs must be names or tuples of names, shares a tuple")
+        lengths = {len(given) for given in (self.ours, self.theirs, self.shares) if isinstance(given, tuple) and given}
+        if len(lengths) > 1 or not (self.ours or self.theirs):
+            raise CheckpointValueError(f"{self}: ours, theirs and shares must have the same number of parts")
+        counts = {"groups": self.groups, "their_groups": self.their_groups, "rows": self.rows or 1}
+        counts |= {f"shares[{i}]": share for i, share in enumerate(self.shares)} | {"dim": self.dim}
+        for name, count in counts.items():
+            least = 0 if name == "dim" else 1
+            if type(count) is not int or count < least:
+                raise CheckpointValueError(f"{self}: {name}={count!r} must be a whole number of at least {least}")
+        if self.parts == 1 and (self.groups, self.their_groups) != (1, 1):
+            raise CheckpointValueError(f"{self}: groups need several parts; there is one")
+        if self.parts > 1 and self.rows is not None:
+            raise CheckpointValueError(f"{self}: rows can be given for a tensor of one part only")
+        sides = [[_Pattern(name) for name in _tuple_of(names)] for names in (self.ours, self.theirs) if names]
+        if any(len({(frozenset(p.numbers), frozenset(p.texts)) for p in patterns}) > 1 for patterns in sides):
+            raise CheckpointValueError(f"{self}: names of one side must have the same placeholders")
+        if len({frozenset(patterns[0].texts) for patterns in sides}) > 1:
+            raise CheckpointValueError(f"{self}: both sides must have the same text placeholders")
+
+    def __str__(self) -> str:
+        return f"the rule for {self.ours or 'nothing'} = {self.theirs or 'nothing'}"
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return max(len(given) for given in (self.ours, self.theirs, self.shares, ("",)) if isinstance(given, tuple))
+
+
+def _tuple_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names
+
+
+SAME_NAMES = (NameRule(ours="{name:path}", theirs="{name:path}"),)
+
+
+def read_name_rules(file: PathLike) -> list[NameRule]:
+    """Rules from a JSON list of objects with `NameRule`'s fields.
+
+    Raises:
+        CheckpointingException: it is not such a list.
+    """
+    return read_rows(file, NameRule)
+
+
+def fingerprint(rules: Sequence[NameRule]) -> str:
+    """A short text that is equal only for equal rules."""
+    return hashlib.sha256(repr(tuple(rules)).encode()).hexdigest()[:16]
+
+
+class Described(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Piece(NamedTuple):
+    """A box of one of our tensors, and the position of its values in one of their tensors."""
+
+    box: Box
+    theirs: str
+    within: Within
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The other side of some tensors.
+
+    Args:
+        ours: our tensors.
+        theirs: their tensors.
+        pieces: for each of our tensors, disjoint boxes that cover it except for padding.
+        tied: by our names, the pieces of tensors whose values another of our tensors writes.
+    """
+
+    ours: dict[str, Described] = field(default_factory=dict)
+    theirs: dict[str, Described] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    tied: dict[str, list[Piece]] = field(default_factory=dict)
+
+
+def to_theirs(rules: Sequence[NameRule], ours: Mapping[str, Described]) -> Mapped:
+    """Map our tensors to theirs.
+
+    Raises:
+        CheckpointKeyError: a name has no rule or several, two tensors become one, or a part of a tensor is missing.
+        CheckpointMismatchError: shapes or dtypes do not fit a rule.
+    """
+    return _mapped(rules, ours, known=0)
+
+
+def to_ours(rules: Sequence[NameRule], theirs: Mapping[str, Described]) -> Mapped:
+    """Map their tensors to ours. Raises like `to_theirs`."""
+    return _mapped(rules, theirs, known=1)
+
+
+def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, known: int) -> Mapped:
+    mapped = Mapped()
+    claimed: dict[str, str] = {}  # for each tensor of the other side, one that it is made from
+    for instance in sorted(_instances(rules, tensors, known), key=lambda i: i.rule.tied):
+        rule, sides, names = instance.rule, instance.sides, instance.names
+        sizes = _sizes_of(instance, tensors)
+        made = dict(_other_names(instance, sizes))
+        ours, theirs = (names, made) if known == 0 else (made, names)
+        mapped.ours.update(sizes.described(0, sides, ours))
+        if known == 1 or not rule.tied:
+            source = next(iter(names.values()))
+            for name, count in Counter(made.values()).items():
+                if count > 1 or claimed.setdefault(name, source) != source:
+                    raise CheckpointKeyError(
+                        f"{name} would be created twice, from {claimed.get(name, source)} and from {source}"
+                    )
+            mapped.theirs.update(sizes.described(1, sides, theirs))
+        found = mapped.tied if rule.tied else mapped.pieces
+        found.update((name, []) for name in ours.values())  # also for tensors without elements
+        for name, piece in _pieces(sides, sizes, ours, theirs):
+            found[name].append(piece)
+    for name, pieces in mapped.tied.items():
+        own = mapped.ours[name].dtype
+        for piece in pieces:
+            other = mapped.theirs.get(piece.theirs)
+            if other is None:
+                raise CheckpointKeyError(f"{name} is tied to {piece.theirs}, but no tensor is converted to that name")
+            if other != (piece.within.shape, own):
+                raise CheckpointMismatchError(
+                    f"{name} is {own} and tied to {piece.theirs} of shape {list(piece.within.shape)}, which another "
+                    f"rule makes {other.dtype} of shape {list(other.shape)}"
+                )
+    return mapped
+
+
+class _Side(NamedTuple):
+    """One side of a rule.
+
+    Args:
+        parts: the name of each part.
+        groups: number of groups in which the parts of one tensor are interleaved.
+        stack: the numbers that are leading axes of this side's tensors.
+        swapped: whether the last two axes are swapped, compared with ours.
+    """
+
+    parts: tuple[_Pattern, ...]
+    groups: int
+    stack: tuple[str, ...]
+    swapped: bool
+
+    @property
+    def patterns(self) -> dict[str, tuple[_Pattern, list[int]]]:
+        """By text: each distinct name, and the parts that are in the tensor of this name."""
+        found: dict[str, tuple[_Pattern, list[int]]] = {}
+        for number, pattern in enumerate(self.parts):
+            found.setdefault(pattern.text, (pattern, []))[1].append(number)
+        return found
+
+    def axes(self, ours: Shape) -> Shape:
+        """Values per axis, reordered from our axes to those of this side. The inverse is the same operation."""
+        return (*ours[:-2], ours[-1], ours[-2]) if self.swapped else ours
+
+
+_Sides: TypeAlias = tuple[_Side, _Side]
+_Names: TypeAlias = dict[tuple[str, Shape], str]  # of one side's tensors: by pattern, and by the other side's axes
+
+
+@lru_cache(maxsize=1024)
+def _sides_of(rule: NameRule) -> _Sides:
+    """Our side and their side; one without names has no parts."""
+    ours, theirs = (
+        tuple(map(_Pattern, names * rule.parts if len(names) == 1 else names))
+        for names in (_tuple_of(side) if side else () for side in (rule.ours, rule.theirs))
+    )
+    numbers = [side[0].numbers if side else () for side in (ours, theirs)]
+    our_stack, their_stack = (
+        tuple(name for name in other if name not in own) for own, other in (numbers, reversed(numbers))
+    )
+    return (
+        _Side(ours, rule.groups, our_stack, False),
+        _Side(theirs, rule.their_groups, their_stack, rule.transposed),
+    )
+
+
+class _Instance(NamedTuple):
+    """A rule with the placeholders common to both sides filled in, and the known tensors that match it.
+
+    Args:
+        rule: the rule.
+        sides: ours and theirs.
+        known: which side is known: 0 for ours, 1 for theirs.
+        common: values of the placeholders that both sides have in their names.
+        names: the known tensors, by pattern and by the numbers that are axes on the other side.
+    """
+
+    rule: NameRule
+    sides: _Sides
+    known: int
+    common: dict[str, str]
+    names: _Names
+
+
+def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], known: int) -> list[_Instance]:
+    """Every rule with each combination of common placeholders found in the names."""
+    sides = [_sides_of(rule) for rule in rules]
+    patterns = [[pattern for pattern, _ in own[known].patterns.values()] for own in sides]
+    found: dict[tuple[int, frozenset[tuple[str, str]]], _Instance] = {}
+    unmapped = []
+    for name in tensors:
+        fitting = [(i, p, v) for i, own in enumerate(patterns) for p in own if (v := p.match(name)) is not None]
+        untied = [rules[i] for i, _, _ in fitting if not rules[i].tied]
+        if len(untied) > 1:
+            raise CheckpointKeyError(f"{name} is named by several rules: {untied[0]} and {untied[1]}")
+        if not fitting:
+            unmapped.append(name)
+        for number, pattern, values in fitting:
+            if not (rules[number].ours and rules[number].theirs):  # left out
+                continue
+            stack = sides[number][1 - known].stack
+            common = {k: v for k, v in values.items() if k not in stack}
+            new = _Instance(rules[number], sides[number], known, common, {})
+            instance = found.setdefault((number, frozenset(common.items())), new)
+            instance.names[(pattern.text, tuple(int(values[k]) for k in stack))] = name
+    if unmapped:
+        more = f" and {len(unmapped) - _SHOWN} more" if len(unmapped) > _SHOWN else ""
+        raise CheckpointKeyError(
+            f"no rule names {', '.join(sorted(unmapped)[:_SHOWN])}{more}; add one, or leave them out by a rule"
+        )
+    return list(found.values())
+
+
+def _other_names(instance: _Instance, sizes: _Sizes) -> Iterator[tuple[tuple[str, Shape], str]]:
+    """The tensors of the other side, by pattern and numbers."""
+    stack = instance.sides[instance.known].stack
+    for text, (pattern, _) in instance.sides[1 - instance.known].patterns.items():
+        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
+            yield (text, index), pattern.filled({**instance.common, **dict(zip(stack, map(str, index)))})
+
+
+class _Sizes(NamedTuple):
+    """The sizes that both sides of an instance share.
+
+    Args:
+        stacks: sizes of the axes that are numbers in the other side's names.
+        block: shape of one of our tensors without those axes; its size along `dim` is ignored.
+        dim: the axis of the parts.
+        lengths: of every part along `dim`, on our side and on theirs; they differ only by padding.
+        dtype: of all tensors.
+    """
+
+    stacks: dict[str, int]
+    block: Shape
+    dim: int
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    dtype: torch.dtype
+
+    def described(self, number: int, sides: _Sides, names: _Names) -> Iterator[tuple[str, Described]]:
+        """Shape and dtype of every tensor of one side, by name."""
+        side = sides[number]
+        lead = tuple(self.stacks[name] for name in side.stack)
+        by_pattern = {}
+        for text, (_, parts) in side.patterns.items():
+            length = sum(self.lengths[number][part] for part in parts)
+            block = tuple(length if d == self.dim else n for d, n in enumerate(self.block))
+            by_pattern[text] = Described((*lead, *side.axes(block)), self.dtype)
+        return ((name, by_pattern[text]) for (text, _), name in names.items())
+
+
+def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
+    """The sizes of an instance, from the tensors of the known side.
+
+    Raises:
+        CheckpointKeyError: a tensor is missing.
+        CheckpointMismatchError: shapes or dtypes do not fit each other or the rule.
+    """
+    rule, names = instance.rule, instance.names
+    side, other = instance.sides[instance.known], instance.sides[1 - instance.known]
+    counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
+    if math.prod(counts) * len(side.patterns) != len(names):  # they are distinct: if as many, none is missing
+        every = itertools.product(side.patterns.items(), itertools.product(*map(range, counts)))
+        (_, (pattern, _)), index = next(one for one in every if (one[0][0], one[1]) not in names)
+        missing = pattern.filled({**instance.common, **dict(zip(other.stack, map(str, index)))})
+        raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
+    name = next(iter(names.values()))
+    first, depth = tensors[name], len(side.stack)
+    if len(first.shape) < depth + (2 if rule.transposed else 0) or (
+        (rule.parts > 1 or rule.rows is not None) and len(first.shape) - depth <= rule.dim
+    ):
+        raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
+    sizes = _Sizes(
+        stacks=dict(zip((*other.stack, *side.stack), (*counts, *first.shape))),
+        block=side.axes(first.shape[depth:]),
+        dim=rule.dim,
+        lengths=_lengths(instance, {n: tensors[n].shape for n in names.values()}),
+        dtype=first.dtype,
+    )
+    for own, expected in sizes.described(instance.known, instance.sides, names):
+        if expected != tensors[own]:
+            raise CheckpointMismatchError(
+                f"{own} has {tensors[own].dtype} {list(tensors[own].shape)}, which does not fit {name} of "
+                f"{first.dtype} {list(first.shape)} by {rule}"
+            )
+    return sizes
+
+
+def _lengths(instance: _Instance, shapes: Mapping[str, Shape]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The length of every part, on our side and on theirs.
+
+    Raises:
+        CheckpointMismatchError: shares or groups do not divide a length, or tensors contradict each other.
+    """
+    rule, side = instance.rule, instance.sides[instance.known]
+    shares = rule.shares or (1,) * rule.parts
+    units = {}
+    for text, (_, parts) in side.patterns.items():
+        name = next(n for (of, _), n in instance.names.items() if of == text)
+        block = side.axes(shapes[name][len(side.stack) :])
+        units[name] = Fraction(block[rule.dim] if rule.dim < len(block) else 1, sum(shares[part] for part in parts))
+    name, unit = next(iter(units.items()))
+    lengths = tuple(unit * share for share in shares)
+    divisor = math.lcm(*(own.groups for own in instance.sides if len(own.patterns) < rule.parts))
+    if len(set(units.values())) > 1 or any(n.denominator > 1 or n.numerator % divisor for n in lengths):
+        found = ", ".join(f"{n} of {list(shapes[n])}" for n in units)
+        raise CheckpointMismatchError(
+            f"{found} cannot be cut along axis {rule.dim} into parts of shares {shares} in {divisor} group(s): {rule}"
+        )
+    whole = tuple(int(n) for n in lengths)
+    if rule.rows is None:
+        return whole, whole
+    if whole[0] < rule.rows or (instance.known == 1 and whole[0] != rule.rows):
+        raise CheckpointMismatchError(f"{name} of shape {list(shapes[name])} does not have {rule.rows} rows: {rule}")
+    return whole, (rule.rows,)
+
+
+def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
+    """The boxes that both sides share, with our name of each."""
+    our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
+    logical = tuple(range(our_depth, our_depth + len(sizes.block)))
+    axes = ((None,) * their_depth) + sides[1].axes(logical)
+    shapes = {
+        text: described.shape for text, described in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})
+    }
+    runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
+    for (our_text, our_start, first, end), (their_text, their_start, other, other_end) in _overlaps(
+        sides, sizes.lengths
+    ):
+        start = max(first, other)
+        length = min(end, other_end) - start
+        block = tuple(length if d == sizes.dim else n for d, n in enumerate(sizes.block))
+        at = [
+            tuple(position if d == sizes.dim else 0 for d in range(len(block)))
+            for position in (our_start + start - first, their_start + start - other)
+        ]
+        if 0 not in block:
+            runs[our_text, their_text].append((at[0], sides[1].axes(at[1]), (1,) * our_depth + block))
+    for (their_text, in_ours), their_name in theirs.items():
+        for (our_text, in_theirs), our_name in ours.items():
+            for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):
+                within = Within(shapes[their_text], (*in_theirs, *theirs_at), axes)
+                yield our_name, Piece(Box((*in_ours, *ours_at), extent), their_name, within)
+
+
+class _Segment(NamedTuple):
+    """Elements of one part that are consecutive in a tensor: its pattern, the position of the first one in it along the
+    axis of the parts, and the range of elements of the part."""
+
+    text: str
+    position: int
+    first: int
+    end: int
+
+
+def _overlaps(sides: _Sides, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> Iterator[tuple[_Segment, _Segment]]:
+    """Pairs of our and their segments that share elements of a part."""
+    found: list[dict[int, list[_Segment]]] = []
+    for side, own in zip(sides, lengths, strict=True):
+        segments: dict[int, list[_Segment]] = defaultdict(list)
+        for text, (_, parts) in side.patterns.items():
+            groups, position = side.groups if len(parts) > 1 else 1, 0
+            for group, part in itertools.product(range(groups), parts):
+                length = own[part] // groups
+                segments[part].append(_Segment(text, position, group * length, (group + 1) * length))
+                position += length
+        found.append(segments)
+    for part, segments_of_part in found[0].items():
+        for ours, theirs in itertools.product(segments_of_part, found[1][part]):
+            if max(ours.first, theirs.first) < min(ours.end, theirs.end):
+                yield ours, theirs

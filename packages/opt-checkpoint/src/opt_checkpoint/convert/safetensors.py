@@ -1,0 +1,398 @@
+"""Saves sharded models as safetensors files, as Hugging Face stores them, and loads such files into shards.
+
+Nothing is gathered. On export, every rank writes the boxes that it holds to their final positions in files that all
+ranks share; one rename is the commit. On import, an index under our names describes the files, and its chunks are boxes
+of their arrays: a load plans and checks them as it does a checkpoint, and each rank reads only the bytes of its shards.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_rows
+from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
+from opt_checkpoint.convert.names import (
+    SAME_NAMES,
+    Described,
+    NameRule,
+    Piece,
+    fingerprint,
+    to_ours,
+    to_theirs,
+)
+from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.plan import Offer
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
+from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.detect import Opened, read_common, read_index
+from opt_checkpoint.disk.dtype_names import dtype_from_name
+from opt_checkpoint.disk.index import (
+    COMMON_KEY,
+    COPIES,
+    ByteRange,
+    CheckpointIndex,
+    Kind,
+    StoredChunk,
+    StoredFile,
+    StoredTensor,
+)
+from opt_checkpoint.disk.torch_zip_reader import contiguous
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere, through_first
+from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load, carry_out_save, save
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.flat_state import FlatState
+from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tree import leaves, path_text
+from opt_checkpoint.store import AnyPath
+from opt_checkpoint.store.directory import Directory
+from opt_checkpoint.store.paths import local_path
+
+_FOLDER = "a folder of safetensors files"  # in messages
+_COPY_BYTES = 64 << 20  # of a tensor that is converted, transposed, or on a device, at a time
+
+
+def save_safetensors(
+    state: ShardedStateDict,
+    folder: PathLike,
+    *,
+    names: Sequence[NameRule] = SAME_NAMES,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Export a sharded model as safetensors files; all ranks call this together.
+
+    Every element is written once, by a rank that holds it, to its position in a file that all ranks share. Names,
+    shapes and coverage are checked on all ranks before anything is written. The folder appears by one rename, or not at
+    all.
+
+    Args:
+        state: tensors only, as `sharded_model(model)`, or sharded tensors whose keys are the names on our side.
+        folder: the target, which must not exist, on a file system that all ranks share. The same on all ranks. A single
+            file is named `model.safetensors`; several are numbered, with a `model.safetensors.index.json`.
+        names: rules that map our names to those of the files; equal names by default. The same on all ranks.
+        dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
+        process_group: the ranks that hold the model.
+
+    Raises:
+        CheckpointExistsError: something is at `folder`.
+        CheckpointKeyError: a tensor has no rule or several, or two would become one.
+        CheckpointMismatchError: shapes do not fit a rule, or a tied tensor has other values than its partner.
+        CheckpointingException: the state holds more than tensors, or shards with holes or overlaps; or ranks were given
+            different arguments.
+        CheckpointFailedError: a rank failed for another reason.
+    """
+    ranks, what = ranks_of(process_group), f"exporting to {folder}"
+    planner = _TensorPlanner(state)
+
+    def new_writer() -> _Writer:
+        return _Writer(local_path(folder, _FOLDER), names, dtype, shard_bytes)
+
+    def finish(writer: _Writer) -> None:
+        through_first(ranks, lambda: writer.check_tied(planner.flat), lambda _: writer.commit(), what)
+
+    arguments = {"names": fingerprint(names), "dtype": dtype, "shard_bytes": shard_bytes}
+    carry_out_save(ranks, planner, new_writer, what, arguments, then=finish)
+
+
+class _TensorPlanner(ShardedSavePlanner):
+    """Plans the save of a state that holds tensors only."""
+
+    def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
+        offer = super().describe(rank, arguments)
+        others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
+        if others:
+            raise CheckpointValueError(
+                f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
+            )
+        return offer
+
+
+class _WriteTo(NamedTuple):
+    """The coordinator's message to a rank.
+
+    Args:
+        folder: the temporary directory, in the parent of the target.
+        pieces: of the tensors that it writes.
+        tied: of all tied tensors.
+        arrays: those that these are in.
+    """
+
+    folder: str
+    pieces: dict[str, list[Piece]]
+    tied: dict[str, list[Piece]]
+    arrays: dict[str, Array]
+
+
+class _Writer:
+    """Writes one export. Methods are those of `Writer`, arguments those of `save_safetensors`."""
+
+    def __init__(self, path: Path, names: Sequence[NameRule], dtype: torch.dtype | None, shard_bytes: int) -> None:
+        self.path, self._names, self._dtype, self._shard_bytes = path, names, dtype, shard_bytes
+        self._store, self._save_id = Directory(path.parent), uuid.uuid4().hex  # rank 0's counts
+        self._layout = Layout({}, {})
+        self._to: _WriteTo | None = None
+
+    @property
+    def temporary(self) -> Path:
+        return self._store.path(self._store.folder(self.path.name, self._save_id))
+
+    def begin(self, planner: ShardedSavePlanner) -> list[_WriteTo]:
+        """On the coordinator, assign every array to a file and create the files with their headers."""
+        plan, tensors = planner.plan, planner.plan.tensors
+        described: dict[str, Described] = {}
+        columns = (tensors.key.tolist(), tensors.dtype.tolist(), tensors.ndim.tolist(), tensors.shape.tolist())
+        for key, dtype, ndim, shape in zip(*columns, strict=True):
+            own = Described(tuple(shape[:ndim]), dtype_from_name(tensors.dtype_names[dtype]))
+            described.setdefault(tensors.keys[key], own)
+        mapped = to_theirs(self._names, described)
+        self._layout = layout_of(mapped.theirs, dtype=self._dtype, shard_bytes=self._shard_bytes)
+        self._store.begin(self.path.name, self._save_id)
+        self._store.write_small(self.temporary.name, self._layout.headers)
+        keys: list[dict[str, None]] = [{} for _ in range(tensors.ranks)]
+        written = tensors.key[tensors.owner[plan.parts.box]]
+        for rank, key in zip(plan.parts.rank.tolist(), written.tolist(), strict=True):
+            keys[rank][tensors.keys[key]] = None
+        messages = []
+        for of_rank in keys:
+            pieces = {key: mapped.pieces[key] for key in of_rank if key in mapped.pieces}
+            wanted = {p.theirs for some in (*pieces.values(), *mapped.tied.values()) for p in some}
+            arrays = {name: self._layout.arrays[name] for name in wanted}
+            messages.append(_WriteTo(self.temporary.name, pieces, mapped.tied, arrays))
+        return messages
+
+    def write(self, to: _WriteTo, planner: ShardedSavePlanner) -> int:
+        """Write this rank's boxes of all arrays and sync them; returns the number of bytes."""
+        self._to = to
+        by_file: dict[str, list[tuple[Tensor, Box, Piece]]] = defaultdict(list)
+        for key, box, values in planner.parts():
+            for piece in to.pieces.get(key, ()):
+                if piece.box.overlap(box) is not None:
+                    by_file[to.arrays[piece.theirs].file].append((values, box, piece))
+        nbytes = 0
+        for file, boxes in by_file.items():
+            with self._store.shared_file(f"{to.folder}/{file}") as write:
+                for values, box, piece in boxes:
+                    for position, raw in _runs(values, box, piece, to.arrays[piece.theirs]):
+                        write(raw, position)
+                        nbytes += len(raw)
+        return nbytes
+
+    def finish(self, planner: ShardedSavePlanner, written: list[int]) -> None:
+        """On the coordinator, write the index after all arrays."""
+        if sum(written) != self._layout.nbytes:
+            raise CheckpointValueError(f"{sum(written)} bytes were written, {self._layout.nbytes} were planned")
+        self._store.write_small(self.temporary.name, self._layout.encode_index())
+
+    def check_tied(self, flat: FlatState) -> None:
+        """Compare this rank's tied tensors with the written values of the tensors that they are tied to.
+
+        Raises:
+            CheckpointMismatchError: the values differ.
+        """
+        assert self._to is not None
+        for shard in flat.tensors.values():
+            for piece, held in itertools.product(self._to.tied.get(shard.key, ()), boxes_of(shard)):
+                array = self._to.arrays[piece.theirs]
+                for position, raw in _runs(view_of(shard, held, held.box), held.box, piece, array):
+                    stored = memoryview(bytearray(len(raw)))
+                    self._store.read_into(f"{self._to.folder}/{array.file}", position, stored)
+                    if stored != raw:
+                        raise CheckpointMismatchError(
+                            f"{shard.key} is tied to {piece.theirs} but its values differ; add a separate rule for it"
+                        )
+
+    def commit(self) -> None:
+        """On the coordinator, rename the folder to its final name after all ranks have finished."""
+        self._store.commit(self.path.name, self._save_id, {})
+
+    def abandon(self) -> None:
+        self._store.abandon(self.path.name, self._save_id)
+
+
+def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tuple[int, memoryview]]:
+    """Contiguous runs of bytes of an array, each with its position in the file; a few megabytes are converted at once.
+
+    Args:
+        values: those of `box`, which may overlap the piece.
+        box: the box of our tensor.
+        piece: which part of our tensor is in the array, and where.
+        array: the array.
+    """
+    shared = piece.box.overlap(box)
+    if shared is None:
+        return
+    for part in split_rows(shared, -(-shared.numel * values.element_size() // _COPY_BYTES)):
+        converted = box.part_of(values, part).to(array.dtype)
+        offsets = tuple(o - b for o, b in zip(part.offsets, piece.box.offsets))
+        region, raw = (
+            piece.within.region(offsets, part.sizes),
+            bytes_view(contiguous(piece.within.as_stored(converted))),
+        )
+        strides = [n * array.dtype.itemsize for n in row_major_strides(region.chunk)]
+        # The region is complete along all axes after `axis`, so its part at one index of the axes before is one run.
+        axis = next((d for d in reversed(range(len(region.sizes))) if region.sizes[d] != region.chunk[d]), 0)
+        first = array.start + sum(o * s for o, s in zip(region.offsets, strides))
+        indices = list(itertools.product(*map(range, region.sizes[:axis])))
+        nbytes = len(raw) // len(indices)
+        for number, index in enumerate(indices):
+            position = first + sum(i * s for i, s in zip(index, strides))
+            yield position, raw[number * nbytes :][:nbytes]
+
+
+def load_safetensors(
+    state: ShardedStateDict,
+    folder: PathLike,
+    *,
+    names: Sequence[NameRule] = SAME_NAMES,
+    process_group: dist.ProcessGroup | None = None,
+    strict: str | StrictHandling = StrictHandling.RAISE_ALL,
+    dtype: Literal["exact", "cast"] = "exact",
+    threads: int = 4,
+) -> LoadReport:
+    """Load the tensors of a folder of safetensors files into a state; all ranks call this together.
+
+    Each rank reads the bytes of its own shards, and no others. Names, shapes, dtypes and coverage are checked on all
+    ranks before any memory is written. The files have no checksums.
+
+    Args:
+        state: what to load, as for `opt_checkpoint.load`: `sharded_model(model)`, or sharded tensors whose keys are
+            the names on our side of `names`.
+        folder: a folder with `model.safetensors.index.json` and its files, or with one safetensors file; files may be
+            symbolic links. The same on all ranks.
+        names: rules that map our names to those of the files; equal names by default. The same on all ranks.
+        process_group: the ranks that load.
+        strict: what to do about tensors on one side only, as for `opt_checkpoint.load`; all are an error by default.
+        dtype: whether a conversion that rounds is an error or allowed, as for `opt_checkpoint.load`.
+        threads: number of concurrent reads of a rank.
+
+    Returns:
+        The loaded tensors, and those that were not loaded, by our names.
+
+    Raises:
+        CheckpointNotFoundError: the folder has no safetensors files.
+        CheckpointCorruptError: a file is damaged, or its header claims what cannot be.
+        CheckpointKeyError: tensors are on one side only, have no rule, or several.
+        CheckpointMismatchError: shapes or dtypes do not fit.
+        CheckpointingException: ranks were given different arguments.
+    """
+    ranks, given = ranks_of(process_group), Path(str(folder)).absolute()
+    same_everywhere(ranks, "loading", folder=given, names=fingerprint(names), strict=strict, dtype=dtype)
+    source = local_path(folder, _FOLDER)
+    index = from_first(ranks, lambda: _index_of(source, names), f"loading {source}")
+    planner = ShardedLoadPlanner(state, Opened(index=index, common={}), strict=strict, dtype=dtype, aliases={})
+    return carry_out_load(ranks, planner, CheckpointReader(index, threads=threads, check="never"))
+
+
+def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
+    """The index of a folder of safetensors files, under our names; raises like `load_safetensors`."""
+    found = find_arrays(folder)
+    mapped = to_ours(names, {name: Described(array.shape, array.dtype) for name, array in found.items()})
+    tensors = {}
+    for key, described in mapped.ours.items():
+        chunks = []
+        for piece in (mapped.tied if key in mapped.tied else mapped.pieces)[key]:
+            array = found[piece.theirs]
+            place = ByteRange(file=array.file, start=array.start, nbytes=array.nbytes)
+            chunks.append(StoredChunk(box=piece.box, place=place, within=piece.within))
+        tensors[key] = StoredTensor(shape=described.shape, dtype=described.dtype, chunks=tuple(chunks))
+    files = {file: StoredFile(size=(folder / file).stat().st_size) for file in {own.file for own in found.values()}}
+    details = {COPIES: frozenset(mapped.tied)}
+    return CheckpointIndex(
+        path=folder, kind=Kind.SAFETENSORS, tensors=tensors, objects={}, files=files, details=details
+    )
+
+
+def safetensors_to_checkpoint(
+    folder: PathLike, path: AnyPath, *, names: Sequence[NameRule] = SAME_NAMES, prefix: str = ""
+) -> None:
+    """Convert a folder of safetensors files to a checkpoint, in one process, through memory-mapped files.
+
+    Args:
+        folder: as for `load_safetensors`.
+        path: the checkpoint to write: a directory, or a place in an object store.
+        names: rules that map our names to those of the files.
+        prefix: prepended to our names, for example `model.` for `load({"model": sharded_model(model)}, path)`.
+
+    Raises:
+        CheckpointingException: as `load_safetensors` and `save`.
+    """
+    index = _index_of(local_path(folder, _FOLDER), names)
+    with scratch_folder(path) as scratch:
+        wanted = {key: stored for key, stored in index.tensors.items() if key not in index.details[COPIES]}
+        tensors = mapped_apart(Path(scratch), wanted)
+        load_safetensors({key: whole_tensor(key, tensor) for key, tensor in tensors.items()}, folder, names=names)
+        save({"tensors": [whole_tensor(prefix + key, tensor) for key, tensor in tensors.items()]}, path)
+
+
+def checkpoint_to_safetensors(
+    path: AnyPath,
+    folder: PathLike,
+    *,
+    names: Sequence[NameRule] = SAME_NAMES,
+    select: str = "*",
+    prefix: str = "",
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> list[Path]:
+    """Export tensors of a checkpoint of any format, in one process, with tensors in scratch files next to the target.
+
+    Args:
+        path: the checkpoint.
+        folder: the target, which must not exist.
+        names: rules that map our names to those of the files.
+        select: only stored keys that match this pattern, with `*` for any text.
+        prefix: prefix of stored keys that is removed to get our names in `names`; other keys are left out.
+        dtype: what floating-point tensors are converted to; None to keep each tensor's dtype.
+        shard_bytes: maximum size of a file, unless one tensor is larger.
+
+    Returns:
+        The files.
+
+    Raises:
+        CheckpointingException: as `save_safetensors` and `load`.
+    """
+    index, target = read_index(path), local_path(folder, _FOLDER)
+    stored = {k: t for k, t in index.tensors.items() if fnmatch.fnmatchcase(k, select) and k.startswith(prefix)}
+    if not stored:
+        raise CheckpointValueError(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")
+    to_theirs(names, {key.removeprefix(prefix): Described(t.shape, t.dtype) for key, t in stored.items()})  # may raise
+    with scratch_folder(target) as scratch:
+        tensors = mapped_apart(Path(scratch), stored)
+        read_into(index, tensors)
+        state = {key: whole_tensor(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
+        save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
+    return [Path(folder) / file for file in sorted(os.listdir(target))]
+
+
+def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
+    """What `checkpoint_to_safetensors` with these arguments leaves out as no tensor: plain values by path, and objects.
+
+    A list of tensors is none of them. If the plain values cannot be loaded, their stored key is named.
+    """
+    index = read_index(path)
+    names = set(index.objects)
+    try:
+        for leaf in leaves(read_common(index)):
+            if leaf.path and not (isinstance(leaf.value, list) and {*map(type, leaf.value)} == {type(None)}):
+                names.add(path_text(leaf.path))
+        names.discard(COMMON_KEY)
+    except CheckpointCorruptError:
+        pass
+    return sorted(name for name in names if fnmatch.fnmatchcase(name, select) and name.startswith(prefix))

@@ -1,0 +1,255 @@
+"""Converts optimizers from and to files of torch: full `torch.optim` state dicts, and directories for stock `dcp.load`.
+
+For `dcp.load`, tensors are not copied: the new directory has hard links to the data files, and its own `.metadata`, in
+which the optimizer's states have the keys of `torch.distributed.checkpoint.state_dict`
+(`optim.state.<parameter>.<state>`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Size, Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder
+from opt_checkpoint.dcp.stored_names import stored_value
+from opt_checkpoint.disk.dcp_metadata import METADATA, read_dcp_index
+from opt_checkpoint.disk.detect import Opened, open_checkpoint
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
+from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
+from opt_checkpoint.run.save_load import PathLike, save
+from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
+from opt_checkpoint.run.torch_optimizer import OPTIMIZER
+from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.groups import groups_to_saved
+from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tree import ScopedState, lookup
+from opt_checkpoint.store import AnyPath, store_at
+from opt_checkpoint.store.paths import local_path
+
+_GROUPS_FILE = "optimizer.data"
+
+
+def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] | None = None) -> ShardedStateDict:
+    """Convert a full `optimizer.state_dict()` to the form of `sharded_optimizer`, so that any sharding can load it.
+
+    Args:
+        state_dict: torch's form: `state` by index, `param_groups` with indices.
+        names: names of the parameters by index; None to take `param_names` from the groups (there when the optimizer
+            was built from named parameters).
+
+    Raises:
+        CheckpointingException: names are missing or duplicated.
+    """
+    groups = state_dict["param_groups"]
+    name_of: dict[int, str] = {}
+    for group in groups:
+        if names is None and "param_names" not in group:
+            raise CheckpointValueError(
+                "the state dict names no parameters; pass their names in the optimizer's order (names=...), or build "
+                "the optimizer from model.named_parameters()"
+            )
+        beyond = [i for i in group["params"] if names is not None and not 0 <= i < len(names)]
+        if names is not None and beyond:
+            raise CheckpointValueError(
+                f"{len(names)} names are given, but the file has parameter {beyond[0]}; pass a name for each parameter"
+            )
+        own = group["param_names"] if names is None else [names[index] for index in group["params"]]
+        name_of.update(zip(group["params"], own, strict=True))
+    twice = [name for name, count in Counter(name_of.values()).items() if count > 1]
+    if twice:
+        raise CheckpointValueError(f"{twice[0]} names several parameters; each needs its own name")
+    if names is not None and len(names) != len(name_of):
+        raise CheckpointValueError(f"{len(names)} names are given for {len(name_of)} parameters")
+    tensors: dict[str, dict[str, Any]] = defaultdict(dict)
+    plain: dict[str, dict[str, Any]] = defaultdict(dict)
+    shapes: dict[str, list[int]] = {}
+    for index, states in state_dict["state"].items():
+        if index not in name_of:
+            raise CheckpointValueError(f"the state dict has state of parameter {index}, which is in no group")
+        name = name_of[index]
+        for state, value in states.items():
+            if isinstance(value, Tensor):
+                tensors[name][state] = whole_tensor(f"{PREFIX}{state}.{name}", value)
+            else:
+                plain[name][state] = value
+        found = {tensor.global_shape for tensor in tensors[name].values() if tensor.global_shape}
+        if len(found) == 1:  # else they differ from the parameter's, as Adafactor's do
+            shapes[name] = list(found.pop())
+    state_names = {name: sorted(state_dict["state"].get(index, {})) for index, name in name_of.items()}
+    saved = groups_to_saved(groups, [[name_of[index] for index in group["params"]] for group in groups])
+    parts = {"state": {k: v for k, v in tensors.items() if v}, "plain_state": dict(plain), "state_names": state_names}
+    return ScopedState({**parts, "param_shapes": shapes, **saved}, replaces=OPTIMIZER)
+
+
+def torch_file_to_checkpoint(file: PathLike, path: AnyPath, *, names: Sequence[str] | None = None) -> None:
+    """Convert a `.pt` file that holds a full optimizer state dict; its tensors are mapped, not read into memory.
+
+    Args:
+        file: written by `torch.save`; alone or under the key `"optimizer"`. Loaded with `weights_only=True`.
+        path: the checkpoint to write: a directory, or a place in an object store.
+        names: as for `torch_state_to_sharded`.
+
+    Raises:
+        CheckpointingException: as `torch_state_to_sharded` and `save`.
+    """
+    content = load_torch_file(file)
+    state_dict = content.get("optimizer", content) if isinstance(content, dict) else {}
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        raise CheckpointValueError(f"{file} holds no optimizer state dict: it lacks 'state' and 'param_groups'")
+    save({"optimizer": torch_state_to_sharded(state_dict, names)}, path)
+
+
+def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ...] = ("optimizer",)) -> None:
+    """Write the optimizer of a checkpoint as one full state dict that `torch.load(weights_only=True)` can load.
+
+    The tensors are assembled in scratch files next to the output, so they need not fit into memory.
+
+    Args:
+        path: the checkpoint.
+        file: the `.pt` file to write.
+        at: the keys under which the optimizer is stored.
+
+    Raises:
+        CheckpointKeyError: no optimizer is stored there, or several of its parameters are stacked under one key.
+    """
+    opened, target = open_checkpoint(path), local_path(file, "the .pt file")
+    saved = _optimizer_at(opened, at)
+    stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
+    index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
+    with scratch_folder(target) as scratch:
+        tensors = mapped_apart(Path(scratch), stored)
+        read_into(opened.index, tensors)
+        states = {name: {s: tensors[key] for s, key in saved.keys.get(name, {}).items()} for name in index}
+        for name, plain in saved.plain_state.items():
+            states[name].update(plain)
+        groups = [
+            {**group, "params": [index[name] for name in own], "param_names": list(own)}
+            for group, own in zip(saved.groups, saved.names, strict=True)
+        ]
+        state = {index[name]: dict(sorted(own.items())) for name, own in states.items() if own}
+        torch.save({"state": state, "param_groups": groups}, Path(scratch) / "whole.pt")
+        os.replace(Path(scratch) / "whole.pt", target)  # an existing file is replaced only by a complete new one
+
+
+def _optimizer_at(opened: Opened, at: tuple[str, ...]) -> SavedOptimizer:
+    """The optimizer of a checkpoint. That of opt-stack stores only groups; its states are known by their keys."""
+    saved = lookup(opened.common, at)
+    if not isinstance(saved, dict) or "groups" not in saved:
+        return find_optimizer(opened, at)
+    groups = stored_value((*at, "groups"), opened.common, opened.index)
+    if "state_names" in saved or "names" not in groups:
+        return replace(find_optimizer(opened, at), groups=groups)
+    keys: dict[str, dict[str, str]] = {name: {} for own in groups["names"] for name in own}
+    if stacked := [name for name in keys if "/" in name]:
+        raise CheckpointKeyError(
+            f"{stacked[0]} shares a stacked key with other layers; a torch state dict cannot represent that"
+        )
+    prefix = f"{'.'.join(at)}.state."
+    prefix = prefix if any(key.startswith(prefix) for key in opened.index.tensors) else PREFIX
+    for key in opened.index.tensors:
+        state, _, name = key.removeprefix(prefix).partition(".")
+        if key.startswith(prefix) and name in keys:
+            keys[name][state] = key
+    return SavedOptimizer(
+        groups=groups["groups"],
+        names=groups["names"],
+        state_names={name: list(own) for name, own in keys.items()},
+        plain_state={},
+        param_shapes={},
+        keys=keys,
+    )
+
+
+def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:
+    """Write a directory for stock `dcp.load` with `{"model": model_state, "optim": optimizer_state}` of
+    `get_state_dict`.
+
+    Groups are stored both by number and flattened by parameter, for both forms of the optimizer's state dict.
+
+    Args:
+        path: a checkpoint of opt-checkpoint with `sharded_optimizer(...)` in its state.
+        folder: the directory to write; on the file system of `path`, files are linked, else copied.
+        at: the keys under which the optimizer is.
+        name: the key of the optimizer in `folder`; "" for the same as in `path`.
+
+    Raises:
+        CheckpointExistsError: something is at `folder`.
+        CheckpointKeyError: the checkpoint has no optimizer.
+        CheckpointingException: `path` was not written by opt-checkpoint, or is in an object store.
+    """
+    source = local_path(path, "a checkpoint whose files are to be linked")
+    opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
+    if opened.index.kind is not Kind.OURS:
+        raise CheckpointValueError(
+            f"{path} was written by {opened.index.kind.value}; only checkpoints of opt-checkpoint are converted"
+        )
+    if os.path.lexists(target):
+        raise CheckpointExistsError(f"{target} exists; choose another folder")
+    saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())
+    name = name or ".".join(at)
+    keys = {key: f"{name}.state.{p}.{state}" for p, states in saved.keys.items() for state, key in states.items()}
+    files = {file: f"{number}.data" for number, file in enumerate(sorted(archives.files))}
+    stored: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, ByteRange] = {}
+    for key, tensor in archives.tensors.items():
+        key = keys.get(key, key)
+        chunks = [dcp.ChunkStorageMetadata(Size(c.box.offsets), Size(c.box.sizes)) for c in tensor.chunks]
+        stored[key] = dcp.TensorStorageMetadata(dcp.TensorProperties(tensor.dtype), Size(tensor.shape), chunks)
+        places |= {dcp.MetadataIndex(key, Size(chunk.box.offsets)): chunk.place for chunk in tensor.chunks}
+    with scratch_folder(target) as scratch:
+        out = Path(scratch) / "whole"
+        out.mkdir()
+        for file, link in files.items():
+            try:
+                os.link(source / file, out / link)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(source / file, out / link)
+        values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
+        values |= _write_values(out / _GROUPS_FILE, _group_values(saved, name))
+        stored |= {key: dcp.BytesStorageMetadata() for key in values}
+        places |= {dcp.MetadataIndex(key): place for key, place in values.items()}
+        storage = {index: _StorageInfo(files.get(p.file, p.file), p.start, p.nbytes) for index, p in places.items()}
+        metadata = dcp.Metadata(stored, planner_data={key: (key,) for key in stored}, storage_data=storage)
+        (out / METADATA).write_bytes(pickle.dumps(metadata))
+        out.rename(target)
+
+
+def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]:
+    """Every field of every group by number and by parameter, and the non-tensor states."""
+    for number, (group, members) in enumerate(zip(saved.groups, saved.names, strict=True)):
+        for field, value in {**group, "params": list(members)}.items():
+            yield f"{name}.param_groups.{number}.{field}", value
+        for param in members:
+            for field, value in group.items():
+                yield f"{name}.param_groups.{param}.{field}", value
+    for param, states in saved.plain_state.items():
+        for state, value in states.items():
+            yield f"{name}.state.{param}.{state}", value
+
+
+def _write_values(file: Path, values: Iterator[tuple[str, Any]]) -> dict[str, ByteRange]:
+    """Write each value as an archive of `torch.save`; equal values are written once."""
+    places: dict[str, ByteRange] = {}
+    first: dict[bytes, ByteRange] = {}
+    with file.open("wb") as out:
+        for key, value in values:
+            stream = io.BytesIO()
+            torch.save(value, stream)
+            raw = stream.getvalue()
+            if raw not in first:
+                first[raw] = ByteRange(file=file.name, start=out.tell(), nbytes=len(raw), archive=True)
+                out.write(raw)
+            places[key] = first[raw]
+    return places
