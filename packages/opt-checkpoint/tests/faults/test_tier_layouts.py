@@ -173,6 +173,18 @@ def test_a_step_that_another_rank_of_the_node_has_just_removed_is_not_an_error(
     assert [part.step for part in found] == [2]
 
 
+def test_tensors_in_lists_and_groups_are_in_a_part(tmp_path: Path) -> None:
+    """Their place in the list was loaded as None."""
+    state = {"lst": [1, torch.ones(2)], "opt": {"groups": [{"lr": torch.tensor(0.5)}]}, "w": torch.arange(3.0)}
+    with alone(tmp_path) as manager:
+        manager.save(1, state)
+    with alone(tmp_path) as manager:
+        loaded = manager.load({"lst": None, "opt": None, "w": None}).state
+    assert [loaded["lst"][0], loaded["lst"][1].tolist()] == [1, [1.0, 1.0]]
+    assert loaded["opt"]["groups"][0]["lr"] == 0.5
+    assert loaded["w"].tolist() == [0.0, 1.0, 2.0]
+
+
 def test_find_says_which_step_is_taken_for_a_state(tmp_path: Path) -> None:
     with alone(tmp_path, durable_every=2) as manager:
         for step in (1, 2, 3):

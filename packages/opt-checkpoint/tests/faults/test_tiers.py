@@ -28,7 +28,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.run.series import step_name
-from opt_checkpoint.tiers.turns import Turns
+from opt_checkpoint.tiers.exchange import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -1,12 +1,13 @@
-"""Sends directories of files from rank to rank over a process group."""
+"""How ranks with two tiers use a process group: they send directories to each other, and threads take turns."""
 
 from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Condition
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -20,43 +21,36 @@ from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.store.directory import Directory
 
 _CHUNK_BYTES = 16 << 20
-Messages: TypeAlias = Generator[Tensor, None, None]
 
 
 class Parcel(NamedTuple):
-    """A directory to send.
+    """A checkpoint in a directory to send.
 
     Args:
         sender: rank of the group that has the directory.
         receiver: rank that gets a copy.
-        source: path on the sender.
-        target: path on the receiver; it must not exist.
+        name: of the directory, in the stores of both; nothing may be there on the receiver.
     """
 
     sender: int
     receiver: int
-    source: Path
-    target: Path
+    name: str
 
 
 class _Chunk(NamedTuple):
     """A run of bytes of a file."""
 
-    name: str
+    file: str
     start: int
     nbytes: int
 
 
-class _End(NamedTuple):
-    """One end of a parcel: how its messages go, the other rank, and their memory, one after another."""
-
-    pass_on: Callable[..., Any]
-    peer: int
-    messages: Messages
+_Attempt: TypeAlias = Callable[..., None]
+_Messages: TypeAlias = Generator[Tensor, None, None]
 
 
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
-    """Send directories; all ranks call this together. A directory appears at its target when it is complete.
+    """Send directories; all ranks call this together. A directory appears when it is complete.
 
     A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
     receives its messages, and all ranks raise its error at the end.
@@ -64,7 +58,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     Args:
         ranks: the process group.
         parcels: those that this rank sends or receives; a rank sends to another at most one.
-        store: the directory that targets are in.
+        store: what the directories are in.
         what: named in errors.
 
     Raises:
@@ -72,131 +66,183 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     """
     outgoing = [parcel for parcel in parcels if parcel.sender == ranks.rank]
     incoming = [parcel for parcel in parcels if parcel.receiver == ranks.rank]
-    listings = from_all(ranks, lambda: {p.receiver: _chunks_of(p.source) for p in outgoing}, what)
-    errors = _Errors()
-    ends = [_End(dist.isend, p.receiver, _sent(p, listings[ranks.rank][p.receiver], errors)) for p in outgoing]
-    ends += [_End(dist.irecv, p.sender, _received(p, listings[p.sender][ranks.rank], store, errors)) for p in incoming]
+    listings = from_all(ranks, lambda: {p.receiver: _chunks_of(store, p.name) for p in outgoing}, what)
+    errors: list[BaseException] = []
+
+    def attempt(act: Callable[..., object], *arguments: object) -> None:
+        try:
+            if not errors:
+                act(*arguments)
+        except BaseException as error:  # raised at the end: messages still go
+            errors.append(error)
+
+    ends: list[tuple[Callable[..., Any], int, _Messages]] = [
+        *((dist.isend, p.receiver, _sent(p, listings[ranks.rank][p.receiver], store, attempt)) for p in outgoing),
+        *((dist.irecv, p.sender, _received(p, listings[p.sender][ranks.rank], store, attempt)) for p in incoming),
+    ]
     try:
-        waiting = [(end, next(end.messages, None)) for end in ends]
-        while waiting := [(end, message) for end, message in waiting if message is not None]:
+        while waiting := [(go, peer, message) for go, peer, end in ends if (message := next(end, None)) is not None]:
             works = []
-            for end, message in waiting:
-                peer = end.peer if ranks.group is None else dist.get_global_rank(ranks.group, end.peer)
-                works.append(end.pass_on(message, peer, group=ranks.group))
+            for go, peer, message in waiting:
+                peer = peer if ranks.group is None else dist.get_global_rank(ranks.group, peer)
+                works.append(go(message, peer, group=ranks.group))
             for work in works:
                 if work is not None:
                     work.wait()
-            waiting = [(end, next(end.messages, None)) for end, _ in waiting]
     except RuntimeError as error:  # gloo's timeouts and lost connections
         raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
     finally:
-        for end in ends:
-            end.messages.close()
-    from_all(ranks, errors.raise_first, what)
+        for _, _, end in ends:
+            end.close()
+
+    def finish() -> None:
+        if errors:
+            raise errors[0]
+
+    from_all(ranks, finish, what)
 
 
-class _Errors(list[BaseException]):
-    """What went wrong on this rank."""
-
-    def attempt(self, act: Callable[[], object]) -> None:
-        """Call `act`, unless something went wrong before; keep its error, so that messages still go."""
-        try:
-            if not self:
-                act()
-        except BaseException as error:
-            self.append(error)
-
-    def raise_first(self) -> None:
-        """Raise the first error, if there is one."""
-        if self:
-            raise self[0]
-
-
-def _chunks_of(directory: Path) -> list[_Chunk]:
+def _chunks_of(store: Directory, name: str) -> list[_Chunk]:
     """The files of a directory in chunks; empty if it cannot be read, which the receiver detects."""
-    try:
-        sizes = {entry.name: entry.stat().st_size for entry in sorted(directory.iterdir())}
-    except OSError:
-        return []
-    return [
-        _Chunk(name, start, min(_CHUNK_BYTES, size - start))
-        for name, size in sizes.items()
-        for start in range(0, size, _CHUNK_BYTES)
-    ]
+    with suppress(OSError):
+        return [
+            _Chunk(file, start, min(_CHUNK_BYTES, size - start))
+            for file, size in sorted(store.sizes(name).items())
+            for start in range(0, size, _CHUNK_BYTES)
+        ]
+    return []
 
 
 def _memory_for(chunks: Sequence[_Chunk]) -> Tensor:
     return torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
 
 
-def _sent(parcel: Parcel, chunks: Sequence[_Chunk], errors: _Errors) -> Messages:
+def _sent(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, attempt: _Attempt) -> _Messages:
     """The bytes of each chunk. After an error they are arbitrary, which the receiver's checksums refuse."""
-    memory = _memory_for(chunks)
-    for name, start, nbytes in chunks:
-        message = memory[:nbytes]
-        errors.attempt(lambda: _read(parcel.source / name, start, bytes_view(message)))  # noqa: B023
-        yield message
+    memory, source = _memory_for(chunks), Directory(store.path(parcel.name))
+    for file, start, nbytes in chunks:
+        attempt(source.read_into, file, start, bytes_view(memory[:nbytes]))
+        yield memory[:nbytes]
 
 
-def _read(path: Path, start: int, view: memoryview) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        while len(view):
-            count = os.preadv(fd, [view], start)
-            if not count:
-                raise CheckpointCorruptError(f"{path} is truncated: it ends at byte {start}")
-            start, view = start + count, view[count:]
-    finally:
-        os.close(fd)
-
-
-def _received(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, errors: _Errors) -> Messages:
+def _received(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, attempt: _Attempt) -> _Messages:
     """Memory for each chunk. Files go to a temporary directory, which is renamed if all their checksums match."""
-    memory, folder = _memory_for(chunks), store.folder(str(parcel.target.relative_to(store.root)), uuid.uuid4().hex)
-    temporary = store.path(folder)
+    memory, folder = _memory_for(chunks), store.folder(parcel.name, uuid.uuid4().hex)
     crcs: dict[str, int] = {}
-    fds: dict[str, int] = {}
 
-    def write(name: str, view: memoryview) -> None:
-        if name not in fds:
-            _close(fds)
-            fds[name] = store.open_new(temporary / name)
-        crcs[name] = crc32(view, crcs.get(name, 0))
-        store.append(fds[name], temporary / name, view)
+    def write(file: str, start: int, view: memoryview) -> None:
+        if not start:
+            os.close(store.open_new(store.path(f"{folder}/{file}")))
+        with store.shared_file(f"{folder}/{file}") as put:
+            put(view, start)
+        crcs[file] = crc32(view, crcs.get(file, 0))
 
     def finish() -> None:
-        _check(parcel, temporary, crcs)
-        store.rename(temporary, parcel.target)
+        try:
+            index = read_manifest(store.path(folder))
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
+        for name, file in index.files.items():
+            if crcs.get(name) != file.crc:
+                raise CheckpointCorruptError(
+                    f"{name} of {parcel.name} on rank {parcel.sender} is damaged: its checksum is wrong"
+                )
+        store.rename(store.path(folder), store.path(parcel.name))
 
     try:
-        errors.attempt(lambda: store.make_parents(parcel.target))
-        errors.attempt(lambda: store.make_dir(temporary))
-        for name, _, nbytes in chunks:
-            message = memory[:nbytes]
-            yield message
-            errors.attempt(lambda: write(name, bytes_view(message)))  # noqa: B023
-        _close(fds)
-        errors.attempt(finish)
+        attempt(store.make_parents, store.path(parcel.name))
+        attempt(store.make_dir, store.path(folder))
+        for file, start, nbytes in chunks:
+            yield memory[:nbytes]
+            attempt(write, file, start, bytes_view(memory[:nbytes]))
+        attempt(finish)
     finally:
-        _close(fds)
-        if temporary.is_dir():
+        if store.path(folder).is_dir():
             with suppress(OSError):
                 store.discard(folder)
 
 
-def _close(fds: dict[str, int]) -> None:
-    while fds:
-        os.close(fds.popitem()[1])
+class Turns:
+    """The turns of the threads of this rank that use one process group, in the same order on every rank.
+
+    Two threads that call collectives of one group in different orders on two ranks would exchange each other's
+    messages. Before each collective, rank 0 therefore broadcasts whose turn it is. Messages from rank to rank need no
+    turn.
+
+    Args:
+        choose: returns on every rank the name that rank 0 passes; a collective.
+    """
+
+    def __init__(self, choose: Callable[[str], str]) -> None:
+        self._choose, self._changed = choose, Condition()
+        self._waiting: list[str] = []
+        self._is_choosing = False
+        self._turn: str | None = None
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """A block in which no other thread of this rank uses the group."""
+        with self._changed:
+            self._waiting.append(name)
+        try:
+            while not self._has_turn(name):
+                pass
+            yield
+        finally:
+            with self._changed:
+                self._waiting.remove(name)
+                self._turn = None if self._turn == name else self._turn
+                self._changed.notify_all()
+
+    def _has_turn(self, name: str) -> bool:
+        """Wait until it is this thread's turn, or until one is to be chosen; then choose it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == name or (self._turn is None and not self._is_choosing))
+            if self._turn == name:
+                return True
+            self._is_choosing, proposed = True, self._waiting[0]
+        chosen = None
+        try:
+            chosen = self._choose(proposed)
+        finally:
+            with self._changed:
+                self._is_choosing, self._turn = False, chosen
+                self._changed.notify_all()
+        return False
 
 
-def _check(parcel: Parcel, received: Path, crcs: dict[str, int]) -> None:
-    """Raise CheckpointCorruptError unless the received files are those that were saved."""
-    try:
-        index = read_manifest(received)
-    except FileNotFoundError:
-        raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.source}") from None
-    for name, file in index.files.items():
-        if crcs.get(name) != file.crc:
-            raise CheckpointCorruptError(
-                f"{name} of {parcel.source} on rank {parcel.sender} is damaged: its checksum is wrong"
-            )
+@dataclass(frozen=True)
+class RanksInTurn(Ranks):
+    """The ranks of a group that several threads use.
+
+    Args:
+        turns: of all these threads.
+        name: of this thread, the same on all ranks.
+    """
+
+    turns: Turns = field(default_factory=lambda: Turns(lambda name: name))
+    name: str = ""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        with self.turns.turn(self.name):
+            return super().gather_objects(value)
+
+    def gather(self, value: Any) -> list[Any] | None:
+        with self.turns.turn(self.name):
+            return super().gather(value)
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        with self.turns.turn(self.name):
+            return super().scatter(values)
+
+    def broadcast(self, value: Any) -> Any:
+        with self.turns.turn(self.name):
+            return super().broadcast(value)
+
+
+def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
+    """Ranks for several threads, each with a name, that use one group; unchanged if there is one rank."""
+    if ranks.size == 1:
+        return [ranks] * len(names)
+    turns = Turns(ranks.broadcast)
+    return [RanksInTurn(ranks.rank, ranks.size, ranks.group, turns, name) for name in names]

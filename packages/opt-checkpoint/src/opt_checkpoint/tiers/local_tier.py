@@ -1,13 +1,21 @@
-"""The local tier: each rank's part of a step, stored on its own node and copied to another node."""
+"""The local tier: each rank's part of a step, stored on its own node and copied to another node.
+
+Which step a run resumes from, and who keeps whose copy, are functions of what all ranks see, with the same result on
+each.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import socket
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
@@ -18,11 +26,108 @@ from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
 from opt_checkpoint.tiers.exchange import Parcel, exchange
-from opt_checkpoint.tiers.rank_part import PartName, read_part_name, save_part
-from opt_checkpoint.tiers.tier_choice import Inventory, LocalChoice, Verdict, newest_whole
+from opt_checkpoint.tiers.parts import PartName, read_part_name, save_part
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
+_OF_TIER = "step {} of the local tier"
+RUN = "run.json"
+Inventory: TypeAlias = Collection[PartName]
+"""For one rank: the parts on its node."""
+
+
+class LocalChoice(NamedTuple):
+    """A complete step of the local tier.
+
+    Args:
+        step: the step.
+        save: the save of its parts.
+        holders: for each rank, the rank that provides its part; the rank itself if it has it.
+    """
+
+    step: int
+    save: str
+    holders: tuple[int, ...]
+
+
+class Verdict(NamedTuple):
+    """The decision about the local tier.
+
+    Args:
+        local: its newest complete step; None if it has none for this number of ranks.
+        passed_over: why newer steps were skipped.
+        unusable: those of `passed_over` that are complete, but cannot be loaded by this world.
+    """
+
+    local: LocalChoice | None
+    passed_over: tuple[str, ...]
+    unusable: tuple[str, ...] = ()
+
+
+NOTHING = Verdict(None, ())
+
+
+def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int) -> Verdict:
+    """The newest step with the parts of all ranks, on any nodes.
+
+    Args:
+        inventories: by rank.
+        run: parts of other runs are ignored.
+        not_before: steps below this are ignored.
+    """
+    world, reasons, unusable = len(inventories), list[str](), list[str]()
+    saves: dict[int, dict[str, set[PartName]]] = defaultdict(lambda: defaultdict(set))
+    for part in (part for seen in inventories for part in seen if part.run == run and part.step >= not_before):
+        saves[part.step][part.save].add(part)
+    for step in sorted(saves, reverse=True):
+        whole = []
+        for save, parts in sorted(saves[step].items()):
+            saved, worlds = {part.rank for part in parts}, {part.world for part in parts}
+            missing = sorted(set(range(world)) - saved)
+            if worlds != {world}:
+                by = ", ".join(map(str, sorted(worlds)))
+                reasons.append(f"{_OF_TIER.format(step)}: it was saved by {by} ranks, and this world has {world}")
+                unusable += reasons[-1:] if all(saved == set(range(size)) for size in worlds) else []
+            elif missing:
+                reasons.append(f"{_OF_TIER.format(step)}: the parts of ranks {missing} are on no node")
+            else:
+                holders = (
+                    min((rank for rank in range(world) if part in inventories[rank]), key=lambda r: (r != part.rank, r))
+                    for part in sorted(parts, key=lambda part: part.rank)
+                )
+                whole.append(LocalChoice(step, save, tuple(holders)))
+        if len(whole) == 1:
+            return Verdict(whole[0], tuple(reasons), tuple(unusable))
+        if whole:
+            reasons.append(f"{_OF_TIER.format(step)}: it was saved {len(whole)} times, and all of them are whole")
+            unusable.append(reasons[-1])
+    return Verdict(None, tuple(reasons), tuple(unusable))
+
+
+def this_node(environ: Mapping[str, str] = os.environ) -> str:
+    """A name for this rank's node: its host name, and its index if `torchrun` sets the number of ranks per node."""
+    host, local = socket.gethostname(), environ.get("LOCAL_WORLD_SIZE")
+    return host if local is None or "RANK" not in environ else f"{host}/{int(environ['RANK']) // int(local)}"
+
+
+def keepers(nodes: Sequence[str]) -> list[int] | None:
+    """For each rank, the rank that keeps its copy: the one at the same position on the next node. None with one node.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    on_node: dict[str, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        on_node.setdefault(node, []).append(rank)
+    order = list(on_node)
+    if len(order) == 1:
+        return None
+    following = dict(zip(order, [*order[1:], order[0]], strict=True))
+    chosen = []
+    for rank, node in enumerate(nodes):
+        there = on_node[following[node]]
+        chosen.append(there[on_node[node].index(rank) % len(there)])
+    return chosen
 
 
 class LocalTier:
@@ -42,7 +147,7 @@ class LocalTier:
 
     def __init__(self, directory: Path, run: str, *, keep: int, keeper_of: Sequence[int] | None) -> None:
         self.path, self._run, self._keep = directory / run, run, keep
-        self._keeper_of, self._store = keeper_of, Directory(self.path, sync=False)
+        self._keeper_of, self._store = list(enumerate(keeper_of or ())), Directory(self.path, sync=False)
 
     def place(self, step: int, rank: int) -> Path:
         """Path of a rank's part of a step on this node."""
@@ -61,62 +166,59 @@ class LocalTier:
             CheckpointingException: a rank failed; the previous step still exists.
         """
         what = f"saving step {step} to {self.path}"
-        name = PartName(self._run, step, save, ranks.rank, ranks.size)
 
         def write_own() -> None:
-            self._remove_interrupted()
-            self._remove_from(step, ranks.rank)
+            # Removals that were interrupted are finished first, because a tmpfs has limited space.
+            self._remove(name for name in self._store.children() if is_leftover(name))
+            self._remove(step_name(later) for later in named_steps(self._store) if later > step)
+            owners = [ranks.rank, *(rank for rank, keeper in self._keeper_of if keeper == ranks.rank)]
+            self._remove(_part(step, owner) for owner in owners)
+            name = PartName(self._run, step, save, ranks.rank, ranks.size)
             save_part(state, Target(self._store, _part(step, ranks.rank)), name)
 
         from_all(ranks, write_own, what)
-        if self._keeper_of is not None:
-            pairs = [(rank, keeper) for rank, keeper in enumerate(self._keeper_of) if ranks.rank in (rank, keeper)]
-            places = [(sender, receiver, self.place(step, sender)) for sender, receiver in pairs]
-            exchange(ranks, [Parcel(a, b, place, place) for a, b, place in places], self._store, what)
-        self._retire(step)
-
-    def _remove_from(self, step: int, rank: int) -> None:
-        """Remove later steps, and those parts of this step that this rank writes."""
-        for later in named_steps(self._store):
-            if later > step:
-                self._remove(step_name(later))
-        incoming = [r for r, keeper in enumerate(self._keeper_of or ()) if keeper == rank]
-        for owner in (rank, *incoming):
-            self._remove(_part(step, owner))
-
-    def _remove_interrupted(self) -> None:
-        """Remove the remains of steps whose removal was interrupted, because a tmpfs has limited space."""
-        for name in self._store.children():
-            if is_leftover(name):
-                self._remove(name)
-
-    def _retire(self, newest: int) -> None:
-        steps = [step for step in named_steps(self._store) if step <= newest]
-        for step in steps[: -self._keep]:
+        if self._keeper_of:
+            self._send(ranks, step, [(rank, keeper, rank) for rank, keeper in self._keeper_of], what)
+        steps = [found for found in named_steps(self._store) if found <= step]
+        for old in steps[: -self._keep]:
             try:
-                self._remove(step_name(step))
+                self._remove([step_name(old)])
             except OSError as error:
-                logger.warning("could not remove step %d of %s: %s", step, self.path, error)
+                logger.warning("could not remove step %d of %s: %s", old, self.path, error)
 
-    def _remove(self, name: str) -> None:
-        try:
-            self._store.discard(name)
-        except FileNotFoundError:  # never there, or removed by another rank of this node
-            return
+    def _send(self, ranks: Ranks, step: int, ways: Iterable[tuple[int, int, int]], what: str) -> None:
+        """Send parts of a step: each from a rank to a rank, given its owner."""
+        parcels = [Parcel(a, b, _part(step, owner)) for a, b, owner in ways if ranks.rank in (a, b)]
+        exchange(ranks, parcels, self._store, what)
 
-    def inventory(self) -> Inventory:
+    def _remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                self._store.discard(name)
+            except FileNotFoundError:  # never there, or removed by another rank of this node
+                continue
+
+    def inventory(self) -> set[PartName]:
         """The parts on this node whose manifest and file sizes are correct.
 
         Raises:
             OSError: a part cannot be read, so that it is unknown whether it is complete.
         """
-        found = {}
+        found = set()
         for step in named_steps(self._store):
-            for part in self._store.children(step_name(step)):
+            for part in filter(_PART.fullmatch, self._store.children(step_name(step))):
                 path = self._store.path(f"{step_name(step)}/{part}")
-                name = _name_of(path) if _PART.fullmatch(part) else None
-                if name is not None and path == self.place(name.step, name.rank):
-                    found[name] = str(path)
+                try:
+                    index = read_manifest(path)
+                    check_sizes(index)
+                    name = read_part_name(index)
+                except FileNotFoundError:
+                    continue
+                except CheckpointingException as error:
+                    logger.warning("skipping %s: %s", path, error)
+                    continue
+                if path == self.place(name.step, name.rank):
+                    found.add(name)
         return found
 
     def settle(self, ranks: Ranks, *, not_before: int) -> Verdict:
@@ -143,52 +245,29 @@ class LocalTier:
 
     def _fetch(self, ranks: Ranks, choice: LocalChoice) -> list[str]:
         """Check the parts on their nodes, and fetch this rank's; return the damaged ones, which are removed."""
-        held = [owner for owner, holder in enumerate(choice.holders) if holder == ranks.rank]
+        step, holders = choice.step, list(enumerate(choice.holders))
 
         def check() -> list[str]:
-            damaged = [problem for owner in held if (problem := self._check(choice.step, owner))]
+            damaged = []
+            for owner in (owner for owner, holder in holders if holder == ranks.rank):
+                path = self.place(step, owner)
+                if findings := verify_checkpoint(path):
+                    logger.warning("%s is damaged and was removed: %s", path, findings[0])
+                    self._remove([_part(step, owner)])
+                    damaged.append(f"{_OF_TIER.format(step)}: rank {owner}'s part at {path} is damaged: {findings[0]}")
             if choice.holders[ranks.rank] != ranks.rank:
-                self._remove(_part(choice.step, ranks.rank))  # one that cannot be read as a part
+                self._remove([_part(step, ranks.rank)])  # one that cannot be read as a part
             return damaged
 
-        per_rank = from_all(ranks, check, f"checking step {choice.step} in {self.path}")
-        problems = [problem for own in per_rank for problem in own]
+        problems = [text for own in from_all(ranks, check, f"checking step {step} in {self.path}") for text in own]
         if not problems:
-            pairs = [(h, o) for o, h in enumerate(choice.holders) if h != o and ranks.rank in (h, o)]
-            places = [(holder, owner, self.place(choice.step, owner)) for holder, owner in pairs]
-            parcels = [Parcel(holder, owner, place, place) for holder, owner, place in places]
-            exchange(ranks, parcels, self._store, f"fetching step {choice.step} from other nodes")
+            ways = [(holder, owner, owner) for owner, holder in holders if holder != owner]
+            self._send(ranks, step, ways, f"fetching step {step} from other nodes")
         return problems
-
-    def _check(self, step: int, owner: int) -> str | None:
-        """Read all of a part; if it is damaged, remove it and return the problem."""
-        path = self.place(step, owner)
-        findings = verify_checkpoint(path)
-        if not findings:
-            return None
-        logger.warning("%s is damaged and was removed: %s", path, findings[0])
-        self._remove(_part(step, owner))
-        return f"step {step} of the local tier: rank {owner}'s part at {path} is damaged: {findings[0]}"
 
 
 def _part(step: int, rank: int) -> str:
     return f"{step_name(step)}/rank-{rank:05d}"
-
-
-def _name_of(path: Path) -> PartName | None:
-    """The name of the part in a directory; None if it is incomplete."""
-    try:
-        index = read_manifest(path)
-        check_sizes(index)
-        return read_part_name(index)
-    except FileNotFoundError:
-        return None
-    except (CheckpointCorruptError, CheckpointingException) as error:
-        logger.warning("skipping %s: %s", path, error)
-        return None
-
-
-RUN = "run.json"
 
 
 def run_name(store: Store, *, may_write: bool) -> str | None:

@@ -7,7 +7,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, NamedTuple
@@ -35,13 +35,12 @@ from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimiz
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.paths import local_path
-from opt_checkpoint.tiers.local_tier import RUN, LocalTier, run_name
-from opt_checkpoint.tiers.rank_part import load_part, open_part, plan_part
-from opt_checkpoint.tiers.tier_choice import NOTHING, Verdict, keepers, this_node
-from opt_checkpoint.tiers.turns import in_turn
+from opt_checkpoint.tiers.exchange import in_turn
+from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_name, this_node
+from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
 logger = logging.getLogger(__name__)
-_ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
+_ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast", "aliases": NO_ALIASES})
 
 
 class Resume(NamedTuple):
@@ -196,17 +195,17 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
     def close(self) -> None:
         """Wait, and release what saving in the background needs; raises like `wait`."""
         self._closed = True
-        try:
+        with ExitStack() as last:
+            last.callback(self._leave)
+            last.callback(self._durable.close)
             if self._saver is not None:
                 self._saver.close()
-        finally:
-            try:
-                self._durable.close()
-            finally:
-                group, self._own_group = self._own_group, None
-                if group is not None:
-                    self._saver = self._durable.saver = None  # sockets are closed with the last reference to the group
-                    leave(group)
+
+    def _leave(self) -> None:
+        group, self._own_group = self._own_group, None
+        if group is not None:
+            self._saver = self._durable.saver = None  # sockets are closed with the last reference to the group
+            leave(group)
 
     def find(self, state: ShardedStateDict | None = None) -> Resume | None:
         """Find the newest step that is complete in either tier; None if there never was one.
@@ -227,6 +226,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         return self._find(state, _ANY_KEYS)
 
     def _find(self, state: ShardedStateDict | None, rules: Mapping[str, Any]) -> Resume | None:
+        """`find`, for a load by these options."""
         same_everywhere(self._ranks, "looking for a step", state="None" if state is None else "given")
         if self._resume is None:
             self.wait()
@@ -234,10 +234,19 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             if self._ranks.rank == 0 and self._resume is None:
                 for reason in self._passed_over:
                     logger.warning("nothing to resume from: %s", reason)
-        if state is not None and self._resume is not None and self._resume.tier == "local":
-            problem = self._mismatch(state, self._resume.step, rules)
-            if problem is not None:
-                self._resume = self._durable_instead(self._resume, problem)
+        if state is None or self._resume is None or self._resume.tier == "durable":
+            return self._resume
+        opened = self._opened(self._resume.step)
+        try:
+            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **rules), opened.index)
+        except CheckpointMismatchError as error:  # of this world's layout
+            problem = f"step {self._resume.step} of the local tier: {error}"
+            if self._has_loaded:
+                raise CheckpointMismatchError(f"{problem}; another part of this step has been loaded already") from None
+            durable = self._durable.latest_good()
+            if durable is None:
+                raise CheckpointMismatchError(f"{problem}; {self._no_durable()}") from None
+            self._resume = Resume(durable, "durable", (), (*self._resume.passed_over, problem))
         return self._resume
 
     def _newest(self) -> Resume | None:
@@ -280,7 +289,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         for rollback in from_first(self._ranks, series.pending, f"reading {series.directory}"):
             if rollback.step < durable:
                 verdict = tier.settle(self._ranks, not_before=rollback.step)
-                if verdict.local is not None and verdict.local.parts[0].save == rollback.save_id:
+                if verdict.local is not None and verdict.local.save == rollback.save_id:
                     return verdict
         return None
 
@@ -289,23 +298,6 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             f"{self._durable.directory} holds no checkpoint to load instead. Resume as it was saved, or remove "
             f"{self._local_path} to start from the beginning"
         )
-
-    def _mismatch(self, state: ShardedStateDict, step: int, rules: Mapping[str, Any]) -> str | None:
-        """The reason why this world's layout cannot load a local step; None if it can."""
-        opened = self._opened(step)
-        try:
-            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **{"aliases": NO_ALIASES, **rules}), opened.index)
-        except CheckpointMismatchError as error:
-            return f"step {step} of the local tier: {error}"
-        return None
-
-    def _durable_instead(self, local: Resume, problem: str) -> Resume:
-        if self._has_loaded:
-            raise CheckpointMismatchError(f"{problem}; another part of this step has been loaded already")
-        durable = self._durable.latest_good()
-        if durable is None:
-            raise CheckpointMismatchError(f"{problem}; {self._no_durable()}")
-        return Resume(durable, "durable", (), (*local.passed_over, problem))
 
     def latest(self, state: ShardedStateDict | None = None) -> int | None:
         """The step of `find(state)`."""
@@ -349,7 +341,7 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         if found.tier == "durable":
             return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
         opened = self._opened(found.step)
-        read = lambda wanted: self._load_part(wanted, opened, {"strict": "raise_missing"})
+        read = lambda wanted: self._load_part(wanted, opened, {"strict": "raise_missing", "aliases": NO_ALIASES})
         return fill_optimizer(model, optimizer, opened, read, ranks=self._ranks, **options)
 
     def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
@@ -368,11 +360,9 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         return opened[0]
 
     def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
-        reader = CheckpointReader(opened.index)
         try:
-            report = load_part(
-                self._ranks, ShardedLoadPlanner(state, opened, **{"aliases": NO_ALIASES, **rules}), reader
-            )
+            planner = ShardedLoadPlanner(state, opened, **rules)
+            report = load_part(self._ranks, planner, CheckpointReader(opened.index))
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}\nThe local tier loads only with the layout that saved it; if the layout has changed, call "

@@ -1,8 +1,8 @@
 """Saves the part of a state that one rank holds as a separate checkpoint, without communication.
 
-Every box that the rank holds is stored, replicas too, so that the same rank of the same layout finds all it needs. The
-files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details record the
-global tensor and box of each stored tensor.
+Every box that the rank holds is stored as a tensor, replicas too, so that the same rank of the same layout finds all it
+needs. The files are those of any checkpoint: `optckpt verify` and `optckpt show` read them. The manifest's details
+record the global tensor and box of each.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.save_planner import view_of
 from opt_checkpoint.disk.detect import Opened, read_common
 from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
-from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, StoredChunk, StoredTensor
+from opt_checkpoint.disk.index import COMMON_KEY, PATHS, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
@@ -28,7 +28,7 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.dtensor import whole_tensor
-from opt_checkpoint.state.flat_state import FlatState, flatten_state
+from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import nest
 from opt_checkpoint.store import Location, Target
@@ -38,7 +38,7 @@ _BOXES, _OBJECTS = "opt-checkpoint boxes", "opt-checkpoint objects"  # next to t
 
 
 class PartName(NamedTuple):
-    """Identifies a part: its run, step, save and rank.
+    """Identifies a part.
 
     Args:
         run: the run.
@@ -63,33 +63,28 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         OSError: raised by the file system.
     """
     flat = flatten_state(state)
-    boxes, described = _boxes(flat)
-    details = {
-        _DETAILS: {"name": name._asdict(), **described},
-        "paths": {flat.tensors[plain].key: list(plain) for plain in flat.plain},
-    }
-    objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
-    common = nest({**flat.empty, **flat.common})
-    part, path = {**common, _BOXES: boxes, _OBJECTS: objects}, target.store.path(target.name)
-    save_as(part, path, process_group=Ranks(), details=details, target=target)
-
-
-def _boxes(flat: FlatState) -> tuple[dict[str, ShardedTensor], dict[str, Any]]:
-    """A stored tensor for every box, and a description of its position in the global tensor."""
-    boxes: dict[str, ShardedTensor] = {}
-    offsets: dict[str, list[Any]] = {}
+    stored: dict[str, ShardedTensor] = {}
+    boxes: dict[str, Any] = {}
     for shard in flat.tensors.values():
         for held in boxes_of(shard):
-            view = view_of(shard, held, held.box)
-            name = f"{shard.key}@{'.'.join(map(str, held.box.offsets))}"
-            first = boxes.setdefault(name, whole_tensor(name, view)).data
+            view, offsets = view_of(shard, held, held.box), list(held.box.offsets)
+            box = f"{shard.key}@{'.'.join(map(str, offsets))}"
+            first = stored.setdefault(box, whole_tensor(box, view)).data
             if first is not None and not are_equal(first, view):
                 raise CheckpointValueError(
                     f"two different tensors would be stored as {shard.key}; give one of them another key"
                 )
-            offsets[name] = [shard.key, list(held.box.offsets)]
-    shapes = {s.key: [dtype_name(s.dtype), list(s.global_shape)] for s in flat.tensors.values()}
-    return boxes, {"boxes": offsets, "tensors": shapes}
+            boxes[box] = [shard.key, offsets]
+    described = {
+        "name": name._asdict(),
+        "boxes": boxes,
+        "tensors": {s.key: [dtype_name(s.dtype), list(s.global_shape)] for s in flat.tensors.values()},
+        PATHS: {flat.tensors[path].key: list(path) for path in flat.plain},
+    }
+    objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
+    part = {**nest({**flat.empty, **flat.common}), _BOXES: stored, _OBJECTS: objects}
+    path = target.store.path(target.name)
+    save_as(part, path, process_group=Ranks(), details={_DETAILS: described}, target=target)
 
 
 def read_part_name(index: CheckpointIndex) -> PartName:
@@ -113,29 +108,23 @@ def open_part(path: Location) -> Opened:
         OSError: it cannot be read.
     """
     index = read_manifest(path)
-    common = dict(read_common(index))
-    common.pop(_BOXES, None)
-    common.pop(_OBJECTS, None)
+    common = {key: value for key, value in read_common(index).items() if key not in (_BOXES, _OBJECTS)}
     try:
         described = index.details[_DETAILS]
         chunks: dict[str, list[StoredChunk]] = {key: [] for key in described["tensors"]}
         for name, (key, offsets) in described["boxes"].items():
             for chunk in index.tensors[name].chunks:
                 chunks[key].append(replace(chunk, box=chunk.box.moved(tuple(offsets))))
-        tensors = {
-            key: StoredTensor(shape=tuple(shape), dtype=dtype_from_name(dtype), chunks=tuple(chunks[key]))
-            for key, (dtype, shape) in described["tensors"].items()
-        }
+        # Tensors in lists of plain values were stored as those of any checkpoint are.
+        tensors = {key: index.tensors[key] for key in index.tensors if key not in described["boxes"]}
+        for key, (dtype, shape) in described["tensors"].items():
+            tensors[key] = StoredTensor(shape=tuple(shape), dtype=dtype_from_name(dtype), chunks=tuple(chunks[key]))
+        paths = {**index.details[PATHS], **described[PATHS]}
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{path} is not one rank's part of a checkpoint: {error!r}") from error
-    objects = {_plain_key(key): place for key, place in index.objects.items()}
-    details = {"paths": index.details.get("paths")}
-    return Opened(index=replace(index, tensors=tensors, objects=objects, details=details), common=common)
-
-
-def _plain_key(key: str) -> str:
-    """The unique key of an object of the state. In a part, an object is stored as a grid of one under that key."""
-    return key if key == COMMON_KEY else key.removesuffix("/shard_0_1")
+    # In a part, an object is stored as a grid of one under its unique key.
+    objects = {key if key == COMMON_KEY else key.removesuffix("/shard_0_1"): p for key, p in index.objects.items()}
+    return Opened(index=replace(index, tensors=tensors, objects=objects, details={PATHS: paths}), common=common)
 
 
 def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> bytes:
