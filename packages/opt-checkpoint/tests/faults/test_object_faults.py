@@ -35,7 +35,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.store import bucket as bucket_module
-from opt_checkpoint.store import calls as calls_module
 from opt_checkpoint.store import requests, store_at
 from opt_checkpoint.store.bucket import COMMIT, encode_commit
 from opt_checkpoint.store.lease import LEASE, Process
@@ -66,7 +65,7 @@ def assert_resumes_from(bucket: ObjectPath, step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(requests.time, "sleep", lambda seconds: None)
 
 
 def test_a_request_that_fails_once_is_made_again(bucket: ObjectPath) -> None:
@@ -297,6 +296,17 @@ def test_a_damaged_commit_is_damage_and_nothing_is_removed(bucket: ObjectPath, c
             manager.load(state_at(1, 0, 1))
         manager.save(3, state_at(3, 0, 1))
     assert objects_in(bucket / step_name(2)) == before
+
+
+def test_a_step_with_a_damaged_commit_may_be_saved_again(bucket: ObjectPath) -> None:
+    for step in (1, 2):
+        save(state_at(step, 0, 1), bucket / step_name(step))
+    put(bucket / step_name(2) / COMMIT, b"")
+    with CheckpointManager(bucket) as manager:
+        with pytest.warns(UserWarning, match="step-000000002 is damaged"):
+            manager.load(state_at(1, 0, 1))
+        manager.save(2, state_at(2, 0, 1))
+    assert_resumes_from(bucket, 2)
 
 
 def test_of_two_saves_of_one_step_one_is_committed_and_the_other_leaves_nothing(bucket: ObjectPath) -> None:

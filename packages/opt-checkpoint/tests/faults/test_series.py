@@ -151,6 +151,27 @@ def test_a_failed_save_after_a_rollback_abandons_nothing(tmp_path: Path) -> None
     assert CheckpointManager(tmp_path).latest() == 120
 
 
+def test_failed_saves_do_not_make_the_record_of_rollbacks_grow(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 120)
+    manager = CheckpointManager(tmp_path, in_background=False)
+    manager.load(empty(), step=100)
+    with Calls(lambda name, key: error(errno.EIO) if ".distcp" in key else None):
+        for _ in range(20):
+            with pytest.raises(OSError, match="Input/output"):
+                manager.save(110, state_at(110, 0, 1))
+    assert 1 <= len(json.loads((tmp_path / SUPERSEDED).read_text())["pending"]) <= 8
+
+
+def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Path) -> None:
+    moved, run = tmp_path / "moved", saved(tmp_path / "run", 1)
+    (run / step_name(1)).rename(moved)
+    (run / step_name(1)).symlink_to(moved)
+    with CheckpointManager(run, keep=1) as manager:
+        manager.save(2, state_at(2, 0, 1))
+    assert [path.name for path in run.iterdir()] == [step_name(2)]
+    assert verify_checkpoint(moved) == []
+
+
 def test_a_damaged_record_of_abandoned_steps_is_named(tmp_path: Path) -> None:
     saved(tmp_path, 1)
     for content in (

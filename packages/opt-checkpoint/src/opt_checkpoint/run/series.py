@@ -23,6 +23,7 @@ from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 logger = logging.getLogger(__name__)
 SUPERSEDED = "superseded.json"
 _STEP = re.compile(r"step-(\d+)")
+_MOST_PENDING = 7  # besides the new one: saves that failed may be among them, and at most two are under way
 
 
 def step_name(step: int) -> str:
@@ -229,7 +230,7 @@ class Series:
                 return None
             rollback = Rollback(step, save_id, later)
             self._issued.add(save_id)
-            others = [other for other in self.pending() if other.save_id in self._issued]
+            others = [other for other in self.pending() if other.save_id in self._issued][-_MOST_PENDING:]
             self._write(_Record(self.abandoned(), [*others, rollback]))
             return rollback
 

@@ -11,6 +11,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
@@ -58,9 +59,12 @@ class Bucket:
         renew = lambda content: self._requests.put(key, content)
         self._leases[save_id] = Lease(folder, self.path(target).name, renew, renew)
         now = self._requests.head(key).modified.timestamp()
-        for left in self._leftovers_of(target, now):
-            if left.writer is None:
-                self.discard(left.folder)
+        with suppress(
+            CheckpointCorruptError
+        ):  # a damaged commit is replaced: which files it named is unknown, and all stay
+            for left in self._leftovers_of(target, now):
+                if left.writer is None:
+                    self.discard(left.folder)
 
     def write(self, name: str, parts: Parts) -> None:
         self._requests.upload(self._key(name), parts)
@@ -104,8 +108,7 @@ class Bucket:
             ) from error
 
     def release(self, save_id: str) -> None:
-        lease = self._leases.pop(save_id, None)
-        if lease is not None:
+        if (lease := self._leases.pop(save_id, None)) is not None:
             lease.release()
 
     def abandon(self, target: str, save_id: str) -> None:

@@ -16,7 +16,7 @@ import stat
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -87,23 +87,33 @@ class Directory:
         lease = folder / LEASE
         create = lambda content: self._write_now(lease, content)
         self._leases[save_id] = Lease(folder.name, path.name, create, lambda content: os.utime(lease))
-        self._remove_dead(path.parent, lease.stat().st_mtime)
+        now = lease.stat().st_mtime
+        for left in _leftovers_in(path.parent):
+            try:
+                if _writer_of(left, now) is None:
+                    self._delete(left)
+            except FileNotFoundError:  # another process deletes it too
+                continue
+            except OSError as error:
+                logger.warning("could not remove %s, which an interrupted save left: %s", left, error)
 
     def write(self, name: str, parts: Parts) -> None:
         written, started, path = 0, 0, self.path(name)
-        with self._new_file(path) as fd:
+        with self._file(path) as fd:
             for part in parts():
-                self.append(fd, path, part)
+                _append(fd, path, part)
                 written += len(part)
-                if self._sync and (ready := (written - started) // _WRITEBACK_BYTES * _WRITEBACK_BYTES):
-                    _start_writeback(fd, started, ready)
+                ready = (written - started) // _WRITEBACK_BYTES * _WRITEBACK_BYTES
+                if self._sync and ready and sys.platform == "linux":
+                    # For dirty pages, DONTNEED makes Linux start writeback; it keeps the pages until they are on disk.
+                    os.posix_fadvise(fd, started, ready, os.POSIX_FADV_DONTNEED)
                     started += ready
 
     def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
         with ExitStack() as synced:  # all are written before the first sync, which often syncs all of them
             for name, content in contents.items():
                 path = self.path(f"{folder}/{name}")
-                self.append(synced.enter_context(self._new_file(path)), path, content)
+                _append(synced.enter_context(self._file(path)), path, content)
 
     def commit(self, target: str, save_id: str, sizes: Mapping[str, int], *, replace: bool = False) -> None:
         """Sync the folder, rename it, and sync its parent.
@@ -135,11 +145,10 @@ class Directory:
                 f"remove its name)",
             ) from error
         if old is not None:
-            self._remove_tree(old)
+            self._delete(old)
 
     def release(self, save_id: str) -> None:
-        lease = self._leases.pop(save_id, None)
-        if lease is not None:
+        if (lease := self._leases.pop(save_id, None)) is not None:
             lease.release()
 
     def abandon(self, target: str, save_id: str) -> None:
@@ -167,18 +176,15 @@ class Directory:
     def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
         path, sizes = self.path(folder), {}
         for name in [entry.name for entry in path.iterdir()] if names is None else names:
-            try:
+            with suppress(FileNotFoundError):
                 found = (path / name).lstat()
-            except FileNotFoundError:
-                continue
-            sizes[name] = found.st_size if stat.S_ISREG(found.st_mode) else -1
+                sizes[name] = found.st_size if stat.S_ISREG(found.st_mode) else -1
         return sizes
 
     def children(self, folder: str = "") -> list[str]:
-        try:
+        with suppress(FileNotFoundError):
             return sorted(entry.name for entry in self.path(folder).iterdir() if stat.S_ISDIR(_mode_of(entry) or 0))
-        except FileNotFoundError:
-            return []
+        return []
 
     # --- small files and deletions ---
 
@@ -186,8 +192,8 @@ class Directory:
         path = self.path(name)
         self.make_parents(path)
         new = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-        with self._new_file(new) as fd:
-            self.append(fd, new, content)
+        with self._file(new) as fd:
+            _append(fd, new, content)
         self.rename(new, path)
         self.sync_dir(path.parent)
 
@@ -196,20 +202,21 @@ class Directory:
             self.put(name, content)
 
     def remove(self, name: str) -> None:
-        try:
+        with suppress(FileNotFoundError):
             self._remove_file(self.path(name))
-        except FileNotFoundError:
-            return
 
     def retire(self, target: str) -> None:
         self.discard(target)
 
     def discard(self, folder: str) -> None:
-        path = self.path(folder)
-        if not path.name.startswith(_DELETING):
-            path = path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
-            self.rename(self.path(folder), path)
-        self._remove_tree(path)
+        self._delete(self.path(folder))
+
+    def _delete(self, path: Path) -> None:
+        """Delete a directory, or a link to one, after it was renamed so that nobody reads it."""
+        gone = path if path.name.startswith(_DELETING) else path.with_name(f"{_DELETING}{uuid.uuid4().hex}")
+        if gone != path:
+            self.rename(path, gone)
+        call("remove_tree", str(gone), gone.unlink if gone.is_symlink() else lambda: shutil.rmtree(gone))
 
     def leftovers(self, targets: Iterable[str] | None = None) -> list[Leftover]:
         found = _leftovers_in(self.root)
@@ -223,17 +230,6 @@ class Directory:
             self._remove_file(probe)
         return [Leftover(path.name, _writer_of(path, now)) for path in found]
 
-    def _remove_dead(self, parent: Path, now: float) -> None:
-        """Delete the temporary directories that no longer have a writer. Those that cannot be deleted remain."""
-        for path in _leftovers_in(parent):
-            try:
-                if _writer_of(path, now) is None:
-                    self.discard(str(path.relative_to(self.root)))
-            except FileNotFoundError:  # another process deletes it too
-                continue
-            except OSError as error:
-                logger.warning("could not remove %s, which an interrupted save left: %s", path, error)
-
     # --- system calls ---
 
     def rename(self, source: Path, target: Path) -> None:
@@ -242,8 +238,6 @@ class Directory:
 
     def sync_dir(self, path: Path) -> None:
         """Make the names in a directory survive a power loss."""
-        if not self._sync:
-            return
 
         def sync() -> None:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -252,7 +246,8 @@ class Directory:
             finally:
                 os.close(fd)
 
-        call("sync_dir", str(path), sync)
+        if self._sync:
+            call("sync_dir", str(path), sync)
 
     def make_dir(self, path: Path) -> None:
         """Create a directory in an existing parent. Raises FileExistsError if it exists."""
@@ -261,56 +256,42 @@ class Directory:
     def make_parents(self, path: Path) -> None:
         """Create the missing parent directories of `path`, and sync each one's name."""
         for parent in reversed([parent for parent in path.parents if not parent.exists()]):
-            try:
+            with suppress(FileExistsError):  # another save made it in the meantime
                 self.make_dir(parent)
-            except FileExistsError:  # another save made it in the meantime
-                continue
-            self.sync_dir(parent.parent)
+                self.sync_dir(parent.parent)
 
     def _remove_file(self, path: Path) -> None:
         call("remove", str(path), path.unlink)
 
-    def _remove_tree(self, path: Path) -> None:
-        call("remove_tree", str(path), lambda: shutil.rmtree(path))
-
-    def open_new(self, path: Path) -> int:
-        """Create a file, which must not exist, and open it for writing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return call("create", str(path), lambda: os.open(path, flags, 0o644))
-
-    def append(self, fd: int, path: Path, data: bytes | memoryview) -> None:
-        """Write bytes at the end of an open file."""
-        _write_all(path, memoryview(data), lambda rest: os.write(fd, rest))
-
     @contextmanager
-    def _new_file(self, path: Path) -> Iterator[int]:
-        """A new file, synced when the block ends without an error."""
-        with self._synced(path, self.open_new(path)) as fd:
-            yield fd
-
-    @contextmanager
-    def _synced(self, path: Path, fd: int) -> Iterator[int]:
+    def _file(
+        self, path: Path, name: str = "create", flags: int = os.O_CREAT | os.O_EXCL, *, sync: bool = True
+    ) -> Iterator[int]:
+        """The descriptor of a file that is written, by default a new one; synced if the block ends without an error."""
+        fd = call(name, str(path), lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o644))
         try:
             yield fd
-            if self._sync:
+            if sync and self._sync:
                 call("fsync", str(path), lambda: os.fsync(fd))
         finally:
             os.close(fd)
 
     @contextmanager
-    def shared_file(self, name: str) -> Iterator[Callable[[memoryview, int], None]]:
+    def shared_file(self, name: str, *, is_new: bool = False) -> Iterator[Callable[[memoryview, int], None]]:
         """A function that writes bytes to a position of a file that several ranks write; synced at the end."""
         path = self.path(name)
-        with self._synced(path, call("reopen", str(path), lambda: os.open(path, os.O_WRONLY | os.O_CLOEXEC))) as fd:
+        with self._file(path) if is_new else self._file(path, "reopen", 0) as fd:
             yield lambda data, at: _write_all(path, data, lambda rest: os.pwrite(fd, rest, at + len(data) - len(rest)))
 
     def _write_now(self, path: Path, content: bytes) -> None:
-        """Write a new file that is not synced."""
-        fd = self.open_new(path)
-        try:
-            self.append(fd, path, content)
-        finally:
-            os.close(fd)
+        """Write a new file that need not survive a power loss."""
+        with self._file(path, sync=False) as fd:
+            _append(fd, path, content)
+
+
+def _append(fd: int, path: Path, data: bytes | memoryview) -> None:
+    """Write bytes at the end of an open file."""
+    _write_all(path, memoryview(data), lambda rest: os.write(fd, rest))
 
 
 def _write_all(path: Path, view: memoryview, write: Callable[[memoryview], int]) -> None:
@@ -329,12 +310,6 @@ def _write_all(path: Path, view: memoryview, write: Callable[[memoryview], int])
         if stalled == _RETRIES:
             raise OSError(errno.EIO, "the file system accepts no more bytes and gives no reason")
         view = view[written:]
-
-
-def _start_writeback(fd: int, start: int, nbytes: int) -> None:
-    if sys.platform == "linux":
-        # For dirty pages, DONTNEED makes Linux start writeback; it keeps the pages until they are on disk.
-        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def open_regular(path: Path, *, follow: bool = False) -> int:
@@ -372,11 +347,9 @@ def _leftovers_in(directory: Path) -> list[Path]:
     """The temporary directories of any process that hold only files of a save: other programs may use such names."""
     found = []
     for entry in directory.iterdir():
-        try:
+        with suppress(FileNotFoundError):  # removed in the meantime
             if is_leftover(entry.name) and entry.is_dir() and all(_FILES.fullmatch(f.name) for f in entry.iterdir()):
                 found.append(entry)
-        except FileNotFoundError:  # removed in the meantime
-            continue
     return sorted(found)
 
 
@@ -384,14 +357,10 @@ def _writer_of(directory: Path, now: float) -> str | None:
     """Who may still write to a temporary directory, at the time `now` by the clock of the file system."""
     if directory.name.startswith(_DELETING):
         return None
-    changes = [directory.lstat().st_mtime]
+    changes, lease = [directory.lstat().st_mtime], b""
     for entry in directory.iterdir():
-        try:
+        with suppress(FileNotFoundError):
             changes.append(entry.lstat().st_mtime)
-        except FileNotFoundError:
-            continue
-    try:
+    with suppress(FileNotFoundError, CheckpointCorruptError):
         lease = Directory(directory).read(LEASE)
-    except (FileNotFoundError, CheckpointCorruptError):
-        lease = b""
     return holder_of(lease, directory.name, now - max(changes))

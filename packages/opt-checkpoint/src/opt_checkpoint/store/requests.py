@@ -7,6 +7,8 @@ Errors are `OSError`s: `FileNotFoundError` if an object is known to be absent, `
 from __future__ import annotations
 
 import errno
+import random
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import cache
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.store.calls import call, retried
+from opt_checkpoint.store.calls import call
 
 try:
     import obstore
@@ -29,6 +31,7 @@ T = TypeVar("T")
 _PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
 _PARTS_AT_ONCE = 8
 _COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
+_ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
 
 
 class Listed(NamedTuple):
@@ -138,6 +141,13 @@ class Requests:
                     self.delete([key])
 
     def _make(self, name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
+        """Make a request up to three times, with a pause after each failure.
+
+        obstore retries single HTTP requests. This also repeats what obstore must not repeat: a `create` without a
+        response, after which `FileExistsError` may mean that the first attempt wrote the object, and an upload from its
+        start.
+        """
+
         def once() -> T:
             try:
                 return act()
@@ -150,7 +160,14 @@ class Requests:
             except exceptions.BaseError as error:
                 raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
 
-        return retried(lambda: call(name, key, once, detail))
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return call(name, key, once, detail)
+            except (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError):  # valid responses
+                raise
+            except OSError:
+                time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
+        return call(name, key, once, detail)
 
 
 def _listed(meta: Any) -> Listed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -131,9 +130,7 @@ def _received(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, attemp
     crcs: dict[str, int] = {}
 
     def write(file: str, start: int, view: memoryview) -> None:
-        if not start:
-            os.close(store.open_new(store.path(f"{folder}/{file}")))
-        with store.shared_file(f"{folder}/{file}") as put:
+        with store.shared_file(f"{folder}/{file}", is_new=not start) as put:
             put(view, start)
         crcs[file] = crc32(view, crcs.get(file, 0))
 
