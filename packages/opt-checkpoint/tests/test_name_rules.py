@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint import CheckpointingException, NameRule, megatron_gpt2_names, megatron_llama_names
-from opt_checkpoint.convert.names import Described, Piece, to_ours, to_theirs
+from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, Described]:

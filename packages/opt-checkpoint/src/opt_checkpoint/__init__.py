@@ -69,16 +69,26 @@ from opt_checkpoint.store import ObjectPath
 
 if TYPE_CHECKING:  # imported on use
     from opt_checkpoint.convert.megatron import BucketSlot
-    from opt_checkpoint.convert.megatron_names import megatron_gpt2_names, megatron_llama_names
-    from opt_checkpoint.convert.names import SAME_NAMES, NameRule, read_name_rules
+    from opt_checkpoint.convert.name_rules import (
+        SAME_NAMES,
+        NameRule,
+        megatron_gpt2_names,
+        megatron_llama_names,
+        read_name_rules,
+    )
     from opt_checkpoint.convert.safetensors import load_safetensors, save_safetensors
     from opt_checkpoint.tiers.tiered_manager import Resume, TieredCheckpointManager
 
 __version__ = "0.1.0"
 _ON_USE = {
     "convert.megatron": ("BucketSlot",),
-    "convert.megatron_names": ("megatron_gpt2_names", "megatron_llama_names"),
-    "convert.names": ("SAME_NAMES", "NameRule", "read_name_rules"),
+    "convert.name_rules": (
+        "SAME_NAMES",
+        "NameRule",
+        "megatron_gpt2_names",
+        "megatron_llama_names",
+        "read_name_rules",
+    ),
     "convert.safetensors": ("load_safetensors", "save_safetensors"),
     "tiers.tiered_manager": ("Resume", "TieredCheckpointManager"),
 }

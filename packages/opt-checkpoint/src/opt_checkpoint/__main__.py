@@ -194,11 +194,11 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    from opt_checkpoint.convert import foreign_files, megatron, names, safetensors, torch_files
+    from opt_checkpoint.convert import foreign_files, megatron, name_rules, safetensors, torch_files
     from opt_checkpoint.disk.dtype_names import dtype_from_name
 
     source, target, at = options.source, options.target, tuple(options.at.split("."))
-    rules = names.SAME_NAMES if options.map is None else names.read_name_rules(options.map)
+    rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
     written = [target]
     if options.from_ == "torch":
         of_params = foreign_files.read_names(options.names) if options.names else None

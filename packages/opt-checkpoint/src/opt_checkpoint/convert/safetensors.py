@@ -22,15 +22,8 @@ from torch import Tensor
 
 from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_rows
 from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
-from opt_checkpoint.convert.names import (
-    SAME_NAMES,
-    Described,
-    NameRule,
-    Piece,
-    fingerprint,
-    to_ours,
-    to_theirs,
-)
+from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
+from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.plan import Offer

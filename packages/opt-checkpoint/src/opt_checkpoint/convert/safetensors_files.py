@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opt_checkpoint.convert.names import Described
+from opt_checkpoint.convert.name_maps import Described
 from opt_checkpoint.disk.index import MAX_DIMS, check_file_name
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape

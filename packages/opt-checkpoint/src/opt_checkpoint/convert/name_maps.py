@@ -1,23 +1,9 @@
-"""Maps the tensors of a state to those of another format by rules: names, shapes and boxes, in integers only.
-
-A rule is a row of a table. Both sides of it have the same parts in the same order. A tensor with several parts has them
-one after another along one axis, or interleaved in groups. For example, this rule maps a query-key-value weight of
-Megatron-Core, with 8 groups of 4 queries, one key and one value, to three tensors of a Llama by Hugging Face:
-
-    NameRule(
-        ours="decoder.layers.{layer}.self_attention.linear_qkv.weight",
-        theirs=tuple(f"model.layers.{{layer}}.self_attn.{part}_proj.weight" for part in "qkv"),
-        shares=(4, 1, 1),
-        groups=8,
-    )
-"""
+"""Maps the tensors of one side of a table of `NameRule`s to those of the other: names, shapes and boxes, in integers."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,131 +14,12 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.convert.foreign_files import read_rows
+from opt_checkpoint.convert.name_rules import NamePattern, NameRule, names_of
 from opt_checkpoint.disk.index import Within
-from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.run.save_load import PathLike
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError
 from opt_checkpoint.state.sharded import Shape
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(:path)?\}")
-_NUMBER, _TEXT = "(0|[1-9][0-9]*)", "(.+)"
 _SHOWN = 8
-
-
-class _Pattern:
-    """A name with placeholders: `{layer}` is a whole number, `{rest:path}` any non-empty text.
-
-    Raises:
-        CheckpointingException: braces do not match, or a placeholder occurs twice.
-    """
-
-    def __init__(self, text: str) -> None:
-        found = _PLACEHOLDER.findall(text)
-        self.text, self._names = text, [name for name, _ in found]
-        if len(set(self._names)) != len(found) or set("{}") & set(_PLACEHOLDER.sub("", text)):
-            raise CheckpointValueError(
-                f"name pattern {text!r}: placeholders are {{name}} for a number and {{name:path}} for text, each once"
-            )
-        self.numbers = tuple(name for name, is_text in found if not is_text)
-        self.texts = {name for name, is_text in found if is_text}
-        literals = map(re.escape, _PLACEHOLDER.split(text)[::3])
-        groups = [*(_TEXT if is_text else _NUMBER for _, is_text in found), ""]
-        self._regex = re.compile("".join(a + b for a, b in zip(literals, groups)), re.DOTALL)
-
-    def match(self, name: str) -> dict[str, str] | None:
-        """The values of the placeholders if a name matches, else None."""
-        matched = self._regex.fullmatch(name)
-        return dict(zip(self._names, matched.groups())) if matched else None
-
-    def filled(self, values: Mapping[str, str]) -> str:
-        """The name that has these values."""
-        return _PLACEHOLDER.sub(lambda found: values[found[1]], self.text)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NameRule:
-    """Maps some of our tensors to tensors of the other side with the same values.
-
-    A number that only one side has in its names is a leading axis of the other side's tensors. For example, with
-    `decoder.layers.mlp.linear_fc2.weight` and `model.layers.{layer}.mlp.down_proj.weight`, our tensor has shape
-    `(layers, ...)`. Several such axes have the order of the numbers in the names.
-
-    Args:
-        ours: name of our tensor; or several names, one for each part. Parts with the same name are in one tensor.
-        theirs: the same for the other side. If one side is empty, tensors with the other side's names are left out.
-        shares: relative lengths of the parts along `dim`; empty for equal parts.
-        groups: number of groups in which the parts are interleaved in one of our tensors that has several parts: each
-            group has one piece of every part.
-        their_groups: the same for the other side.
-        dim: the axis along which parts are concatenated, counted on our side without the axes that are numbers.
-        transposed: whether the last two axes are swapped on the other side.
-        rows: the other side has only the first `rows` along `dim`; our tensor has padding after them (of a vocabulary).
-        tied: another rule reads and writes the tensors named in `theirs`; our tensor must have the same values.
-
-    Raises:
-        CheckpointingException: the fields contradict each other.
-    """
-
-    ours: str | tuple[str, ...]
-    theirs: str | tuple[str, ...]
-    shares: tuple[int, ...] = ()
-    groups: int = 1
-    their_groups: int = 1
-    dim: int = 0
-    transposed: bool = False
-    rows: int | None = None
-    tied: bool = False
-
-    def __post_init__(self) -> None:
-        if not all(isinstance(given, str | tuple) for given in (self.ours, self.theirs, self.shares)):
-            raise CheckpointValueError(f"{self!r}: ours and theirs must be names or tuples of names, shares a tuple")
-        lengths = {len(given) for given in (self.ours, self.theirs, self.shares) if isinstance(given, tuple) and given}
-        if len(lengths) > 1 or not (self.ours or self.theirs):
-            raise CheckpointValueError(f"{self}: ours, theirs and shares must have the same number of parts")
-        counts = {"groups": self.groups, "their_groups": self.their_groups, "rows": self.rows or 1}
-        counts |= {f"shares[{i}]": share for i, share in enumerate(self.shares)} | {"dim": self.dim}
-        for name, count in counts.items():
-            least = 0 if name == "dim" else 1
-            if type(count) is not int or count < least:
-                raise CheckpointValueError(f"{self}: {name}={count!r} must be a whole number of at least {least}")
-        if self.parts == 1 and (self.groups, self.their_groups) != (1, 1):
-            raise CheckpointValueError(f"{self}: groups need several parts; there is one")
-        if self.parts > 1 and self.rows is not None:
-            raise CheckpointValueError(f"{self}: rows can be given for a tensor of one part only")
-        sides = [[_Pattern(name) for name in _tuple_of(names)] for names in (self.ours, self.theirs) if names]
-        if any(len({(frozenset(p.numbers), frozenset(p.texts)) for p in patterns}) > 1 for patterns in sides):
-            raise CheckpointValueError(f"{self}: names of one side must have the same placeholders")
-        if len({frozenset(patterns[0].texts) for patterns in sides}) > 1:
-            raise CheckpointValueError(f"{self}: both sides must have the same text placeholders")
-
-    def __str__(self) -> str:
-        return f"the rule for {self.ours or 'nothing'} = {self.theirs or 'nothing'}"
-
-    @property
-    def parts(self) -> int:
-        """Number of parts."""
-        return max(len(given) for given in (self.ours, self.theirs, self.shares, ("",)) if isinstance(given, tuple))
-
-
-def _tuple_of(names: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else names
-
-
-SAME_NAMES = (NameRule(ours="{name:path}", theirs="{name:path}"),)
-
-
-def read_name_rules(file: PathLike) -> list[NameRule]:
-    """Rules from a JSON list of objects with `NameRule`'s fields.
-
-    Raises:
-        CheckpointingException: it is not such a list.
-    """
-    return read_rows(file, NameRule)
-
-
-def fingerprint(rules: Sequence[NameRule]) -> str:
-    """A short text that is equal only for equal rules."""
-    return hashlib.sha256(repr(tuple(rules)).encode()).hexdigest()[:16]
 
 
 class Described(NamedTuple):
@@ -247,15 +114,15 @@ class _Side(NamedTuple):
         swapped: whether the last two axes are swapped, compared with ours.
     """
 
-    parts: tuple[_Pattern, ...]
+    parts: tuple[NamePattern, ...]
     groups: int
     stack: tuple[str, ...]
     swapped: bool
 
     @property
-    def patterns(self) -> dict[str, tuple[_Pattern, list[int]]]:
+    def patterns(self) -> dict[str, tuple[NamePattern, list[int]]]:
         """By text: each distinct name, and the parts that are in the tensor of this name."""
-        found: dict[str, tuple[_Pattern, list[int]]] = {}
+        found: dict[str, tuple[NamePattern, list[int]]] = {}
         for number, pattern in enumerate(self.parts):
             found.setdefault(pattern.text, (pattern, []))[1].append(number)
         return found
@@ -273,8 +140,8 @@ _Names: TypeAlias = dict[tuple[str, Shape], str]  # of one side's tensors: by pa
 def _sides_of(rule: NameRule) -> _Sides:
     """Our side and their side; one without names has no parts."""
     ours, theirs = (
-        tuple(map(_Pattern, names * rule.parts if len(names) == 1 else names))
-        for names in (_tuple_of(side) if side else () for side in (rule.ours, rule.theirs))
+        tuple(map(NamePattern, names * rule.parts if len(names) == 1 else names))
+        for names in (names_of(side) if side else () for side in (rule.ours, rule.theirs))
     )
     numbers = [side[0].numbers if side else () for side in (ours, theirs)]
     our_stack, their_stack = (
