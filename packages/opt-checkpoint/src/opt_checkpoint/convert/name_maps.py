@@ -1,4 +1,4 @@
-"""Maps the tensors of one side of a table of `NameRule`s to those of the other: names, shapes and boxes, in integers."""
+"""Maps the tensors of one side of a table of `NameRule`s to those of the other: names, shapes, boxes, in integers."""
 
 from __future__ import annotations
 
