@@ -1,53 +1,126 @@
-"""Packages and tests import from the doors of other packages, so that a rearrangement inside one breaks no other."""
+"""Tests and packages import from the doors of other packages, so that a rearrangement inside one breaks no other.
 
+    python integration_tests/project/test_doors.py            every import from inside a package, by folder of tests
+    python integration_tests/project/test_doors.py --write    record their number; it may only shrink
+
+A door is `opt_x`, or a module `opt_x.room` with an `__all__`. `inside.json` has the number of other imports for each
+folder of tests, without those that `EXCEPTIONS` allows.
+"""
+
+import ast
 import json
 import re
+import sys
+from collections import defaultdict
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
-import doors
 import pytest
+
+ROOT = Path(__file__).parents[2]
+RECORD = Path(__file__).with_name("inside.json")
+# Patterns of names that anybody may import from inside a package, and why.
+EXCEPTIONS = {
+    r"opt_stack\.megatron|opt_checkpoint\.dist_checkpointing": "Megatron-Core's module paths, which are documented",
+    r"opt_stack\.adapters": "adapters are imported by their paths, which the page on adapters gives",
+    r"opt_\w+\.__main__\.main": "a command line is called as a function; a process for each call takes seconds",
+    r"opt_distributed\.comm\.threads": "groups of some ranks that are threads; run_threads makes one group of all",
+    r"opt_distributed\.comm\.collectives\.(Pending|Sizes|DONE|zeros)": "what a double of a Comm takes and returns",
+    r"opt_distributed\.comm\.device\.(Graph|Host|HostCopy)": "what a double of a device returns",
+    r"opt_kernels\.backends\.cpp\.compiler\.usable": "whether there is a compiler decides what is skipped",
+    r"opt_config\.unsupported_fields": "the table of fields that only accept their default",
+}
+
+
+def folders_of_tests() -> list[Path]:
+    return sorted([*ROOT.glob("packages/*/tests*"), ROOT / "integration_tests", ROOT / "kernels"])
+
+
+@cache
+def offered(module: str) -> frozenset[str]:
+    """The names that a door offers; empty if the module is no door."""
+    if module.count(".") > 1:
+        return frozenset()
+    try:
+        door = import_module(module)
+        names = getattr(door, "__all__", None) or import_module(f"{module}.public").__all__
+    except ImportError:
+        return frozenset()
+    return frozenset(names) | {"__version__"}
+
+
+def is_offered(module: str, name: str) -> bool:
+    """Whether a door offers a name; the top of a package also offers names that it imports at their first use."""
+    is_late = "." not in module and find_spec(f"{module}.{name}") is None
+    return name in offered(module) or is_late
+
+
+def is_excepted(name: str) -> bool:
+    """Whether the list of exceptions has a name, or a module that it stands in."""
+    return any(re.fullmatch(rf"{pattern}(\..*)?", name) for pattern in EXCEPTIONS)
+
+
+def inside(source: str) -> list[str]:
+    """The dotted names that a file imports from inside our packages."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            pairs = [tuple(alias.name.rpartition(".")[::2]) for alias in node.names if "." in alias.name]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            pairs = [(node.module, alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in pairs:
+            full = f"{module}.{name}"
+            if module.startswith("opt_") and not (is_offered(module, name) or offered(full) or is_excepted(full)):
+                found.append(full)
+    return found
+
+
+def by_folder() -> dict[str, dict[str, list[str]]]:
+    """The imports from inside packages, for each file of each folder of tests."""
+    found: dict[str, dict[str, list[str]]] = defaultdict(dict)
+    for folder in folders_of_tests():
+        for file in sorted(folder.rglob("*.py")):
+            if names := inside(file.read_text()):
+                found[str(folder.relative_to(ROOT))][str(file.relative_to(ROOT))] = names
+    return found
+
+
+def counts() -> dict[str, int]:
+    return {folder: sum(map(len, files.values())) for folder, files in by_folder().items()}
 
 
 def test_imports_past_the_doors_become_no_more() -> None:
-    allowed = json.loads(doors.RECORD.read_text())
+    allowed = json.loads(RECORD.read_text())
     # A file that was cut in two imports the same names twice: hence a fiftieth more.
-    grown = {folder: count for folder, count in doors.counts().items() if count > allowed.get(folder, 0) * 1.02 + 1}
-    assert grown == {}, (
-        "import from a door of the package; `python integration_tests/project/doors.py` lists the others"
-    )
+    grown = {folder: count for folder, count in counts().items() if count > allowed.get(folder, 0) * 1.02 + 1}
+    assert grown == {}, "import from a door of the package; `python integration_tests/project/test_doors.py` lists all"
 
 
 def test_every_way_past_a_door_is_noticed() -> None:
-    assert (
-        doors.inside("from opt_config import OptimizerConfig\nimport opt_config\nfrom opt_kernels import hooks") == []
-    )
-    assert doors.inside("from opt_stack.megatron.clip_grads import count_zeros_fp32\nimport torch.nn") == []
-    assert doors.inside("from opt_config.validate import problems, check") == [
+    assert inside("from opt_config import OptimizerConfig\nimport opt_config\nfrom opt_kernels import hooks") == []
+    assert inside("from opt_stack.megatron.clip_grads import count_zeros_fp32\nimport torch.nn") == []
+    assert inside("from opt_config.validate import problems, check") == [
         "opt_config.validate.problems",
         "opt_config.validate.check",
     ]
-    assert doors.inside("import opt_config.validate") == ["opt_config.validate"]
-    assert doors.inside("from opt_config import validate") == ["opt_config.validate"]
+    assert inside("import opt_config.validate") == ["opt_config.validate"]
+    assert inside("from opt_config import validate") == ["opt_config.validate"]
 
 
-def test_packages_import_each_other_through_doors() -> None:
+def test_packages_and_readmes_use_doors_of_other_packages() -> None:
+    """Export the names in the `__init__.py` of a folder of their package, or use another one."""
     found = {}
-    for path in sorted(doors.ROOT.glob("packages/*/src/**/*.py")):
-        package = path.relative_to(doors.ROOT).parts[3]
-        past = [name for name in doors.inside(path.read_text()) if name.split(".")[0] != package]
-        if past:
-            found[str(path.relative_to(doors.ROOT))] = past
-    assert found == {}, "export these names in the __init__.py of a folder of their package, or use another one"
-
-
-def test_readmes_use_doors_only() -> None:
-    found = {}
-    for path in [doors.ROOT / "README.md", *sorted(doors.ROOT.glob("packages/*/README.md"))]:
+    for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
+        package = path.relative_to(ROOT).parts[3]
+        found[path] = [name for name in inside(path.read_text()) if name.split(".")[0] != package]
+    for path in [ROOT / "README.md", *ROOT.glob("packages/*/README.md")]:
         programs = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-        past = [name for program in programs for name in doors.inside(program)]
-        if past:
-            found[str(path.relative_to(doors.ROOT))] = past
-    assert found == {}
+        found[path] = [name for program in programs for name in inside(program)]
+    assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
 
 
 ROOMS = {
@@ -65,3 +138,19 @@ def test_a_room_says_what_it_is_for_and_offers_few_names(room: str) -> None:
     # More would mean that the cut between packages is in the wrong place: move code, not names.
     assert len(module.__all__) <= 32
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+def main() -> None:
+    if "--write" in sys.argv:
+        allowed, now = json.loads(RECORD.read_text()) if RECORD.exists() else {}, counts()
+        if grown := [folder for folder, count in now.items() if allowed and count > allowed.get(folder, 0)]:
+            sys.exit(f"more imports from inside packages in {', '.join(grown)}: import from a door, or extend one")
+        RECORD.write_text(json.dumps(now, indent=1) + "\n")
+    for folder, files in by_folder().items():
+        for file, names in files.items():
+            print(f"{file}: {', '.join(names)}")
+        print(f"{folder}: {sum(map(len, files.values()))}")
+
+
+if __name__ == "__main__":
+    main()
