@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,9 +22,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("inside.json")
-# Patterns of names that anybody may import from inside a package, and why.
+DOCUMENTED = r"opt_stack\.megatron|opt_checkpoint\.dist_checkpointing"
+# Patterns of names that tests may import from inside a package, and why.
 EXCEPTIONS = {
-    r"opt_stack\.megatron|opt_checkpoint\.dist_checkpointing": "Megatron-Core's module paths, which are documented",
+    DOCUMENTED: "Megatron-Core's module paths, which are documented",
     r"opt_stack\.adapters": "adapters are imported by their paths, which the page on adapters gives",
     r"opt_\w+\.__main__\.main": "a command line is called as a function; a process for each call takes seconds",
     r"opt_distributed\.comm\.threads": "groups of some ranks that are threads; run_threads makes one group of all",
@@ -57,14 +59,9 @@ def is_offered(module: str, name: str) -> bool:
     return name in offered(module) or is_late
 
 
-def is_excepted(name: str) -> bool:
-    """Whether the list of exceptions has a name, or a module that it stands in."""
-    return any(re.fullmatch(rf"{pattern}(\..*)?", name) for pattern in EXCEPTIONS)
-
-
-def inside(source: str) -> list[str]:
+def inside(source: str, exceptions: Iterable[str] = EXCEPTIONS) -> list[str]:
     """The dotted names that a file imports from inside our packages."""
-    found = []
+    found, excepted = [], re.compile(rf"({'|'.join(exceptions)})(\..*)?")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             pairs = [tuple(alias.name.rpartition(".")[::2]) for alias in node.names if "." in alias.name]
@@ -74,7 +71,9 @@ def inside(source: str) -> list[str]:
             continue
         for module, name in pairs:
             full = f"{module}.{name}"
-            if module.startswith("opt_") and not (is_offered(module, name) or offered(full) or is_excepted(full)):
+            if module.startswith("opt_") and not (
+                is_offered(module, name) or offered(full) or excepted.fullmatch(full)
+            ):
                 found.append(full)
     return found
 
@@ -116,10 +115,10 @@ def test_packages_and_readmes_use_doors_of_other_packages() -> None:
     found = {}
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         package = path.relative_to(ROOT).parts[3]
-        found[path] = [name for name in inside(path.read_text()) if name.split(".")[0] != package]
+        found[path] = [name for name in inside(path.read_text(), [DOCUMENTED]) if name.split(".")[0] != package]
     for path in [ROOT / "README.md", *ROOT.glob("packages/*/README.md")]:
         programs = re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
-        found[path] = [name for program in programs for name in inside(program)]
+        found[path] = [name for program in programs for name in inside(program, [DOCUMENTED])]
     assert {str(path.relative_to(ROOT)): names for path, names in found.items() if names} == {}
 
 
