@@ -12,7 +12,7 @@ from typing import NamedTuple
 from docstrings import markdown
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS
+from opt_config.data_parallel_config import UNSUPPORTED_DATA_PARALLEL_FIELDS
 
 
 class Field(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS
+from opt_config.data_parallel_config import UNSUPPORTED_DATA_PARALLEL_FIELDS
 
 ROOT = Path(__file__).parents[2]
 # By configuration: test files, and the tests in them with the fields whose effect they show.

@@ -14,7 +14,7 @@ import torch
 from processes import run_program
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS
+from opt_config.data_parallel_config import UNSUPPORTED_DATA_PARALLEL_FIELDS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opt_config import ConfigError, DistributedDataParallelConfig
-from opt_config.unsupported_fields import UNSUPPORTED_DATA_PARALLEL_FIELDS
+from opt_config.data_parallel_config import UNSUPPORTED_DATA_PARALLEL_FIELDS
 
 # Megatron-Core 0.19.2, in its order; megatron_fsdp_version is newer.
 DEFAULTS: dict[str, object] = {

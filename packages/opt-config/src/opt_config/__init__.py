@@ -1,6 +1,10 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
-from opt_config.choices import (
+from opt_config.data_parallel_config import DistributedDataParallelConfig
+from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
+from opt_config.files import Configuration
+from opt_config.optimizer_config import (
+    AdamOptimizerConfig,
     ConstantScale,
     DynamicScale,
     FlatShards,
@@ -8,18 +12,17 @@ from opt_config.choices import (
     NoScale,
     OnDevice,
     OnHost,
+    OptimizerConfig,
     Placement,
     Precision,
     Replicated,
+    SGDOptimizerConfig,
     Sharding,
     WholeParams,
+    load_config,
+    resolved,
 )
-from opt_config.data_parallel_config import DistributedDataParallelConfig
-from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
-from opt_config.files import Configuration
-from opt_config.optimizer_config import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
-from opt_config.resolved import load_config, resolved
 from opt_config.validate import Interval
 
 __all__ = [

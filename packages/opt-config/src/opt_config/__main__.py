@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from opt_config.errors import ConfigError
-from opt_config.resolved import load_config, resolved
+from opt_config.optimizer_config import load_config, resolved
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

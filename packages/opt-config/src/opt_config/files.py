@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Self, get_origin
 
 import torch
 
-from opt_config.errors import ConfigError, Problem, UnknownFieldError
-from opt_config.foreign_names import unknown_field
+from opt_config.errors import ConfigError, Problem, UnknownFieldError, unknown_field
 from opt_config.validate import accepts, field_types, in_words, options
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(

@@ -1,15 +1,20 @@
-"""Checks shared by all configurations: annotated types, intervals and lists of choices."""
+"""Checks of configurations: types, intervals, choices, and fields of OptimizerConfig that conflict."""
 
 import dataclasses
 import math
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from opt_config.errors import ConfigError, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from opt_config.optimizer_config import OptimizerConfig
 
 
 class Dataclass(Protocol):
@@ -162,3 +167,187 @@ def _hint_at_dtype(hint: Any, value: object) -> str:
     if value in ("int8", "torch.int8"):
         return f"; {INT8_CODES}"
     return "; from_dict and load_config read dtypes from strings"
+
+
+_FIELDS_OF_INTERVALS = {
+    NOT_NEGATIVE: "lr min_lr decoupled_lr decoupled_min_lr weight_decay clip_grad",
+    POSITIVE: ("loss_scale initial_loss_scale min_loss_scale adam_eps muon_extra_scale_factor adaptive_muon_eps"),
+    POSITIVE_OR_INFINITE: "grad_norm_skip_threshold",
+    AT_LEAST_ONE: ("loss_scale_window hysteresis muon_num_ns_steps soap_precondition_frequency soap_max_precond_dim"),
+    DECAY_RATE: (
+        "adam_beta1 adam_beta2 sgd_momentum muon_momentum lion_beta1 lion_beta2 soap_shampoo_beta adaptive_muon_beta2"
+    ),
+    FRACTION: "optimizer_offload_fraction",
+}
+INTERVALS = MappingProxyType(
+    {name: interval for interval, names in _FIELDS_OF_INTERVALS.items() for name in names.split()}
+)
+
+_MOMENTS = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+
+CHOICES = MappingProxyType(
+    {
+        "fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"),
+        "params_dtype": (torch.float32, torch.float16, torch.bfloat16),
+        "main_grads_dtype": (torch.float32, torch.bfloat16),
+        "main_params_dtype": (torch.float32, torch.float16, torch.int8),
+        "exp_avg_dtype": _MOMENTS,
+        "exp_avg_sq_dtype": _MOMENTS,
+        "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw", "mup"),
+        "muon_fp32_matmul_prec": ("highest", "high", "medium"),
+        "muon_coefficient_type": ("simple", "quintic", "polar_express", "cans", "deepseekv4", "cubic5", "aol"),
+        "muon_tp_mode": ("blockwise", "duplicated", "distributed"),
+        "muon_scalar_optimizer": ("adam", "lion"),
+        "soap_order": ("paper", "megatron"),
+        "adaptive_muon_moment2_method": ("adamuon", "adamuon_paper", "normuon", "namo"),
+        "adaptive_muon_lines": ("rows", "cols", "longer"),
+        "muon_weight_decay_method": ("decoupled", "independent"),
+    }
+)
+
+# Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
+# would be silently ignored.
+_NEEDS = MappingProxyType(
+    {
+        "reuse_grad_buf_for_mxfp8_param_ag": "fp8_recipe",
+        "main_grads_dtype": "use_precision_aware_optimizer",
+        "main_params_dtype": "use_precision_aware_optimizer",
+        "exp_avg_dtype": "use_precision_aware_optimizer",
+        "exp_avg_sq_dtype": "use_precision_aware_optimizer",
+        "decoupled_min_lr": "decoupled_lr",
+        "overlap_param_gather_with_optimizer_step": "overlap_param_gather",
+        "optimizer_offload_fraction": "optimizer_cpu_offload",
+        "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
+        "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
+        "pin_cpu_grads": "optimizer_cpu_offload",
+        "pin_cpu_params": "optimizer_cpu_offload",
+    }
+)
+
+
+_OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def validate_optimizer_config(config: "OptimizerConfig") -> None:
+    """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every single field is valid."""
+    check(config, lambda: _field_problems(config), lambda: _conflicts(config))
+
+
+def _field_problems(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of single fields."""
+    yield from interval_problems(config, INTERVALS)
+    yield from choice_problems(config, CHOICES)
+    if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
+        yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
+
+
+def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:
+    """Problems of fields that are valid individually but not together."""
+    yield from _needs(config)
+    yield from _learning_rates(config)
+    yield from _dtypes(config)
+    yield from _fp8(config)
+    yield from _shards(config)
+    if config.optimizer_cpu_offload and config.optimizer_offload_fraction == 0:
+        reason = "offloads nothing; set it in (0, 1], or set optimizer_cpu_offload=False"
+        yield Problem("optimizer_offload_fraction", config.optimizer_offload_fraction, reason)
+    if config.optimizer_cpu_offload and config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: a graph cannot wait for an update on the host; set only one of them"
+        yield Problem("optimizer_cpu_offload", True, reason)
+    if config.optimizer.lower() == "adamw" and not config.decoupled_weight_decay:
+        reason = "contradicts optimizer='adamw', which decouples it; set optimizer='adam' to add it to the gradient"
+        yield Problem("decoupled_weight_decay", False, reason)
+    yield from _loss_scale(config)
+
+
+def _needs(config: "OptimizerConfig") -> Iterator[Problem]:
+    defaults = {field.name: field_default(field) for field in dataclasses.fields(config)}
+    for name, needed in _NEEDS.items():
+        value = getattr(config, name)
+        if value != defaults[name] and getattr(config, needed) == defaults[needed]:
+            reason = f"has no effect without {needed}; set that too, or leave this at {defaults[name]!r}"
+            yield Problem(name, value, reason)
+
+
+def _loss_scale(config: "OptimizerConfig") -> Iterator[Problem]:
+    if config.min_loss_scale > config.initial_loss_scale:
+        reason = f"must not be above initial_loss_scale={config.initial_loss_scale!r}"
+        yield Problem("min_loss_scale", config.min_loss_scale, reason)
+    elif not config.fp16:
+        for field in dataclasses.fields(config):
+            value = getattr(config, field.name)
+            if field.name in _OF_DYNAMIC_SCALE and value != field.default:
+                reason = "has no effect: the loss scale is dynamic only with fp16=True"
+                yield Problem(field.name, value, f"{reason}; set that, or leave it at {field.default!r}")
+
+
+def _learning_rates(config: "OptimizerConfig") -> Iterator[Problem]:
+    lr, low = config.lr, config.min_lr
+    if lr is not None and low is not None and low > lr:
+        yield Problem("min_lr", low, f"must not be above lr={lr!r}")
+    lr, low = config.decoupled_lr, config.decoupled_min_lr
+    if lr is not None and low is not None and low > lr:
+        yield Problem("decoupled_min_lr", low, f"must not be above decoupled_lr={lr!r}")
+    if lr is not None and low is None and config.min_lr is not None and config.min_lr > lr:
+        reason = f"must not be below min_lr={config.min_lr!r}, to which the schedule would raise it"
+        yield Problem("decoupled_lr", lr, f"{reason}; set decoupled_min_lr")
+
+
+def _dtypes(config: "OptimizerConfig") -> Iterator[Problem]:
+    if config.fp16 and config.bf16:
+        yield Problem("fp16", True, "excludes bf16=True; set only one of them")
+    by_flag = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else None
+    if by_flag is not None and config.params_dtype not in (torch.float32, by_flag):
+        flag = "fp16" if config.fp16 else "bf16"
+        yield Problem("params_dtype", config.params_dtype, f"contradicts {flag}=True; leave it out or set {by_flag}")
+    if by_flag is None and config.params_dtype is torch.float16:
+        yield Problem("params_dtype", config.params_dtype, "needs loss scaling; set fp16=True")
+    if config.main_grads_dtype is torch.bfloat16 and config.precision.params is not torch.bfloat16:
+        reason = "is allowed for bf16 parameters only; set bf16=True, or leave it out"
+        yield Problem("main_grads_dtype", config.main_grads_dtype, reason)
+    if config.main_params_dtype is torch.float16 and config.precision.params is torch.float32:
+        reason = (
+            "is allowed for 16-bit parameters only, since fp32 parameters have no mains; set bf16=True or fp16=True"
+        )
+        yield Problem("main_params_dtype", config.main_params_dtype, f"{reason}, or leave it out")
+    if config.main_params_dtype is torch.int8 and config.precision.params is not torch.bfloat16:
+        reason = "is an 8-bit remainder of bf16 parameters; set bf16=True, or leave it out"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
+    if config.main_params_dtype is torch.int8 and not config.store_param_remainders:
+        reason = "is an 8-bit remainder, but store_param_remainders=False; set only one of them"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
+
+
+def _fp8(config: "OptimizerConfig") -> Iterator[Problem]:
+    recipe = config.fp8_recipe
+    if config.reuse_grad_buf_for_mxfp8_param_ag and recipe != "mxfp8":
+        yield Problem("reuse_grad_buf_for_mxfp8_param_ag", True, "needs fp8_recipe='mxfp8'; leave it out otherwise")
+    if recipe is None:
+        return
+    if recipe == "nvfp4":
+        yield Problem("fp8_recipe", recipe, "4-bit parameters are not supported; use 'mxfp8', or keep them in bf16")
+    if config.optimizer_cpu_offload:
+        reason = "excludes optimizer_cpu_offload: mains of fp8 parameters must stay on the device; set only one of them"
+        yield Problem("fp8_recipe", recipe, reason)
+    if config.main_params_dtype is not torch.float32:
+        reason = "excludes fp8_recipe: mains of fp8 parameters are fp32; leave it out"
+        yield Problem("main_params_dtype", config.main_params_dtype, reason)
+    if config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: scales are exchanged between update and gather; set only one of them"
+        yield Problem("fp8_recipe", recipe, reason)
+
+
+def _shards(config: "OptimizerConfig") -> Iterator[Problem]:
+    flat, whole = config.use_distributed_optimizer, config.use_layer_wise_distributed_optimizer
+    if flat and whole:
+        reason = "excludes use_layer_wise_distributed_optimizer, which also shards the state; set only one of them"
+        yield Problem("use_distributed_optimizer", True, reason)
+    if config.overlap_param_gather and not (flat or whole):
+        reason = "needs sharded state; set use_distributed_optimizer or use_layer_wise_distributed_optimizer"
+        yield Problem("overlap_param_gather", True, reason)
+    if config.overlap_param_gather_with_optimizer_step and config.optimizer_cuda_graph:
+        reason = "excludes optimizer_cuda_graph: a captured step is a single call; set only one of them"
+        yield Problem("overlap_param_gather_with_optimizer_step", True, reason)
+    if config.overlap_param_gather_with_optimizer_step and whole:
+        reason = "needs use_distributed_optimizer; layer-wise sharding already gathers bucket by bucket"
+        yield Problem("overlap_param_gather_with_optimizer_step", True, reason)
