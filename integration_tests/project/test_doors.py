@@ -126,7 +126,7 @@ ROOMS = {
     "opt_checkpoint": ("state",),
     "opt_distributed": ("buffers", "comm", "finalize", "layout", "pieces", "saving", "step"),
     "opt_kernels": ("backends", "codecs", "formulas", "hooks", "matrices", "quantized", "rules", "works"),
-    "opt_paramgroups": ("dtensor", "overrides"),
+    "opt_paramgroups": ("overrides",),
 }
 
 

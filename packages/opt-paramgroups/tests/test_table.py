@@ -78,7 +78,7 @@ def test_json_gives_the_rows_back():
 @pytest.mark.needs_extra
 def test_rich_shows_names_with_brackets_as_they_are():
     console = pytest.importorskip("rich.console", reason="the rich extra is not installed")
-    from opt_paramgroups.rich_table import as_rich
+    from opt_paramgroups.table import as_rich
 
     row = rows()[0]._replace(name="layers.[abc].*")
     page = console.Console(width=200, record=True, file=io.StringIO())

@@ -1,12 +1,17 @@
 """Parameter groups by key, the same on every rank."""
 
-from opt_paramgroups.dtensor import MeshPlacement
-from opt_paramgroups.groups import GroupsAndBuffers, ParamGroup, get_param_groups, get_param_groups_and_buffers
-from opt_paramgroups.match import matches
+from opt_paramgroups.groups import GroupsAndBuffers, ParamGroup, get_param_groups, get_param_groups_and_buffers, matches
 from opt_paramgroups.meta import ParamMeta, describe, describe_untrained
+from opt_paramgroups.model import (
+    TENSOR_PARALLEL_AXES,
+    MeshPlacement,
+    ParamId,
+    dtensor_layout,
+    model_chunks_of,
+    parameters_by_id,
+)
 from opt_paramgroups.mup import get_mup_config_overrides, get_mup_overrides_by_shape, shapes_of
-from opt_paramgroups.names import ParamId, model_chunks_of, parameters_by_id
-from opt_paramgroups.presets import (
+from opt_paramgroups.overrides import (
     get_layer_decay_overrides,
     get_matrix_rule_overrides,
     get_standard_config_overrides,
@@ -14,9 +19,10 @@ from opt_paramgroups.presets import (
 from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
 
 __all__ = [
-    "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta", "as_json", "as_markdown",
-    "as_text", "describe", "describe_untrained", "get_layer_decay_overrides", "get_matrix_rule_overrides",
-    "get_mup_config_overrides", "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
+    "TENSOR_PARALLEL_AXES", "GroupRow", "GroupsAndBuffers", "MeshPlacement", "ParamGroup", "ParamId", "ParamMeta",
+    "as_json", "as_markdown", "as_text", "describe", "describe_untrained", "dtensor_layout",
+    "get_layer_decay_overrides", "get_matrix_rule_overrides", "get_mup_config_overrides",
+    "get_mup_overrides_by_shape", "get_param_groups", "get_param_groups_and_buffers",
     "get_standard_config_overrides", "group_rows", "matches", "model_chunks_of", "parameters_by_id", "shapes_of",
 ]  # fmt: skip
 

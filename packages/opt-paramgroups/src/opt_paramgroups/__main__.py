@@ -8,14 +8,14 @@ from types import MappingProxyType
 
 from opt_config import ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
-from opt_paramgroups.names import model_chunks_of
-from opt_paramgroups.presets import (
+from opt_paramgroups.model import model_chunks_of
+from opt_paramgroups.overrides import (
     MATRIX_RULES,
     Overrides,
     get_matrix_rule_overrides,
     get_standard_config_overrides,
 )
-from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_text, group_rows
+from opt_paramgroups.table import GroupRow, as_json, as_markdown, as_rich, as_text, group_rows
 
 FORMATS: Mapping[str, Callable[[Sequence[GroupRow]], str]] = MappingProxyType(
     {"text": as_text, "markdown": as_markdown, "json": as_json}
@@ -53,10 +53,9 @@ def show(rows: Sequence[GroupRow], form: str) -> None:
         print(FORMATS[form](rows))
         return
     try:
-        rich_table = import_module("opt_paramgroups.rich_table")
+        import_module("rich.console").Console().print(as_rich(rows))
     except ImportError as error:
         raise ConfigError("the rich table needs the package rich: python -m pip install rich") from error
-    rich_table.print_rich(rows)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,236 @@
 """Parameter groups: every trainable parameter is in exactly one, and all ranks have the same groups in one order."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 from torch import nn
+from torch.nn import Parameter
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey
-from opt_paramgroups.align import Gather, GroupKey, Report, Seen, agree, alone
-from opt_paramgroups.match import check_all_matched, frozen_matches, match_all, warn_of_frozen
-from opt_paramgroups.meta import ParamMeta, describe
-from opt_paramgroups.names import ParamId, frozen_by_id, parameters_by_id
-from opt_paramgroups.overrides import ConfigOverrides, Override, read_overrides
-from opt_paramgroups.presets import get_standard_config_overrides
+from opt_config import ConfigError, OptimizerConfig, ParamKey, did_you_mean, has_attribute, many
+from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta, describe
+from opt_paramgroups.model import ParamId, frozen_by_id, parameters_by_id
+from opt_paramgroups.overrides import (
+    ConfigOverrides,
+    DefaultEntries,
+    Override,
+    get_standard_config_overrides,
+    read_overrides,
+)
+from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
+
+logger = logging.getLogger("opt_paramgroups")
+
+Entries = tuple[tuple[str, Hashable], ...]
+"""A merged override as pairs sorted by name, independent of the order of merging."""
+
+
+class Match(NamedTuple):
+    """The keys that match one parameter, and their merged override."""
+
+    labels: frozenset[str]  # of the keys that match it
+    entries: Entries | None  # of all of them; None: no difference from the configuration
+
+
+def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
+    """Whether `param_key` matches `param`, named `param_name` in its module. Any field of the key may match.
+
+    >>> import torch
+    >>> matches(torch.nn.Parameter(torch.empty(3)), "layers.0.bias", ParamKey(name="*.bias"))
+    True
+    """
+    return param_key.matches(param, param_name)
+
+
+def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Match:
+    """The keys of `overrides` that match a parameter, and their merged override.
+
+    Attributes are read from `meta` if it has them, else from the tensor. `DefaultEntries` apply only to entries that no
+    other key sets. Raises `ConfigError` if two keys set different values; it names both keys and the parameter.
+    """
+    matching = [
+        key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))
+    ]
+    set_by_caller = {e for key in matching if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
+    chosen = {
+        key: {entry: value for entry, value in overrides[key].items() if entry not in set_by_caller}
+        if isinstance(overrides[key], DefaultEntries)
+        else overrides[key]
+        for key in matching
+    }
+    try:
+        merged = combine_param_group_overrides([cast(Any, override) for override in chosen.values()])
+    except ValueError as error:
+        raise _contradiction(meta, chosen) from error
+    return Match(frozenset(key.label for key in matching), param_group_override_to_tuple(merged) or None)
+
+
+def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
+    known = meta.has_attribute(attr)
+    return has_attribute(param, attr) if known is None else known
+
+
+def _contradiction(meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> ConfigError:
+    """The error that names the first two keys that set one entry to different values."""
+    first_key: dict[str, ParamKey] = {}
+    for key, override in overrides.items():
+        for entry, value in override.items():
+            first = first_key.setdefault(entry, key)
+            if overrides[first][entry] != value:
+                return ConfigError(
+                    f"parameter {str(meta.id)!r}: key {first.label!r} sets {entry!r} to "
+                    f"{overrides[first][entry]!r}, key {key.label!r} to {value!r}; set it in "
+                    "one of them only, or let them match different parameters"
+                )
+    raise AssertionError("combine_param_group_overrides rejected overrides that do not conflict")
+
+
+def check_all_matched(
+    overrides: Mapping[ParamKey, Override], matched: frozenset[str], params: Mapping[ParamId, Parameter]
+) -> None:
+    """Raise `ConfigError` for keys of names and attributes that match no parameter, with near misses on this rank.
+
+    Keys with a predicate are exempt: a condition may rightly match nothing, a misspelt name may not.
+    """
+    unmatched = [
+        key for key in overrides if key.label not in matched and not (key.predicate or key.with_name_predicate)
+    ]
+    if unmatched:
+        raise ConfigError(
+            "\n".join(
+                f"config_overrides[{key.label}]: matches no parameter.{_near_misses(key, params)}" for key in unmatched
+            )
+            + "\nCorrect or drop the key, or pass allow_unmatched=True."
+        )
+
+
+def frozen_matches(overrides: Mapping[ParamKey, Override], frozen: Mapping[ParamId, Parameter]) -> dict[str, str]:
+    """The first frozen parameter that each key matches, by the label of the key. Other keys are left out."""
+    first: dict[str, str] = {}
+    for id, param in frozen.items():
+        for key in overrides:
+            if key.label not in first and key.matches(param, id.name):
+                first[key.label] = str(id)
+    return first
+
+
+def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[str], frozen: Mapping[str, str]) -> None:
+    """Log a warning for every key of names and attributes that matches frozen parameters only: it has no effect."""
+    for key in overrides:
+        name = frozen.get(key.label)
+        if name and key.label not in matched and not (key.predicate or key.with_name_predicate):
+            logger.warning(
+                "config_overrides[%s]: matches frozen parameters only, such as %r (requires_grad=False), so it has no "
+                "effect; unfreeze them before the optimizer is built, or drop the key",
+                key.label, name,
+            )  # fmt: skip
+
+
+def _near_misses(key: ParamKey, params: Mapping[ParamId, Parameter]) -> str:
+    names = {id.name for id in params}
+    patterns = names | {f"*.{name.rpartition('.')[2]}" for name in names if "." in name}
+    hints = [did_you_mean(pattern, patterns) for pattern in many(key.name)]
+    hints += [did_you_mean(attr, REFERENCE_ATTRIBUTES) for attr in many(key.attr) if attr not in REFERENCE_ATTRIBUTES]
+    return "".join(hints)
+
+
+Gather = Callable[[Any], Sequence[Any]]
+"""Takes a picklable value and returns the values of all ranks, in the same order on every rank."""
+
+
+class GroupKey(NamedTuple):
+    """Identifies a group: its merged override, and whether its parameters belong to experts."""
+
+    entries: Entries | None
+    is_expert: bool
+
+
+class Seen(NamedTuple):
+    """The labels of all keys that match some parameter, and the group that this parameter belongs to."""
+
+    labels: frozenset[str]
+    key: GroupKey
+
+
+class Report(NamedTuple):
+    """What one rank sends to the others."""
+
+    seen: frozenset[Seen]
+    error: str  # why the rank failed; empty: it did not
+    frozen: tuple[tuple[str, str], ...] = ()  # label of a key, and the first frozen parameter that it matches
+
+    @classmethod
+    def of(cls, seen: Iterable[Seen], *, frozen: Mapping[str, str]) -> Self:
+        """The report of a rank that matched all its parameters."""
+        return cls(frozenset(seen), "", tuple(frozen.items()))
+
+    @classmethod
+    def failed(cls, error: Exception) -> Self:
+        """The report of a rank that failed."""
+        return cls(frozenset(), str(error) or repr(error))
+
+
+class Agreed(NamedTuple):
+    """What every rank builds its groups from."""
+
+    names: dict[GroupKey, str]  # in the order of the groups
+    labels: frozenset[str]  # of all keys that matched a trainable parameter on some rank
+    frozen: Mapping[str, str]  # label of a key that matched frozen parameters on some rank: the first of these
+
+
+def alone(value: Any) -> list[Any]:
+    """The gather of a single process."""
+    return [value]
+
+
+def agree(report: Report, gather: Gather) -> Agreed:
+    """The groups of all ranks, named and in one order. Collective: every rank calls it once.
+
+    A rank that failed passes `Report.failed` to `gather`, so that the other ranks do not wait for it forever. Raises
+    `ConfigError` if another rank failed, or if ranks were given different overrides.
+    """
+    reports: list[Report] = list(gather(report))
+    for rank, report in enumerate(reports):
+        if report.error:
+            raise ConfigError(f"rank {rank}: {report.error}")
+    seen = frozenset[Seen]().union(*(report.seen for report in reports))
+    frozen = {label: name for report in reversed(reports) for label, name in report.frozen}
+    return Agreed(_named(seen), frozenset[str]().union(*(labels for labels, _ in seen)), frozen)
+
+
+def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:
+    """The name of each group, in the order of the groups: default first, then by name, dense before experts."""
+    sets: dict[GroupKey, set[str]] = {}
+    for labels, key in seen:
+        sets.setdefault(key, set()).add(_both(labels))
+    names = {key: _name(key, label_sets) for key, label_sets in sets.items()}
+    _check_distinct(seen, names)
+    return dict(sorted(names.items(), key=lambda item: (item[0].entries is not None, item[1], item[0].is_expert)))
+
+
+def _both(labels: Iterable[str]) -> str:
+    """The labels of all keys that match a parameter, joined by "and"."""
+    parts = sorted(labels)
+    return " and ".join(f"({part})" if " or " in part and len(parts) > 1 else part for part in parts)
+
+
+def _name(key: GroupKey, label_sets: set[str]) -> str:
+    """The keys of a group: "and" joins keys that match the same parameter, a comma those of different parameters."""
+    name = "default" if key.entries is None else ", ".join(sorted(label_sets))
+    return f"{name} (experts)" if key.is_expert else name
+
+
+def _check_distinct(seen: frozenset[Seen], names: dict[GroupKey, str]) -> None:
+    """Raise `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name."""
+    counts = Counter((_both(labels), key.is_expert) for labels, key in seen)
+    ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
+    if ambiguous or len(set(names.values())) < len(names):
+        raise ConfigError(
+            f"config_overrides: {' and '.join(map(repr, ambiguous or names.values()))}: the same keys make different "
+            "groups; give every rank the same overrides, and different predicates different names"
+        )
+
 
 ParamGroup = dict[str, Any]
 """A parameter group of torch.optim."""

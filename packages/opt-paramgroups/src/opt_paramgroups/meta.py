@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES, DTensorLayout, MeshPlacement, dtensor_layout
-from opt_paramgroups.names import ParamId, frozen_by_id, parameters_by_id, unwrapped
-from opt_paramgroups.vocabulary import vocabulary_roles
+from opt_paramgroups.model import (
+    TENSOR_PARALLEL_AXES,
+    DTensorLayout,
+    MeshPlacement,
+    ParamId,
+    dtensor_layout,
+    frozen_by_id,
+    parameters_by_id,
+    unwrapped,
+    vocabulary_roles,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""The table of parameter groups, as text, markdown and JSON."""
+"""The table of parameter groups, as text, markdown and JSON, or in colour."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 
@@ -77,3 +78,14 @@ def as_markdown(rows: Sequence[GroupRow]) -> str:
 def as_json(rows: Sequence[GroupRow]) -> str:
     """A JSON list of objects, one for each group."""
     return json.dumps([row._asdict() for row in rows], indent=2)
+
+
+def as_rich(rows: Sequence[GroupRow]) -> Any:
+    """A `rich.table.Table`, for a console. Needs the `rich` extra."""
+    table = import_module("rich.table").Table(title="parameter groups")
+    for heading in headings():
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        # rich would read square brackets in the label of a key as markup.
+        table.add_row(*(cell.replace("[", r"\[") for cell in cells(row)))
+    return table

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import did_you_mean
 from opt_distributed.comm.collectives import Comm, ProcessGroupError, TorchComm, group_of
-from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
+from opt_paramgroups import TENSOR_PARALLEL_AXES
 
 DATA_AXES = ("dp", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep")
 AXES: Mapping[str, str] = MappingProxyType(

@@ -10,8 +10,7 @@ from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import MatrixRule, Rule
 from opt_kernels.works import MatrixSpec
-from opt_paramgroups import ParamId, ParamMeta
-from opt_paramgroups.dtensor import TENSOR_PARALLEL_AXES
+from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
 TENSOR_PARALLEL = "tensor parallel"
 

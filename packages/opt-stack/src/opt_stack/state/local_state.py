@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from opt_distributed.pieces import local
 from opt_distributed.step import CHOICES, Scaler
-from opt_paramgroups import ParamId
-from opt_paramgroups.dtensor import dtensor_layout
+from opt_paramgroups import ParamId, dtensor_layout
 from opt_stack.rules.entries import HOOKS
 
 
