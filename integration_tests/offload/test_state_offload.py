@@ -33,7 +33,7 @@ from opt_distributed.comm import device as devices
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, get_optimizer
-from opt_stack.state.offload import StateOffload
+from opt_stack.state.live import StateOffload
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 

@@ -11,8 +11,7 @@ from stack_models import make_model
 
 from opt_config import OptimizerConfig
 from opt_stack import Registry, get_optimizer
-from opt_stack.__main__ import main
-from opt_stack.meaning import kind_rows
+from opt_stack.__main__ import kind_rows, main
 
 MODEL = ["--model", "stack_models:make_model"]
 

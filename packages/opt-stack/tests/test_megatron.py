@@ -226,7 +226,7 @@ def test_losses_that_are_sums_over_tokens_are_divided_by_the_tokens_of_all_ranks
 
 def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
-    monkeypatch.setattr("opt_stack.megatron.wrapper.finalize", lambda *args, **options: found.update(options))
+    monkeypatch.setattr("opt_stack.megatron.names.finalize", lambda *args, **options: found.update(options))
     transformer = SimpleNamespace(qk_layernorm=True, moe_router_bias_update_rate=0.5)
     chunk = megatron.DistributedDataParallel(transformer, DDP(), make_model())
     megatron.finalize_model_grads([chunk])

@@ -29,7 +29,6 @@ from opt_paramgroups import (
     get_standard_config_overrides,
 )
 from opt_stack.building.build import build_stepper, holds_parts
-from opt_stack.given_groups import complete_groups
 from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS
 from opt_stack.planning.draft import Draft, Groups, Overrides
@@ -45,6 +44,7 @@ from opt_stack.planning.ranks import (
 )
 from opt_stack.planning.wrapped import with_wrappers_fields
 from opt_stack.records import write_group_map, write_plan
+from opt_stack.rules.entries import complete_groups
 from opt_stack.rules.registry import Registry
 from opt_stack.state.loaded_weights import LoadedReplicas
 

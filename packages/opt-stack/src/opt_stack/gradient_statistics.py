@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from opt_distributed.comm import Comm, group_of
 from opt_distributed.step import Stepper, StepResult
 from opt_paramgroups import ParamId
-from opt_stack.state.sharded_state import Held
+from opt_stack.state.live import Held
 
 
 class InBackward(Protocol):

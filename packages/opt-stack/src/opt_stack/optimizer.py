@@ -19,12 +19,9 @@ from opt_distributed.step import Refusal, Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
-from opt_stack.state.evaluation import Evaluation
+from opt_stack.state.live import Evaluation, Held, LiveState, StateOffload
 from opt_stack.state.loaded_weights import LoadedReplicas, LoadedWeights, trained_names
-from opt_stack.state.local_state import find_values
-from opt_stack.state.offload import StateOffload
-from opt_stack.state.sharded_state import Held, LiveState
-from opt_stack.state.state_dicts import StateDicts
+from opt_stack.state.state_dicts import StateDicts, find_values
 
 _PARAMS = itemgetter("params")
 _REQUIRES_GRAD = attrgetter("requires_grad")

@@ -16,7 +16,7 @@ from opt_distributed.buffers import BufferPlan, short
 from opt_distributed.comm import Comm, agreed
 from opt_stack.planning.compute import compute_lines
 from opt_stack.planning.plan import MAX_RANKS_SHOWN, Plan, UnitPlan, unit_bytes
-from opt_stack.state.local_state import param_name
+from opt_stack.state.state_dicts import param_name
 
 CONFIG_FILE = "optimizer_config.json"
 PLAN_FILE = "optimizer_plan.json"

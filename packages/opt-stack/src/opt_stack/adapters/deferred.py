@@ -1,4 +1,4 @@
-"""An optimizer that is built after a trainer has replaced the model's parameters, as Accelerate does for FSDP2."""
+"""An optimizer that is built after a trainer has replaced the model's parameters (Accelerate, Hugging Face Trainer)."""
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn
@@ -18,8 +18,8 @@ from opt_stack.optimizer import Optimizer
 from opt_stack.planning.draft import Draft, Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
-from opt_stack.state.local_state import match_groups, packed_groups, set_group_
-from opt_stack.state.sharded_state import LiveState
+from opt_stack.state.live import LiveState
+from opt_stack.state.state_dicts import match_groups, packed_groups, set_group_
 
 _STATE_DICT_HOOKS = (
     "_optimizer_state_dict_pre_hooks",
@@ -256,3 +256,25 @@ def _check_model(model: object) -> None:
         raise ConfigError(
             "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
         )
+
+
+class StackFactory:
+    """Builds the optimizer inside the Trainer, when the final model and device are known.
+
+    The Trainer instantiates anything that is not an optimizer class and calls it with the model. Checked with
+    transformers 5.23; versions that accept only classes raise a TypeError here.
+
+        Trainer(..., optimizer_cls_and_kwargs=(StackFactory, {"config": OptimizerConfig(optimizer="muon", lr=3e-4)}))
+
+    The Trainer itself clips gradients to `max_grad_norm`, so set `clip_grad=0.0`, or `max_grad_norm=0.0`. Its
+    `weight_decay` and `learning_rate` are ignored in favour of the configuration's. Its schedules multiply the learning
+    rates of the groups.
+    """
+
+    def __call__(self, model: nn.Module, *, config: OptimizerConfig, **options: Any) -> DeferredOptimizer:
+        """Return the optimizer of `model`; `options` are those of `DeferredOptimizer`.
+
+        Raises:
+            ConfigError (a ValueError): as `DeferredOptimizer`.
+        """
+        return DeferredOptimizer(config, model, **options)

@@ -13,9 +13,8 @@ from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import Optimizer
 from opt_stack.planning.draft import Overrides
-from opt_stack.rules.entries import HOOKS
+from opt_stack.rules.entries import HELD, HOOKS
 from opt_stack.rules.registry import Registry
-from opt_stack.state.local_state import HELD
 
 _MISSING = object()
 

@@ -52,19 +52,21 @@ from opt_scheduler import (
 )
 from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
 from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
-from opt_stack.megatron.kinds import (
+from opt_stack.megatron.names import (
     ChainedOptimizer,
+    DistributedDataParallel,
     DistributedOptimizer,
     Float16OptimizerWithFloat16Params,
     FP32Optimizer,
     LayerWiseDistributedOptimizer,
     MixedPrecisionOptimizer,
+    absent,
+    add_modules_,
+    finalize_model_grads,
     get_megatron_muon_optimizer,
     get_megatron_optimizer,
     layer_wise,
 )
-from opt_stack.megatron.names import absent, add_modules_
-from opt_stack.megatron.wrapper import DistributedDataParallel, finalize_model_grads
 from opt_stack.optimizer import MegatronOptimizer
 from opt_stack.planning.draft import Overrides
 from opt_stack.rules.registry import Registry

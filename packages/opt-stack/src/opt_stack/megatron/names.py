@@ -1,11 +1,245 @@
-"""Megatron-Core's module paths below `opt_stack.megatron`, and its names that do not exist here."""
+"""Megatron-Core's kinds of optimizer, its positional orders, its module paths, and its names that do not exist here."""
 
 import sys
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
+from inspect import signature
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn, ParamSpec
+
+from torch import Tensor, nn
+
+from opt_config import ConfigError, DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, WholeParams
+from opt_distributed import finalize_model_grads as finalize
+from opt_distributed.buffers import DistributedDataParallel as Wrapper
+from opt_distributed.comm import Given, ProcessGroups
+from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
+from opt_kernels.rules import Needs
+from opt_stack.factory import get_optimizer
+from opt_stack.optimizer import MegatronOptimizer, Optimizer
+from opt_stack.rules.registry import Registry
+
+Arguments = ParamSpec("Arguments")
+
+
+def layer_wise(config: OptimizerConfig, rules: Registry | None = None) -> OptimizerConfig:
+    """Return `config` with layer-wise sharding if it asks for it as Megatron-Core's training script does.
+
+    `use_distributed_optimizer=True` with a rule of matrices, and the name `dist_muon`, deprecated there, both mean
+    `use_layer_wise_distributed_optimizer=True`. Any other configuration is returned as it is, invalid ones too:
+    `get_optimizer` refuses those on every rank.
+    """
+    if not isinstance(config, OptimizerConfig):
+        return config  # type: ignore[unreachable]  # `get_optimizer` refuses it
+    name = config.optimizer.removeprefix("dist_")
+    try:
+        needs = (rules or Registry().with_installed()).rule(name, OptimizerConfig(optimizer=name)).needs
+    except ConfigError:
+        return config
+    if needs is not Needs.MATRICES or not (config.use_distributed_optimizer or name != config.optimizer):
+        return config
+    return replace(config, optimizer=name, use_distributed_optimizer=False, use_layer_wise_distributed_optimizer=True)
+
+
+def _with_layer_wise(build: Callable[Arguments, Optimizer]) -> Callable[Arguments, Optimizer]:
+    """Return `build` with `layer_wise` applied to its argument `config`."""
+
+    @wraps(build)
+    def built(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Optimizer:
+        given = signature(build).bind(*args, **kwargs)
+        given.arguments["config"] = layer_wise(given.arguments["config"], given.arguments.get("rules"))
+        return build(*given.args, **given.kwargs)
+
+    return built
+
+
+get_megatron_optimizer = _with_layer_wise(get_optimizer)
+"""`opt_stack.get_optimizer`, except that `use_distributed_optimizer=True` with a rule of matrices means layer-wise
+sharding, as in Megatron-Core: see `layer_wise`."""
+
+
+class _Kind(type):
+    """The optimizers with a configuration of this kind (`_HAS`). `isinstance` finds them; they are not subclasses."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, MegatronOptimizer) and _HAS[cls.__name__](instance.config)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"{cls.__name__} is not built directly; call opt_stack.megatron.get_megatron_optimizer(config, "
+            "model_chunks), which returns one optimizer for all parameters. For groups of your own, pass all of them "
+            "to opt_stack.get_optimizer_based_on_param_groups(config, model_chunks, param_groups)"
+        )
+
+
+def _is_mixed(config: OptimizerConfig) -> bool:
+    return config.bf16 or config.fp16
+
+
+_HAS: Mapping[str, Callable[[OptimizerConfig], bool]] = {
+    "DistributedOptimizer": lambda config: isinstance(config.sharding, FlatShards),
+    "LayerWiseDistributedOptimizer": lambda config: isinstance(config.sharding, WholeParams),
+    "MixedPrecisionOptimizer": lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards),
+    "Float16OptimizerWithFloat16Params": lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated),
+    "FP32Optimizer": lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated),
+    "ChainedOptimizer": lambda config: False,
+}
+
+
+class DistributedOptimizer(metaclass=_Kind):
+    """Optimizers with flat shards of the state (`use_distributed_optimizer=True`)."""
+
+
+class LayerWiseDistributedOptimizer(metaclass=_Kind):
+    """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
+
+
+class MixedPrecisionOptimizer(metaclass=_Kind):
+    """Optimizers of bf16 or fp16 parameters, and those with flat shards."""
+
+
+class Float16OptimizerWithFloat16Params(metaclass=_Kind):
+    """Optimizers of bf16 or fp16 parameters that keep the whole state on every rank."""
+
+
+class FP32Optimizer(metaclass=_Kind):
+    """Optimizers of fp32 parameters that keep the whole state on every rank."""
+
+
+class ChainedOptimizer(metaclass=_Kind):
+    """Never matches: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: list[nn.Module],
+    *args: Any,
+    layer_wise_distributed_optimizer: bool = False,
+    **kwargs: Any,
+) -> MegatronOptimizer:
+    """Call `get_megatron_optimizer` for a rule of matrices, such as "muon". Megatron-Core deprecated this name.
+
+    Args:
+        config, model_chunks, args, kwargs: as for `get_megatron_optimizer`.
+        layer_wise_distributed_optimizer: sets `use_layer_wise_distributed_optimizer` of a copy of `config`.
+
+    Raises:
+        ConfigError: `config.optimizer` is not a rule of matrices; and as `get_megatron_optimizer`.
+    """
+    config = layer_wise(config, kwargs.get("rules"))
+    rules = kwargs.get("rules") or Registry().with_installed()
+    if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
+        raise ConfigError(
+            f"optimizer={config.optimizer!r}: get_megatron_muon_optimizer builds rules of matrices, such as 'muon'; "
+            "set optimizer='muon', or call get_megatron_optimizer"
+        )
+    if layer_wise_distributed_optimizer:
+        config = replace(config, use_layer_wise_distributed_optimizer=True)
+    return get_megatron_optimizer(config, model_chunks, *args, **kwargs)
+
+
+class DistributedDataParallel(Wrapper):
+    """`opt_stack.DistributedDataParallel` that also takes Megatron-Core's positional order.
+
+    Both of these work::
+
+        DistributedDataParallel(transformer_config, ddp_config, module)   # Megatron-Core's order
+        DistributedDataParallel(ddp_config, module)                       # the order of opt_stack
+
+    Args:
+        config: Megatron-Core's transformer configuration: any object. Its `calculate_per_token_loss` is read here;
+            its `qk_layernorm` and `moe_router_bias_update_rate` in `finalize_model_grads`.
+        ddp_config: the configuration of the wrapper, which is not modified.
+        module: the model chunk.
+        disable_bucketing: reduce all gradients of the chunk in one bucket.
+        pg_collection: process groups by role; `groups` of `opt_stack.DistributedDataParallel`.
+        full_param_layout: must be None: the layout is planned here.
+        chunk: the number of the chunk in a virtual pipeline. None: `module.vp_stage`, or 0.
+        options: keyword arguments of `opt_stack.DistributedDataParallel`.
+
+    Raises:
+        ConfigError: neither order fits, or `full_param_layout` is given; see also `opt_stack.DistributedDataParallel`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: DistributedDataParallelConfig | nn.Module | None = None,
+        module: nn.Module | None = None,
+        disable_bucketing: bool = False,
+        pg_collection: Given = None,
+        full_param_layout: None = None,
+        *,
+        chunk: int | None = None,
+        **options: Any,
+    ):
+        transformer_config = None
+        if isinstance(config, DistributedDataParallelConfig):
+            if ddp_config is not None and module is not None:
+                raise _wrong_order(config, ddp_config, module)
+            ddp_config, module = config, ddp_config if module is None else module  # type: ignore[assignment]
+        else:
+            transformer_config = config
+        if not isinstance(ddp_config, DistributedDataParallelConfig) or not isinstance(module, nn.Module):
+            raise _wrong_order(config, ddp_config, module)
+        if full_param_layout is not None:
+            raise ConfigError("full_param_layout is planned by the wrapper and must be None; leave it out")
+        if disable_bucketing:
+            ddp_config = replace(ddp_config, bucket_size=None, num_buckets=1)
+        if pg_collection is not None:
+            options.setdefault("groups", pg_collection)
+        per_token = bool(getattr(transformer_config, "calculate_per_token_loss", False))
+        options.setdefault("calculate_per_token_loss", per_token)
+        if "optimizer_config" in options:
+            options["optimizer_config"] = layer_wise(options["optimizer_config"])
+        number = getattr(module, "vp_stage", None) or 0 if chunk is None else chunk
+        super().__init__(ddp_config, module, chunk=number, **options)
+        self.transformer_config = transformer_config
+        if transformer_config is not None:
+            self.qk_layernorm = bool(getattr(transformer_config, "qk_layernorm", False))
+
+    @property
+    def ddp_config(self) -> DistributedDataParallelConfig:
+        """The configuration of the wrapper, under Megatron-Core's name."""
+        return self.config
+
+
+def _wrong_order(*given: object) -> ConfigError:
+    found = ", ".join(type(one).__name__ for one in given)
+    return ConfigError(
+        f"DistributedDataParallel({found}): write DistributedDataParallel(transformer_config, ddp_config, module) or "
+        "DistributedDataParallel(ddp_config, module), with ddp_config of opt_stack.DistributedDataParallelConfig"
+    )
+
+
+def finalize_model_grads(
+    model: Sequence[Wrapper],
+    num_tokens: Tensor | int | None = None,
+    pg_collection: ProcessGroups | None = None,
+    force_all_reduce: bool = False,
+    **options: Any,
+) -> None:
+    """Complete the gradients of wrapped chunks, with Megatron-Core's positional parameters. Collective.
+
+    See `opt_stack.finalize_model_grads`, whose keyword-only arguments are `options`. Their defaults are read from the
+    transformer configuration with which the first chunk was wrapped.
+
+    With `force_all_reduce`, every rank has whole gradients in `main_grad` afterwards, also with sharded state.
+
+    Raises:
+        ValueError: `force_all_reduce` is set, but a chunk with sharded state was wrapped with `overlap_grad_reduce`.
+    """
+    for chunk in model if force_all_reduce else ():
+        chunk.finish_grad_sync(force_all_reduce=True)
+    of_model = getattr(model[0], "transformer_config", None) if model else None
+    options.setdefault("qk_layernorm", any(chunk.qk_layernorm for chunk in model))
+    rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)
+    options.setdefault("router_bias_update_rate", rate)
+    finalize(model, num_tokens, pg_collection, **options)
+
 
 _MODULES = {
     "distrib_optimizer": "DistributedOptimizer",

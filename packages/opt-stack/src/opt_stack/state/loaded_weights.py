@@ -35,7 +35,7 @@ from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain,
 from opt_distributed.step import Scaler
 from opt_kernels.backends import Writes
 from opt_paramgroups import ParamId
-from opt_stack.state.sharded_state import Held
+from opt_stack.state.live import Held
 
 _COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
 _VERSION = attrgetter("_version")

@@ -1,8 +1,9 @@
 """The optimizer's state as sharded tensors, for checkpoints that load on any number of ranks."""
 
+import copy
 import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -19,34 +20,22 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica
 from opt_distributed.comm import Axes, Comm, Roles, agree
-from opt_distributed.pieces import OwnedPiece
 from opt_distributed.saving import (
     MAIN,
     STEP,
-    PieceState,
     check_loaded,
-    check_state,
-    load_state_,
     read_piece,
-    read_state,
 )
-from opt_distributed.step import Scaler, Unit
+from opt_distributed.step import Scaler
 from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
-from opt_stack.rules.entries import check_choices, check_loaded_numbers, warn_of_other_choices
-from opt_stack.state.local_state import OF_RULE, RULE, saved_scaler
+from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
+from opt_stack.state.live import Held
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
-
-
-class Held(NamedTuple):
-    """This rank's piece of a parameter and the unit whose rule updates it."""
-
-    unit: Unit
-    piece: OwnedPiece
 
 
 class Described(NamedTuple):
@@ -277,64 +266,15 @@ def _names_on_all_ranks(described: Sequence[Sequence[Described]], everyone: Comm
     return [list(dict.fromkeys(name for of_rank in per_rank for name in of_rank[at])) for at in range(len(local))]
 
 
-class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
-    """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
-
-    Reading returns a dict of tensors that share the state's memory, except `step` and main values joined from a
-    remainder. Assigning a dict sets the parameter's whole state, as loading does. State exists from construction, so
-    the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
-    """
-
-    def __init__(self, held: Mapping[Tensor, Held], *, check: Callable[[], None] = lambda: None):
-        self._held = held
-        self._check = check  # raises while nothing may be read or written
-
-    def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
-        self._check()
-        if param not in self._held:
-            return {}  # as with torch's defaultdict; another rank holds the state
-        held = self._held[param]
-        return ParamState(read_state(held.unit, held.piece), held)
-
-    def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
-        self._check()
-        unit, piece = self._held[param]
-        check_state(unit, piece, saved)
-        load_state_(unit, piece, saved)
-
-    def __delitem__(self, param: Tensor) -> None:
-        raise TypeError("the state of a parameter cannot be deleted; assign {} to optimizer.state[param] to reset it")
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def __contains__(self, param: object) -> bool:
-        return param in self._held
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, ([(param, OrderedDict(state)) for param, state in self.items()],)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-class ParamState(PieceState):
-    """The state of one parameter. Assigning a tensor writes it to the optimizer."""
-
-    def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
-        super().__init__(values)
-        self._held = held  # None if a trainer constructed a copy of this type, with moved tensors
-
-    def __setitem__(self, name: str, value: Tensor) -> None:
-        changed = {**self, name: value}
-        if self._held is not None:
-            unit, piece = self._held
-            check_state(unit, piece, changed)
-            load_state_(unit, piece, changed)
-        super().__setitem__(name, value)
+def saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:
+    """Return the saved loss scale, after loading it into a copy of `scaler`. Raise ValueError if that fails."""
+    saved = dict(state_dict.get("grad_scaler") or {})
+    if saved and not scaler.state_dict():
+        logger.info("the saved loss scale is ignored: this optimizer has a constant one")
+        return {}
+    try:
+        if saved:
+            copy.copy(scaler).load_state_dict(saved)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"grad_scaler={saved!r} of the state_dict cannot be loaded: {error!r}") from None
+    return saved
