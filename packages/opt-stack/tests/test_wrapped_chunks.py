@@ -18,8 +18,8 @@ from opt_distributed.buffers import UnusableGradientError, grad_checks
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
-from opt_stack.planning.draft import Draft
-from opt_stack.planning.wrapped import check_same_groups
+from opt_stack.planning.checks import check_same_groups, refuse
+from opt_stack.planning.planner import Draft
 
 SUBSETS = {
     "no parameter of a buffer": ("first.weight", "last.weight"),
@@ -226,10 +226,10 @@ def test_a_wrapper_over_other_ranks_in_equal_numbers_is_refused(world: None) -> 
     chunk = DistributedDataParallel(DistributedDataParallelConfig(), make_model(), groups=roles_over())
     chunk.roles = roles_over(0, 2)
     draft = Draft(config=OptimizerConfig(lr=1e-2), chunks=[chunk], registry=Registry(), roles=roles_over(0, 2))
-    check_same_groups(draft)  # another group object of the same ranks
+    refuse(check_same_groups(draft))  # another group object of the same ranks
     draft.roles = roles_over(0, 3)
     with pytest.raises(ConfigError, match=r"wrapped with data-parallel groups of 2 x 1 ranks .*\[0, 2\].*\[0, 3\]"):
-        check_same_groups(draft)
+        refuse(check_same_groups(draft))
 
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}

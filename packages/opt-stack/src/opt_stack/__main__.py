@@ -12,8 +12,9 @@ from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, Who
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
-from opt_stack.planning.draft import Draft
+from opt_stack.planning.checks import refuse
 from opt_stack.planning.plan import NUMBERS_IN_WORDS, Plan, UnitPlan, kept_bytes, main_bytes
+from opt_stack.planning.planner import Draft
 from opt_stack.planning.ranks import EFFECTS
 from opt_stack.rules.registry import Registry
 
@@ -156,7 +157,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     sizes = WorldSizes(dense=options.world, expert=options.world)
     draft = Draft(config=config, chunks=chunks, registry=rules, groups=groups, sizes=sizes)
     plan = plan_of(draft)
-    EFFECTS.judge(draft, [EFFECTS.facts(draft)])
+    refuse(EFFECTS.problems(draft, [EFFECTS.facts(draft)]))
     warn_of_guesses(plan, draft.metas)
     return str(plan) if rank is None else "\n".join([str(plan), "", *_rank_lines(plan, rank)])
 

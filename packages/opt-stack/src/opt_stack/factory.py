@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,10 +31,9 @@ from opt_paramgroups import (
 )
 from opt_stack.building.build import build_stepper, holds_parts
 from opt_stack.optimizer import Objection, Optimizer
-from opt_stack.planning.checks import CHECKS
-from opt_stack.planning.draft import Draft, Groups, Overrides
+from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
 from opt_stack.planning.plan import Plan
-from opt_stack.planning.planner import make_plan, make_rules_, with_compute
+from opt_stack.planning.planner import Draft, Groups, Overrides, make_plan, make_rules_, with_compute
 from opt_stack.planning.ranks import (
     NOTHING,
     check_peers,
@@ -42,7 +42,6 @@ from opt_stack.planning.ranks import (
     device_of,
     model_part,
 )
-from opt_stack.planning.wrapped import with_wrappers_fields
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups
 from opt_stack.rules.registry import Registry
@@ -211,12 +210,26 @@ def _drafted(
         raise ConfigError(
             f"model_chunks holds a {type(other).__name__}; pass the model, or a list of its modules, not parameters"
         )
-    config = with_wrappers_fields(config, chunks)
+    config = _with_wrappers_fields(config, chunks)
     if groups is None and mesh is None:
         groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
     roles = find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
     registry = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     return Draft(config=config, chunks=chunks, registry=registry, roles=roles)
+
+
+def _with_wrappers_fields(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> OptimizerConfig:
+    """Return `config` with the shared fields that wrapped chunks set and it leaves at False; `config` is not modified.
+
+    Layer-wise sharding needs no `use_distributed_optimizer`. Raises ConfigError if the combination is not supported.
+    """
+    wrapped = [chunk.config for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    taken: dict[str, Any] = {
+        name: True for name in SHARED_FIELDS if any(getattr(w, name) for w in wrapped) and not getattr(config, name)
+    }
+    if not isinstance(config.sharding, Replicated):
+        taken.pop("use_distributed_optimizer", None)
+    return replace(config, **taken) if taken else config
 
 
 def plan_of(draft: Draft) -> Plan:
@@ -229,7 +242,7 @@ def plan_of(draft: Draft) -> Plan:
     make_rules_(draft)
     draft.plan = make_plan(draft)
     for check in CHECKS:
-        check(draft)
+        refuse(check(draft))
     draft.plan = with_compute(draft)
     return draft.plan
 
@@ -249,7 +262,8 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         logger.info("%s", plan)
     if roles.dense.dp.rank == 0:
         warn_of_guesses(plan, metas)
-    write_plan(config.config_logger_dir, config, plan, everyone=everyone)
+    logs = bool(config.config_logger_dir) and everyone.rank == 0
+    agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
     kinds = everyone.gather_objects(device_of(draft))
     device = kinds[everyone.rank] or torch.device(next((kind.type for kind in kinds if kind is not None), "cpu"))
     stepper = agreed(everyone, lambda: build_stepper(draft, device))
@@ -257,7 +271,8 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
     stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)
     wrapped = list(draft.wrapped.values())
-    share_launch_order(wrapped)
+    if wrapped:
+        share_launch_order(wrapped)
     is_laid_out = any(meta.is_dtensor for meta in metas.values())  # then every rank may hold other shards
     layout_id = plan.layout_id(everyone.rank if is_laid_out else roles.dense.dp.rank)
     of_model = model_part(metas, roles)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
-from opt_config import OptimizerConfig, resolved
+from opt_config import resolved
 from opt_distributed.buffers import BufferPlan, short
 from opt_distributed.comm import Comm, agreed
 from opt_stack.planning.compute import compute_lines
@@ -22,20 +22,10 @@ CONFIG_FILE = "optimizer_config.json"
 PLAN_FILE = "optimizer_plan.json"
 
 
-def write_plan(folder: str | Path, config: OptimizerConfig, plan: Plan, *, everyone: Comm) -> None:
-    """Write the resolved configuration and the plan to rank 0's `folder` as JSON, unless it is empty. Collective.
-
-    Raises OSError on rank 0, and ValueError on the other ranks, if writing fails.
-    """
-
-    def write() -> None:
-        if not folder:
-            return
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        _write_json(Path(folder) / CONFIG_FILE, resolved(config))
-        _write_json(Path(folder) / PLAN_FILE, plan_record(plan))
-
-    agreed(everyone, lambda: write() if everyone.rank == 0 else None)
+def write_plan(folder: str | Path, plan: Plan) -> None:
+    """Write the resolved configuration and the plan to `folder` as JSON. Raises OSError."""
+    _write_json(Path(folder) / CONFIG_FILE, resolved(plan.config))
+    _write_json(Path(folder) / PLAN_FILE, plan_record(plan))
 
 
 def plan_record(plan: Plan) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 """Build the stepper of a plan: gradient sources, main values and states, units. Decides nothing."""
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
-from opt_config import ConfigError, OnHost, Placement
+from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import FP8, BufferPlan, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
@@ -45,94 +48,29 @@ from opt_distributed.step import (
     timer_spans,
 )
 from opt_kernels.backends import is_dense
-from opt_kernels.hooks import HookedUpdate
+from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
 from opt_kernels.quantized import quantized
 from opt_kernels.rules import Needs, Rule
+from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.building.matrices import PlacedMatrix, place_matrices, stages_of
-from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs
-from opt_stack.planning.draft import Draft
-from opt_stack.planning.hooks import check_start, cut_params, cut_rows
+from opt_stack.building.matrices import PlacedMatrix, cut_params, place_matrices, stages_of
+from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, is_megatron_wrapper, members, refuse
 from opt_stack.planning.plan import Plan, UnitPlan
-from opt_stack.planning.wrapped import averaged_by_torch, reduced_by_megatron
+from opt_stack.planning.planner import Draft
 
+logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
 elements, an update takes about 10 ms and a copy 2 ms."""
-
-
-class HostBuilder:
-    """Allocates main values and state on the device or the host. On a CPU these are the same place."""
-
-    def __init__(self, placement: Placement, device: torch.device):
-        self.placement = placement
-        self.device = devices.device_of(device)
-        self._numbers = StepNumbers(self.device)
-
-    def comm(self, comm: Comm) -> Comm:
-        """Return the same group for tensors on the host."""
-        return HostComm(comm, self.device) if self.device.is_asynchronous and comm.size > 1 else comm
-
-    def kept(
-        self, numbers: Numbers, target: Tensor, rule: Rule, id: ParamId, placed: PlacedMatrix, *, on_host: bool
-    ) -> tuple[Main | CodedMain | HostMain, dict[str, Tensor]]:
-        """Return the main values of `target`, and the rule's state before the first step."""
-        if not on_host or not self.device.is_asynchronous:
-            near = _make(numbers, target)
-            return near, init_state(rule, near.value(), id=id, matrix=placed.spec, stage=placed.stage)
-        main = HostMain.of(numbers, target, self.device, _make)
-        with self.device.on_host():
-            return main, init_state(rule, main.moved.value(), id=id, matrix=placed.spec, stage=placed.stage)
-
-    def parts(self, unit: Unit) -> Iterator[Unit]:
-        """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
-
-        Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
-        """
-        assert isinstance(self.placement, OnHost)
-        placement = self.placement
-        if not self.device.is_asynchronous:
-            yield unit
-            return
-        meets = isinstance(unit.rule, HookedUpdate) or unit.rule.needs is Needs.MATRICES
-        cuts = list(_cuts(unit, PART_NUMEL)) if placement.overlap and not meets else [unit.pieces]
-        for number, pieces in enumerate(cuts):
-            side = HostSide(
-                pieces,
-                self.device,
-                self._numbers,
-                overlap=placement.overlap,
-                pin_grads=placement.pin_grads,
-                pin_params=placement.pin_params,
-            )
-            is_last = number == len(cuts) - 1
-            yield replace(unit, pieces=pieces, host=side, completes=unit.completes if is_last else ())
-
-
-def _make(numbers: Numbers, target: Tensor) -> Main | CodedMain:
-    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
-
-
-def _cuts(unit: Unit, part_numel: int) -> Iterator[list[OwnedPiece]]:
-    pieces: list[OwnedPiece] = []
-    for piece in unit.pieces:
-        pieces.append(piece)
-        if sum(one.main.shape.numel() for one in pieces) >= part_numel:
-            yield pieces
-            pieces = []
-    if pieces or not unit.pieces:
-        yield pieces
-
-
 NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
 
 
 def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     """Build the stepper of the plan of `draft`, with tensors on `device`."""
     plan, roles, config = draft.plan, draft.roles, draft.config
-    check_graphs(draft, device)
-    reduced = reduced_by_megatron(draft.chunks, draft.params)
-    averaged = averaged_by_torch(draft.chunks, draft.params, roles.dense)
+    refuse(check_graphs(draft, device))
+    reduced = {id(param) for chunk in draft.chunks if is_megatron_wrapper(chunk) for param in chunk.parameters()}
+    averaged = _averaged_by_torch(draft)
     wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
     plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
     own = {b.name: wrapped.get(b.name) or plain[b.name] for b in plan.buffers}
@@ -141,6 +79,7 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
+    slots = norm_slots(plan)
     return Stepper(
         units=units,
         families=[
@@ -151,7 +90,13 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
         instances=roles.dense.inter,
         device=device,
         scaler=scaler_of(config.loss_scaling),
-        limits=_limits(plan),
+        limits=Limits(
+            slots=slots,
+            clips=tuple(slot in NORM_SLOTS for slot in slots),
+            max_norm=config.clip_grad,
+            skip_above=config.grad_norm_skip_threshold,
+            count_zeros=config.log_num_zeros_in_grad,
+        ),
         spans=profiler_spans
         if config.timers is None
         else timer_spans(config.timers, barrier=config.barrier_with_L1_time),
@@ -160,74 +105,103 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     )
 
 
-class _Side(NamedTuple):
-    """The part of a unit of the plan that is updated on the device, or the part on the host."""
-
-    unit: UnitPlan
-    on_host: bool
-
-
-def _sides(plan: Plan) -> list[_Side]:
-    """Return the sides in the order of the step. The device's come first, so that it works while the host, which has to
-    wait for the verdict, updates its own."""
-    on_host = (False, True) if plan.hosted else (False,)
-    return [_Side(unit, side) for side in on_host for unit in plan.units]
-
-
-def _completed(plan: Plan) -> list[list[str]]:
-    """Return, for each side of a unit, the buffers that no later side writes to; the same on all ranks."""
-    sides = _sides(plan)
-    last = {
-        buffer.name: max(
-            number
-            for number, side in enumerate(sides)
-            if any(param.id in side.unit.ids for param in buffer.params)
-            and (not side.on_host or any(plan.hosted[buffer.name]))
-        )
-        for buffer in plan.buffers
-    }
-    return [[name for name, at in last.items() if at == number] for number in range(len(sides))]
+def norm_slots(plan: Plan) -> tuple[str, ...]:
+    """Return the names of the step's gradient norms, the same on every rank: the model's own, Megatron-Core's separate
+    norm groups, and one for each rule with groups that are not clipped, under its name."""
+    return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
 
 
 def _units(
     draft: Draft, device: torch.device, sources: Mapping[str, Source], fp8: Mapping[str, QuantizedSource]
 ) -> Iterator[Unit]:
-    plan, roles = draft.plan, draft.roles
+    """Build the units in the order of the step.
+
+    Units on the device come first, so that it works while the host, which has to wait for the verdict, updates its own.
+    """
+    plan, roles, placement = draft.plan, draft.roles, draft.config.placement
+    sides = [(unit, side) for side in ((False, True) if plan.hosted else (False,)) for unit in plan.units]
+    # By buffer, the last unit that writes to it; the same on all ranks.
+    last = {
+        buffer.name: max(
+            number
+            for number, (unit, on_host) in enumerate(sides)
+            if any(param.id in unit.ids for param in buffer.params) and (not on_host or any(plan.hosted[buffer.name]))
+        )
+        for buffer in plan.buffers
+    }
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
-    cut = {unit.name: cut_params(unit, draft) for unit in plan.units}
-    rows = {unit.name: cut_rows(unit, draft) for unit in plan.units}
-    host = HostBuilder(plan.config.placement, device)
-    for side, completed in zip(_sides(plan), _completed(plan), strict=True):
-        planned, on_host = side
-        axes = roles.expert if planned.is_expert else roles.dense
-        over: Callable[[Comm], Comm] = host.comm if on_host else lambda comm: comm
-        placed = place_matrices(planned, draft.params, draft.metas, axes.tp, over=over)
+    cut = {unit.name: cut_params(unit, draft) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
+    queue = devices.device_of(device)
+    numbers = StepNumbers(queue) if isinstance(placement, OnHost) else None
+    for number, (planned, on_host) in enumerate(sides):
+        away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
+        placed = dict.fromkeys(planned.ids, PlacedMatrix(NOT_SPLIT))
+        if planned.rule.needs is Needs.MATRICES:
+            tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
+            over = partial(_on_host, device=away)
+            placed = place_matrices(planned, draft.params, draft.metas, tensor_parallel, over=over)
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(side, draft, sources, fp8, placed, host)),
-            completes=[fp8.get(name, sources[name]) for name in completed],
-            stages=stages_of(placed.values()),
+            pieces=list(_pieces(planned, draft, sources, fp8, placed, on_host=on_host, away=away)),
+            completes=[fp8.get(name, sources[name]) for name, at in last.items() if at == number],
+            stages=stages_of(placed.values()) if planned.compute else (),
         )
-        unit.cut, unit.cut_rows = cut[planned.name], rows[planned.name]
-        yield from host.parts(unit) if on_host else (unit,)
+        unit.cut, unit.cut_rows = cut.get(planned.name, ((), ()))
+        if away is None:
+            yield unit
+        else:
+            assert isinstance(placement, OnHost)
+            assert numbers is not None
+            yield from _host_parts(unit, placement, away, numbers)
+
+
+def _on_host(comm: Comm, *, device: devices.Device | None) -> Comm:
+    """Return a group for tensors on the host, if these are copied to and from `device`."""
+    return comm if device is None or comm.size == 1 else HostComm(comm, device)
+
+
+def _host_parts(unit: Unit, placement: OnHost, device: devices.Device, numbers: StepNumbers) -> Iterator[Unit]:
+    """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
+
+    Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
+    """
+    parts: list[list[OwnedPiece]] = [[]]
+    meets = isinstance(unit.rule, HookedUpdate) or unit.rule.needs is Needs.MATRICES
+    for piece in unit.pieces:
+        if placement.overlap and not meets and sum(p.main.shape.numel() for p in parts[-1]) >= PART_NUMEL:
+            parts.append([])
+        parts[-1].append(piece)
+    for pieces in parts:
+        side = HostSide(
+            pieces,
+            device,
+            numbers,
+            overlap=placement.overlap,
+            pin_grads=placement.pin_grads,
+            pin_params=placement.pin_params,
+        )
+        yield replace(unit, pieces=pieces, host=side, completes=unit.completes if pieces is parts[-1] else ())
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
 
 
 def _source(
     buffer: BufferPlan,
     draft: Draft,
     device: torch.device,
-    reduced: frozenset[ParamId],  # parameters whose main_grad Megatron-Core's wrapper reduces
-    averaged: frozenset[ParamId],  # parameters whose gradients torch's DistributedDataParallel averages
+    reduced: set[int],  # `id` of parameters whose main_grad Megatron-Core's wrapper reduces
+    averaged: set[int],  # `id` of parameters whose gradients torch's DistributedDataParallel averages
 ) -> Source:
     """Return the gradient source of a buffer: `param.grad` if no other rank contributes, else a reduced buffer."""
     params = {shape.id: draft.params[shape.id] for shape in buffer.params}
-    axes, replicas = draft.axes_of(buffer), draft.roles.dense.num_replicas
-    is_reduced = params.keys() <= reduced
+    axes, replicas, identities = draft.axes_of(buffer), draft.roles.dense.num_replicas, set(map(id, params.values()))
+    is_reduced = identities <= reduced
     if not is_reduced:  # Megatron-Core's schedule completes the gradients of its wrapper
         check_marks(params, draft.metas, draft.roles, qk_layernorm=draft.qk_layernorm)
     if buffer.kind is AS_IT_CAME:
-        outside = {id: _replicas_outside(id, params[id], axes) for id in params}
+        outside = {name: replicas_outside(p, (axes.dp, axes.inter), name=str(name)) for name, p in params.items()}
         return LaidOutGrads(params, outside, dtype=buffer.grad_dtype)
     if is_reduced:
         return ReducedMainGrads(params)
@@ -245,10 +219,49 @@ def _source(
         holds_grads=False,
         allocate=axes.dp.allocate,
     )
-    if params.keys() <= averaged and not is_marked:
+    if identities <= averaged and not is_marked:
         return OwnGrads(params, num_replicas=1, memory=memory if buffer.kind.is_sharded else None, comm=axes.dp)
     sums = ReducedGrads(buffer.layout, params, axes, dtype=buffer.grad_dtype, device=device)
     return BufferedGrads(sums, memory, axes, num_replicas=replicas)
+
+
+def _averaged_by_torch(draft: Draft) -> set[int]:
+    """Return the `id` of parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks.
+
+    The step reduces all others: those of wrappers over other ranks, those that a wrapper ignores, and all of a wrapper
+    whose parameters were frozen or unfrozen since it was built.
+    """
+    axes, averaged = draft.roles.dense, set[int]()
+    for wrapper in (module for chunk in draft.chunks for module in chunk.modules()):
+        if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
+            continue
+        if members(axes.dp) == dist.get_process_group_ranks(wrapper.process_group):
+            averaged.update(map(id, _averaged(wrapper)))
+    if averaged:
+        logger.info("gradients are averaged by torch's DistributedDataParallel; the step does not reduce them again")
+    return averaged
+
+
+def _averaged(wrapper: TorchWrapper) -> list[nn.Parameter]:
+    """The parameters that `wrapper` averages: those that required gradients when the model was wrapped.
+
+    The wrapper does not list them, but records their number and bytes. If these are not those of today's trainable
+    parameters, some were frozen or unfrozen since. Then none is returned, and the step reduces all, which leaves
+    averaged gradients as they are.
+    """
+    ignored = set(wrapper.parameters_to_ignore)
+    trainable = {
+        param: None
+        for prefix, module in wrapper.module.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param.requires_grad and f"{prefix}.{name}" not in ignored
+    }
+    recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    num_bytes = sum(param.numel() * param.element_size() for param in trainable)
+    if (recorded["num_parameter_tensors"], recorded["total_parameter_size_bytes"]) != (len(trainable), num_bytes):
+        logger.info("parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all")
+        return []
+    return list(trainable)
 
 
 def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> QuantizedSource:
@@ -257,41 +270,49 @@ def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> QuantizedSo
     return QuantizedSource(source, found, draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
-def _replicas_outside(id: ParamId, param: nn.Parameter, axes: Axes) -> tuple[Comm, ...]:
-    return replicas_outside(param, (axes.dp, axes.inter), name=str(id))
+# --- pieces -----------------------------------------------------------------------------------------------------------
 
 
 def _pieces(
-    side: _Side,
+    unit: UnitPlan,
     draft: Draft,
     sources: Mapping[str, Source],
     fp8: Mapping[str, QuantizedSource],
     placed: Mapping[ParamId, PlacedMatrix],
-    host: HostBuilder,
+    *,
+    on_host: bool,
+    away: devices.Device | None,  # if main values and states are copied to the host from there
 ) -> Iterator[OwnedPiece]:
-    plan, roles = draft.plan, draft.roles
-    slots, (unit, on_host) = norm_slots(plan), side
-    main: Main | CodedMain | HostMain | QuantizedMain
-    rule = unit.rule_of(on_host=on_host)
+    """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
+    plan, slots, rule = draft.plan, norm_slots(draft.plan), unit.rule_of(on_host=on_host)
     for buffer in plan.buffers:
-        axes = draft.axes_of(buffer)
-        rank = axes.dp.rank if buffer.layout.num_shards > 1 else 0
+        axes, is_sharded = draft.axes_of(buffer), buffer.layout.num_shards > 1
+        rank = axes.dp.rank if is_sharded else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param, meta, group = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]]
+            param, meta, group, at = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]], placed[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
+            main: Main | CodedMain | HostMain | QuantizedMain
             if buffer.name in fp8:
-                main, at = fp8[buffer.name].main(id, of_param), placed[id]
-                state = init_state(rule, main.value(), id=id, matrix=at.spec, stage=at.stage)
+                main = fp8[buffer.name].main(id, of_param)
             else:
                 _check_dense(id, stored)
-                target, numbers = stored if whole else stored.detach().view(-1)[of_param], unit.numbers[buffer.dtype]
-                main, state = host.kept(numbers, target, rule, id, placed[id], on_host=on_host)
+                target = stored if whole else stored.detach().view(-1)[of_param]
+                numbers = unit.numbers[buffer.dtype]
+                main = _main(numbers, target) if away is None else HostMain.of(numbers, target, away, _main)
+            if isinstance(main, HostMain):
+                with main.device.on_host():
+                    state = init_state(rule, main.moved.value(), id=id, matrix=at.spec, stage=at.stage)
+            else:
+                state = init_state(rule, main.value(), id=id, matrix=at.spec, stage=at.stage)
             if whole:
-                check_start(unit.rule, id, stored)
-            inspected = _inspected(buffer, axes, number)
+                _check_start(unit.rule, id, stored)
+            # Data-parallel replicas hold the same reduced gradient and share its inspection. All other copies, over
+            # tensor-parallel ranks or over axes of a DTensor's mesh, are computed and inspected separately.
+            is_shared = buffer.kind is not AS_IT_CAME and not is_sharded
+            inspected = not is_shared or number % axes.dp.size == axes.dp.rank
             yield OwnedPiece(
                 id=id,
                 param=param,
@@ -301,13 +322,17 @@ def _pieces(
                 main=main,
                 state=state,
                 norm_slot=slots.index((meta.grad_norm_group or "") if group.clips else group.optimizer),
-                counted=inspected and _counted(buffer, meta, axes, param, spans_instances=roles.instance is None),
+                counted=inspected and _is_counted(draft, buffer, id),
                 inspected=inspected,
-                replica=axes.inter.rank if buffer.layout.num_shards > 1 else None,
+                replica=axes.inter.rank if is_sharded else None,
                 part=_part(meta, axes),
-                matrix=placed[id].spec,
-                stage=placed[id].stage,
+                matrix=at.spec,
+                stage=at.stage,
             )
+
+
+def _main(numbers: Numbers, target: Tensor) -> Main | CodedMain:
+    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _check_dense(id: ParamId, stored: Tensor) -> None:
@@ -321,6 +346,28 @@ def _check_dense(id: ParamId, stored: Tensor) -> None:
         )
 
 
+def _check_start(rule: Rule, id: ParamId, value: Tensor) -> None:
+    """Raise ConfigError for weights of norm 0, which Hyperball would keep at 0."""
+    stuck = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(rule))
+    if stuck and value.numel() and not value.any():
+        raise ConfigError(
+            f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
+            "Hyperball(radius=...), or initialise the parameter first"
+        )
+
+
+def _is_counted(draft: Draft, buffer: BufferPlan, id: ParamId) -> bool:
+    """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
+    meta, param, axes = draft.metas[id], draft.params[id], draft.axes_of(buffer)
+    if meta.shared or (axes.inter.rank > 0 and draft.roles.instance is None):
+        return False
+    if buffer.kind is AS_IT_CAME:
+        outside = list(replicas_outside(param, (axes.dp, axes.inter), name=str(id)))
+        outside += [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
+        return is_first_replica(param) and all(comm.rank == 0 for comm in outside)
+    return axes.tp.rank == 0 or meta.tensor_parallel
+
+
 def _part(meta: ParamMeta, axes: Axes) -> str:
     """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
@@ -329,53 +376,14 @@ def _part(meta: ParamMeta, axes: Axes) -> str:
 
 def holds_parts(draft: Draft) -> bool:
     """Return whether this rank holds plain state tensors that other ranks of the same model do not hold."""
-    plan, metas, roles = draft.plan, draft.metas, draft.roles
-    families = ((id, roles.expert if unit.is_expert else roles.dense) for unit in plan.units for id in unit.ids)
-    sharded = any(buffer.layout.num_shards > 1 for buffer in plan.buffers)
-    return sharded or any(_part(metas[id], axes) for id, axes in families) or any(map(_deals_state, plan.units))
-
-
-def _deals_state(unit: UnitPlan) -> bool:
-    """Return whether state of whole matrices is distributed over the ranks that store their parts."""
-    if not any(spec.whole for spec in unit.rule.state_specs):
-        return False
-    layouts = [compute.layout for compute in unit.compute]
-    return any(layout.computes is Computes.OWNER or layout.kept for layout in layouts)
-
-
-def norm_slots(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the step's gradient norms, the same on every rank: the model's own, Megatron-Core's separate
-    norm groups, and one for each rule with groups that are not clipped, under its name."""
-    return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
-
-
-def _inspected(buffer: BufferPlan, axes: Axes, number: int) -> bool:
-    """Return whether this rank reads the piece's gradient for the step's statistics.
-
-    Data-parallel replicas hold the same reduced gradient and share that work. All other copies, over tensor-parallel
-    ranks or over axes of a DTensor's mesh, were computed separately and are inspected by each holder.
-    """
-    shared_out = buffer.kind is not AS_IT_CAME and buffer.layout.num_shards == 1
-    return not shared_out or number % axes.dp.size == axes.dp.rank
-
-
-def _counted(buffer: BufferPlan, meta: ParamMeta, axes: Axes, param: nn.Parameter, *, spans_instances: bool) -> bool:
-    """Return whether norms and zero counts include this rank's copy of a gradient that it inspects."""
-    if meta.shared or (axes.inter.rank > 0 and spans_instances):
-        return False
-    if buffer.kind is AS_IT_CAME:
-        tensor_peers = [axes.tp] if is_outside(axes.tp, mesh_of(param)) else []
-        outside = [*_replicas_outside(meta.id, param, axes), *tensor_peers]
-        return is_first_replica(param) and all(comm.rank == 0 for comm in outside)
-    return axes.tp.rank == 0 or meta.tensor_parallel
-
-
-def _limits(plan: Plan) -> Limits:
-    slots, config = norm_slots(plan), plan.config
-    return Limits(
-        slots=slots,
-        clips=tuple(slot in NORM_SLOTS for slot in slots),
-        max_norm=config.clip_grad,
-        skip_above=config.grad_norm_skip_threshold,
-        count_zeros=config.log_num_zeros_in_grad,
-    )
+    if any(buffer.layout.num_shards > 1 for buffer in draft.plan.buffers):
+        return True
+    for unit in draft.plan.units:
+        axes = draft.roles.expert if unit.is_expert else draft.roles.dense
+        if any(_part(draft.metas[id], axes) for id in unit.ids):
+            return True
+        # State of whole matrices may be distributed over the ranks that store their parts.
+        layouts = [compute.layout for compute in unit.compute if any(spec.whole for spec in unit.rule.state_specs)]
+        if any(layout.computes is Computes.OWNER or layout.kept for layout in layouts):
+            return True
+    return False

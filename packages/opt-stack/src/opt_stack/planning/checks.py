@@ -1,200 +1,336 @@
-"""The checks of a draft that need no other rank: a list of functions, each of which refuses one thing with a sentence.
+"""What is refused before anything is built, without asking other ranks: functions that yield sentences.
 
-To add a check, write a function of a `Draft` that raises ConfigError, and its name in `CHECKS`.
+To add a check, write a function of a `Draft` that yields why it cannot be built, and its name in `CHECKS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from itertools import product
 from math import lcm
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from opt_config import ConfigError, Replicated, WholeParams
-from opt_distributed.buffers import CODED_MULTIPLE, FP8, check_apart, not_trained
-from opt_distributed.comm import GraphError, group_of
+from opt_config import ConfigError, DynamicScale, Replicated, WholeParams
+from opt_distributed.buffers import (
+    CODED_MULTIPLE,
+    FP8,
+    BufferPlan,
+    DistributedDataParallel,
+    check_apart,
+    is_bound,
+    not_trained,
+)
+from opt_distributed.comm import Axes, Comm, GraphError, group_of
 from opt_distributed.comm import device as devices
+from opt_distributed.layout import AS_IT_CAME
 from opt_distributed.pieces import Numbers
-from opt_kernels.hooks import bare, hooks_of
+from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_problem
 from opt_kernels.rules import ElementwiseRule, Needs
-from opt_kernels.works import StateSpec
-from opt_stack.planning.draft import Draft
-from opt_stack.planning.hooks import check_hooks
+from opt_paramgroups import ParamMeta
 from opt_stack.planning.plan import UnitPlan
-from opt_stack.planning.wrapped import check_same_groups, check_wrapped
+from opt_stack.planning.planner import Draft
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""
+SHARED_FIELDS = ("use_distributed_optimizer", "overlap_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+"""Fields that the configurations of the optimizer and of a wrapper both have."""
+_MEGATRON = "megatron.core.distributed.distributed_data_parallel"
 
 
-def _check_materialised(draft: Draft) -> None:
-    """Refuse a parameter on the meta device, except in a plan for another world."""
-    if draft.sizes is not None:
-        return
-    named = ((name, param) for chunk in draft.chunks for name, param in nn.Module.named_parameters(chunk))
-    found = next((name for name, param in named if param.is_meta), None)
-    if found is not None:
-        raise ConfigError(
-            f"{found!r} is on the meta device, where it has no values; call model.to_empty(device=...) and initialise "
-            "the parameters first, then get_optimizer"
-        )
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ConfigError with the first of `problems`, if there is one."""
+    for problem in problems:
+        raise ConfigError(problem)
 
 
-def _check_blocks(draft: Draft) -> None:
-    """Refuse shards of a wrapper that may cut blocks of state which share one scale. Also on one rank, since the same
-    wrapper on more ranks would."""
-    cut = {id for buffer in draft.wrapped_buffers if buffer.plan.kind.cuts for id in buffer.params}
-    specs: list[tuple[int, StateSpec]] = [
-        (id.chunk, spec)
-        for id, name in draft.rule_of.items()
-        if id in cut
-        for spec in draft.rules[name].state_specs
-        if spec.block
-    ]
-    for index, spec in specs:
-        if CODED_MULTIPLE % spec.block:
-            raise ConfigError(
-                f"{spec.name} is kept in blocks of {spec.block} elements, but shards of wrapped chunk {index} "
-                f"are cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut at multiples of "
-                f"{lcm(CODED_MULTIPLE, spec.block)}, or keep blocks of a divisor of {CODED_MULTIPLE} elements"
-            )
+# --- parameters and groups --------------------------------------------------------------------------------------------
 
 
-def _check_reused(draft: Draft) -> None:
-    """Refuse a buffer that is reused to gather parameters and holds gradients of another optimizer."""
-    for buffer in draft.wrapped_buffers:
-        others = [id for id in buffer.params if id not in draft.rule_of]
-        if buffer.through_grads is not None and others:
-            raise ConfigError(
-                f"model chunk {others[0].chunk} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which "
-                f"overwrites gradients when an optimizer has used them, but {str(others[0])!r} is not trained by this "
-                "one; train all mxfp8 parameters with one optimizer, or set it to False"
-            )
-
-
-def _check_dtypes(draft: Draft) -> None:
-    """Refuse parameters of a dtype that the configuration does not name."""
-    config = draft.config
+def _check_params(draft: Draft) -> Iterator[str]:
+    """Parameters without values, of dtypes that the configuration does not name, in fp8 without `fp8_recipe` or with a
+    rule that has evaluation weights, and in norm groups that Megatron-Core does not have."""
+    config, metas = draft.config, draft.metas
+    for chunk in draft.chunks if draft.sizes is None else ():  # a plan for another world needs no values
+        for name, param in nn.Module.named_parameters(chunk):
+            if param.is_meta:
+                yield (
+                    f"{name!r} is on the meta device, where it has no values; call model.to_empty(device=...) and "
+                    "initialise the parameters first, then get_optimizer"
+                )
     allowed = {torch.float32, config.precision.params}
-    wrong = [id for id in draft.rule_of if draft.metas[id].dtype not in allowed]
-    if wrong:
-        dtype = draft.metas[wrong[0]].dtype
+    if wrong := [id for id in draft.rule_of if metas[id].dtype not in allowed]:
+        dtype = metas[wrong[0]].dtype
         remedy = {torch.bfloat16: "set bf16=True", torch.float16: "set fp16=True"}.get(dtype, "convert the model")
-        raise ConfigError(
+        yield (
             f"parameter {wrong[0].name!r} (and {len(wrong) - 1} more) is {dtype}; fp16={config.fp16} and "
             f"bf16={config.bf16} allow {', '.join(sorted(map(str, allowed)))}: {remedy}"
         )
-
-
-def _check_fp8(draft: Draft) -> None:
-    """Refuse parameters in fp8 without `fp8_recipe`, or with a rule that has evaluation weights."""
-    stored = [id for id in draft.rule_of if draft.metas[id].codes is not None]
-    if stored and draft.config.fp8_recipe is None:
-        raise ConfigError(
+    stored = [id for id in draft.rule_of if metas[id].codes is not None]
+    if stored and config.fp8_recipe is None:
+        yield (
             f"parameter {str(stored[0])!r} (and {len(stored) - 1} more) is stored in fp8, but fp8_recipe=None; set it "
             "to the recipe of the parameters: delayed, tensorwise, blockwise or mxfp8"
         )
     for id in stored:
         rule = bare(draft.rules[draft.rule_of[id]])
         if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None:
-            raise ConfigError(
+            yield (
                 f"optimizer={rule.name!r} evaluates other weights than it trains, but parameter {str(id)!r} is stored "
                 "in fp8, which cannot restore the trained weights bit for bit; use another rule for it"
             )
-
-
-def _check_norm_groups(draft: Draft) -> None:
-    """Refuse norm groups that Megatron-Core does not have."""
-    for id, meta in draft.metas.items():
+    for id, meta in metas.items():
         if meta.grad_norm_group not in (None, *SEPARATE_NORMS):
-            raise ConfigError(
+            yield (
                 f"parameter {str(id)!r} has grad_norm_group={meta.grad_norm_group!r}; "
                 f"allowed are {', '.join(map(repr, SEPARATE_NORMS))}, or None for the model's own norm"
             )
 
 
-def _check_units(draft: Draft) -> None:
-    """Refuse matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts they cannot see."""
-    for unit in draft.plan.units:
-        if unit.rule.needs is Needs.MATRICES:
-            _check_uncut(draft, unit)
-            wrong = [id for id in sorted(unit.ids) if len(draft.metas[id].shape) not in (2, 3)]
-            if wrong:
-                raise ConfigError(
-                    f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {wrong[0]} has shape "
-                    f"{draft.metas[wrong[0]].shape}; use an elementwise rule for it through config_overrides"
-                )
-        check_hooks(unit, draft)
-
-
-def _check_uncut(draft: Draft, unit: UnitPlan) -> None:
-    for buffer in draft.plan.buffers:
-        cut = [param.id for param in buffer.params if param.id in unit.ids] if buffer.kind.cuts else []
-        if cut and isinstance(draft.config.sharding, WholeParams):  # then the buffer came with a wrapped chunk
-            raise ConfigError(
-                f"optimizer={unit.rule.name!r} needs whole matrices, but {str(cut[0])!r} was wrapped in a buffer that "
-                "is cut between ranks; pass optimizer_config=config to DistributedDataParallel, which keeps matrices "
-                "whole that are neither embeddings nor outputs, or use an elementwise rule for it"
-            )
-        if cut:
-            raise ConfigError(
-                f"optimizer={unit.rule.name!r} needs whole matrices, but use_distributed_optimizer=True "
-                f"({type(draft.config.sharding).__name__}) cuts parameters between ranks; set "
-                "use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
-            )
-
-
-def _check_clipping(draft: Draft) -> None:
-    """Refuse a group's `clip_grad` that is a number."""
-    for group in draft.groups:
-        if not isinstance(clips := group.get("clip_grad", True), bool):
-            raise ConfigError(
-                f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
-                "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
-            )
-
-
-def _check_moments(draft: Draft) -> None:
-    """Refuse a narrow `exp_avg_dtype` or `exp_avg_sq_dtype` if a rule keeps that moment in fp32, or no rule has it.
+def _check_groups(draft: Draft) -> Iterator[str]:
+    """A group's `clip_grad` that is a number; a narrow dtype of a moment that a rule keeps in fp32, or no rule has.
 
     Reads the rules, which are the same on all ranks, and not the units: a rank may hold no parameter of Adam's.
     """
+    for group in draft.groups:
+        if not isinstance(clips := group.get("clip_grad", True), bool):
+            yield (
+                f"config_overrides: group {group['name']!r} has clip_grad={clips!r}; allowed are True (clip to "
+                "OptimizerConfig.clip_grad) and False (do not clip; the group has a separate norm)"
+            )
     precision = draft.config.precision
     for state, dtype in (("exp_avg", precision.exp_avg), ("exp_avg_sq", precision.exp_avg_sq)):
-        if dtype is torch.float32:
-            continue
         kept = {name: spec for name, rule in draft.rules.items() for spec in rule.state_specs if spec.name == state}
-        wide = [name for name, spec in kept.items() if spec.dtype is torch.float32]
-        if wide or not kept:
-            problem = (
-                f"optimizer={wide[0]!r} keeps it in fp32" if wide else f"{', '.join(draft.rules)} has no such state"
-            )
-            raise ConfigError(f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'")
+        wide = [f"optimizer={name!r} keeps it in fp32" for name, spec in kept.items() if spec.dtype is torch.float32]
+        if dtype is not torch.float32 and (wide or not kept):
+            problem = wide[0] if wide else f"{', '.join(draft.rules)} has no such state"
+            yield f"{state}_dtype={dtype}: {problem}; leave it at torch.float32, or use optimizer='adam'"
 
 
-def _check_memory(draft: Draft) -> None:
-    """Refuse parameters that share memory with another one (StorageError).
+def _check_memory(draft: Draft) -> Iterator[str]:
+    """Parameters that share memory with another one (StorageError).
 
     If ranks own shards, parameters move into buffers, so that they must not share memory with any tensor of the model.
     """
     params = {id: p for group in draft.groups for id, p in zip(group["param_ids"], group["params"], strict=True)}
     moves = not isinstance(draft.config.sharding, Replicated)
     check_apart(params, (named for chunk in draft.chunks for named in not_trained(chunk) if moves))
+    yield from ()
 
 
-CHECKS: tuple[Callable[[Draft], None], ...] = (
-    _check_materialised,
+# --- wrapped chunks ---------------------------------------------------------------------------------------------------
+
+
+def is_megatron_wrapper(chunk: nn.Module) -> bool:
+    """Return whether a chunk is Megatron-Core's wrapper. Megatron-Core is not imported."""
+    return any(cls.__module__ == _MEGATRON and cls.__name__ == "DistributedDataParallel" for cls in type(chunk).__mro__)
+
+
+def _check_chunks(draft: Draft) -> Iterator[str]:
+    """Wrappers of another chunk, or with another value of a shared field than the optimizer's
+    configuration; plain modules where a wrapper is needed; overlaps that the model does not support."""
+    config, chunks = draft.config, draft.chunks
+    if config.overlap_param_gather_with_optimizer_step and len(chunks) == 1:
+        yield (
+            "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, "
+            "but the model has one chunk; set it to False, or pass two or more (interleaved pipeline stages)"
+        )
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, DistributedDataParallel):
+            yield from _check_wrapper(draft, index, chunk)
+            continue
+        if is_megatron_wrapper(chunk):
+            yield from _check_megatron_wrapper(draft, index, chunk)
+        # The step would read `param.grad` of a module inside a wrapper, which is empty.
+        elif bound := [name for name, param in chunk.named_parameters() if param.requires_grad and is_bound(param)]:
+            yield (
+                f"model chunk {index} is a plain {type(chunk).__name__}, but gradients of {bound[0]!r} accumulate in "
+                "main_grad, as a wrapper set up; pass the DistributedDataParallel around it to get_optimizer"
+            )
+        plain = f"but model chunk {index} is a plain {type(chunk).__name__}"
+        if config.reuse_grad_buf_for_mxfp8_param_ag:
+            yield (
+                f"reuse_grad_buf_for_mxfp8_param_ag=True, {plain}, which has no gradient buffer; wrap it in "
+                "DistributedDataParallel, or leave it at False"
+            )
+        if config.overlap_param_gather:
+            yield (
+                f"overlap_param_gather=True, {plain}: gathers overlap with the forward of a chunk in "
+                "DistributedDataParallel; wrap it, or set overlap_param_gather=False"
+            )
+
+
+def check_same_groups(draft: Draft) -> Iterator[str]:
+    """Wrappers that reduce over other groups than the optimizer's: their sum would pass for the mean."""
+    families = {"data-parallel": "dense", "expert data-parallel": "expert"} if draft.sizes is None else {}
+    for (index, chunk), (family, name) in product(draft.wrapped.items(), families.items()):
+        ours, theirs = getattr(draft.roles, name), getattr(chunk.roles, name)
+        if not (_is_same(ours.dp, theirs.dp) and _is_same(ours.inter, theirs.inter)):
+            yield (
+                f"model chunk {index} was wrapped with {family} groups of {_in_words(theirs)}, but the optimizer's "
+                f"are of {_in_words(ours)}; pass the same groups to both"
+            )
+
+
+def members(comm: Comm) -> list[int]:
+    """Return the global ranks of a group; empty without a process group."""
+    group = group_of(comm)
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def _is_same(one: Comm, other: Comm) -> bool:
+    """Return whether both span the same ranks; by size and rank only, if one has no process group."""
+    ours, theirs = members(one), members(other)
+    return (one.size, one.rank) == (other.size, other.rank) and (ours == theirs or not ours or not theirs)
+
+
+def _in_words(axes: Axes) -> str:
+    listed = f" of {members(axes.dp)}" if members(axes.dp) else ""
+    return f"{axes.dp.size} x {axes.inter.size} ranks (this one is {axes.dp.rank}, {axes.inter.rank}{listed})"
+
+
+def _check_wrapper(draft: Draft, index: int, chunk: DistributedDataParallel) -> Iterator[str]:
+    config, wrapper = draft.config, f"model chunk {index} was wrapped with"
+    if any(id.chunk != index for id in chunk.metas):
+        yield f"model chunk {index} was wrapped as another chunk; pass chunk={index} to DistributedDataParallel"
+    if chunk.config.check_for_large_grads and isinstance(config.loss_scaling, DynamicScale):
+        yield (
+            f"{wrapper} check_for_large_grads=True, which compares gradients of different iterations, but the loss "
+            "scale is dynamic (fp16=True without loss_scale); set loss_scale, or wrap with check_for_large_grads=False "
+            "and use grad_norm_skip_threshold, which compares unscaled norms"
+        )
+    if chunk.config.align_param_gather and config.overlap_param_gather_with_optimizer_step:
+        yield (
+            f"overlap_param_gather_with_optimizer_step=True starts gathers in the step, but {wrapper} "
+            "align_param_gather=True, which starts them from the pipeline's schedule; set one of the two to False"
+        )
+    if config.main_grads_dtype is torch.bfloat16 and chunk.config.grad_reduce_in_fp32:
+        yield (
+            f"main_grads_dtype=torch.bfloat16, but {wrapper} grad_reduce_in_fp32=True; wrap it with "
+            "grad_reduce_in_fp32=False, or leave main_grads_dtype at torch.float32"
+        )
+    for name in SHARED_FIELDS:
+        is_sharding = name == "use_distributed_optimizer"
+        ours = not isinstance(config.sharding, Replicated) if is_sharding else getattr(config, name)
+        if ours != (theirs := getattr(chunk.config, name)):
+            yield (
+                f"OptimizerConfig has {name}={ours}, but {wrapper} {name}={theirs}; wrap it with {name}=True, or leave "
+                f"{name} at False"
+            )
+
+
+def _check_megatron_wrapper(draft: Draft, index: int, chunk: nn.Module) -> Iterator[str]:
+    """Chunks in different wrappers, and sharded state: Megatron-Core's wrapper lays shards out in its own way."""
+    config, wrapper = draft.config, f"model chunk {index} is in Megatron-Core's DistributedDataParallel"
+    for at, other in enumerate(draft.chunks):
+        if not is_megatron_wrapper(other):
+            yield f"{wrapper} and model chunk {at} is a {type(other).__name__}; wrap all chunks in the same class"
+    if chunk.ddp_config.use_distributed_optimizer:  # type: ignore[union-attr]
+        yield (
+            f"{wrapper} with use_distributed_optimizer=True, which leaves each rank a shard of the gradients in its "
+            "own layout; wrap it with use_distributed_optimizer=False, or use "
+            "opt_stack.megatron.DistributedDataParallel, which shards"
+        )
+    if not isinstance(config.sharding, Replicated):
+        yield (
+            f"use_distributed_optimizer={config.use_distributed_optimizer}, use_layer_wise_distributed_optimizer="
+            f"{config.use_layer_wise_distributed_optimizer}: {wrapper}, which reduces all gradients to every rank; set "
+            "both to False, or use opt_stack.megatron.DistributedDataParallel"
+        )
+    if config.optimizer_cuda_graph:
+        yield f"{_GRAPH}: {wrapper}, whose gradients may be bound to other memory; set it to False"
+
+
+def _check_buffers(draft: Draft) -> Iterator[str]:
+    """Shards of a wrapper that may cut blocks of state which share one scale, also on one rank, since the same wrapper
+    on more ranks would; a buffer that is reused to gather parameters and holds gradients of another optimizer."""
+    for buffer in draft.wrapped_buffers:
+        for id in buffer.params:
+            if id not in draft.rule_of:
+                if buffer.through_grads is not None:
+                    yield (
+                        f"model chunk {id.chunk} was wrapped with reuse_grad_buf_for_mxfp8_param_ag=True, which "
+                        f"overwrites gradients when an optimizer has used them, but {str(id)!r} is not trained by this "
+                        "one; train all mxfp8 parameters with one optimizer, or set it to False"
+                    )
+                continue
+            for spec in draft.rules[draft.rule_of[id]].state_specs if buffer.plan.kind.cuts else ():
+                if spec.block and CODED_MULTIPLE % spec.block:
+                    yield (
+                        f"{spec.name} is kept in blocks of {spec.block} elements, but shards of wrapped chunk "
+                        f"{id.chunk} are cut at multiples of {CODED_MULTIPLE}; pass the plain module, which is cut at "
+                        f"multiples of {lcm(CODED_MULTIPLE, spec.block)}, or keep blocks of a divisor of "
+                        f"{CODED_MULTIPLE} elements"
+                    )
+
+
+# --- rules and layouts ------------------------------------------------------------------------------------------------
+
+
+def _check_units(draft: Draft) -> Iterator[str]:
+    """Matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts that they cannot see."""
+    for unit in draft.plan.units:
+        if unit.rule.needs is Needs.MATRICES:
+            yield from _check_matrices(draft, unit)
+        buffer_of = {id: buffer for buffer, id in draft.placed(unit)} if hooks_of(unit.rule) else {}
+        for hook in hooks_of(unit.rule):
+            for id in sorted(unit.ids):
+                if problem := _problem_of_hook(hook, unit, draft.metas[id], buffer_of[id]):
+                    yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"
+
+
+def _check_matrices(draft: Draft, unit: UnitPlan) -> Iterator[str]:
+    needs = f"optimizer={unit.rule.name!r} needs whole matrices, but"
+    for buffer, id in draft.placed(unit):
+        if buffer.kind.cuts and isinstance(draft.config.sharding, WholeParams):  # it came with a wrapped chunk
+            yield (
+                f"{needs} {str(id)!r} was wrapped in a buffer that is cut between ranks; pass optimizer_config=config "
+                "to DistributedDataParallel, which keeps matrices whole that are neither embeddings nor outputs, or "
+                "use an elementwise rule for it"
+            )
+        if buffer.kind.cuts:
+            yield (
+                f"{needs} use_distributed_optimizer=True ({type(draft.config.sharding).__name__}) cuts parameters "
+                "between ranks; set use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
+            )
+    for id in sorted(unit.ids):
+        if len(draft.metas[id].shape) not in (2, 3):
+            yield (
+                f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {id} has shape "
+                f"{draft.metas[id].shape}; use an elementwise rule for it through config_overrides"
+            )
+
+
+def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) -> str:
+    """Return why a hook does not support a parameter; empty if it does."""
+    if problem := shape_problem(hook, unit.rule.needs, meta.shape):
+        return f"its shape is {meta.shape}, and {problem}"
+    if isinstance(hook, CentralizeGradient):
+        unknown = meta.tensor_parallel and meta.partition_dim is None and len(meta.shape) > 1
+        return "tensor parallelism cuts it along an unknown dim; set its partition_dim" if unknown else ""
+    if not hook.needs_rows or len(meta.shape) < 2:
+        return ""
+    if buffer.kind is AS_IT_CAME:
+        cuts_rows = any(placed.shard_dim not in (None, 0) and placed.size > 1 for placed in meta.placements)
+    else:
+        is_flat = buffer.kind.cuts and buffer.layout.num_shards > 1
+        cuts_rows = is_flat or (meta.tensor_parallel and meta.partition_dim != 0)
+    return (
+        "the hook needs whole rows, which this layout cuts over ranks; replicate the state, use layer-wise "
+        "sharding, or shard by rows"
+        if cuts_rows
+        else ""
+    )
+
+
+CHECKS: tuple[Callable[[Draft], Iterator[str]], ...] = (
     check_same_groups,
-    check_wrapped,
-    _check_blocks,
-    _check_reused,
-    _check_dtypes,
-    _check_fp8,
-    _check_norm_groups,
+    _check_params,
+    _check_chunks,
+    _check_buffers,
     _check_units,
-    _check_clipping,
-    _check_moments,
+    _check_groups,
     _check_memory,
 )
 
@@ -202,12 +338,11 @@ CHECKS: tuple[Callable[[Draft], None], ...] = (
 # --- once the device is known -----------------------------------------------------------------------------------------
 
 _GRAPH = "optimizer_cuda_graph=True"
-_ON_DEVICE = (None, "triton")
 
 
-def check_graphs(draft: Draft, device: torch.device) -> None:
-    """Refuse `optimizer_cuda_graph` if the device, a rule or a group does not support capture."""
-    plan, roles = draft.plan, draft.roles
+def check_graphs(draft: Draft, device: torch.device) -> Iterator[str]:
+    """`optimizer_cuda_graph`, if the device, a rule or a group does not support capture."""
+    plan, roles, on_gpu = draft.plan, draft.roles, device.type == "cuda"
     if not plan.config.optimizer_cuda_graph:
         return
     try:
@@ -215,33 +350,30 @@ def check_graphs(draft: Draft, device: torch.device) -> None:
     except GraphError as error:
         raise ConfigError(f"{_GRAPH}: {error}") from error
     if any(buffer.dtype is FP8 for buffer in plan.buffers):
-        raise ConfigError(f"{_GRAPH} with parameters in fp8, which are quantised after the update; set it to False")
+        yield f"{_GRAPH} with parameters in fp8, which are quantised after the update; set it to False"
     for unit in plan.units:
         rule = bare(unit.rule)
         if not getattr(rule, "capturable", False):
-            raise ConfigError(
+            yield (
                 f"{_GRAPH} with optimizer={rule.name!r}: its update reads values on the host, or the rule does not "
                 "declare capturable=True; use another rule, or set it to False"
             )
         if rule is not unit.rule:
-            raise ConfigError(
+            yield (
                 f"{_GRAPH} with hooks {hooks_of(unit.rule)!r} of {rule.name!r}, which allocate memory in every "
                 "step; use hooks that are part of a formula (CautiousDecay, CoupledDecay or LrDecoupledDecay of an "
                 "elementwise rule), or set it to False"
             )
         if Numbers.FP16_SCALED in unit.numbers.values():
-            raise ConfigError(
+            yield (
                 f"{_GRAPH} with main_params_dtype={plan.config.main_params_dtype}, whose values are decoded to new "
                 "memory at every step; use remainders or fp32 main values, or set it to False"
             )
-        backend = getattr(rule, "backend", None)
-        if backend not in _ON_DEVICE:
-            raise ConfigError(f"{_GRAPH} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured")
-    if device.type == "cuda" and find_spec("triton") is None:
-        raise ConfigError(f"{_GRAPH}: updates without Triton kernels read values on the host; install triton")
+        if (backend := getattr(rule, "backend", None)) not in (None, "triton"):
+            yield f"{_GRAPH} with backend={backend!r} of {rule.name!r}: only 'triton' can be captured"
+    if on_gpu and find_spec("triton") is None:
+        yield f"{_GRAPH}: updates without Triton kernels read values on the host; install triton"
     for comm in (roles.totals, roles.dense.dp, roles.dense.tp, roles.expert.dp, roles.expert.tp):
         group = group_of(comm)
-        if device.type == "cuda" and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
-            raise ConfigError(
-                f"{_GRAPH} with process groups over {dist.get_backend(group)}: only NCCL's collectives can be captured"
-            )
+        if on_gpu and group is not None and comm.size > 1 and "nccl" not in dist.get_backend(group):
+            yield f"{_GRAPH} with process groups over {dist.get_backend(group)}: only NCCL's can be captured"

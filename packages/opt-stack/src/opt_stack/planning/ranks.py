@@ -21,8 +21,9 @@ from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
-from opt_stack.planning.draft import Draft, Groups
+from opt_stack.planning.checks import refuse
 from opt_stack.planning.plan import rule_text
+from opt_stack.planning.planner import Draft
 
 logger = logging.getLogger("opt_stack")
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
@@ -42,7 +43,7 @@ class RankCheck(NamedTuple):
     """A comparison of all ranks."""
 
     facts: Callable[[Draft], Any]  # of this rank, picklable; may raise ConfigError
-    judge: Callable[[Draft, Sequence[Any]], None]  # raises ConfigError, given the facts of all ranks
+    problems: Callable[[Draft, Sequence[Any]], Iterator[str]]  # given the facts of all ranks
 
 
 def check_ranks(draft: Draft) -> None:
@@ -50,7 +51,7 @@ def check_ranks(draft: Draft) -> None:
     everyone = draft.roles.everyone
     per_rank = everyone.gather_objects(agreed(everyone, lambda: [check.facts(draft) for check in RANK_CHECKS]))
     for check, facts in zip(RANK_CHECKS, zip(*per_rank, strict=True), strict=True):
-        check.judge(draft, facts)
+        refuse(check.problems(draft, facts))
 
 
 def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
@@ -59,29 +60,32 @@ def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping
     All fields count: a different clip norm or loss scale on one rank would also make weights diverge. `asked` are
     arguments besides the configuration that must be given on all ranks or on none.
     """
-    per_rank: list[dict[str, str]] = everyone.gather_objects(_set_fields(config, asked))
     defaults = {field.name: repr(field.default) for field in fields(config)} | dict.fromkeys(asked, "False")
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
+    texts = {name: repr(value) for name, value in {**values, **asked}.items()}
+    # Only fields that do not have their default travel.
+    per_rank = everyone.gather_objects({name: text for name, text in texts.items() if text != defaults[name]})
     problems = []
     for name, default in defaults.items():
-        ranks: dict[str, list[int]] = {}  # by value
-        for rank, of_rank in enumerate(per_rank):
-            ranks.setdefault(of_rank.get(name, default), []).append(rank)
+        ranks = _by_value([of_rank.get(name, default) for of_rank in per_rank])
         if len(ranks) > 1:
             problems.append(f"{name} is " + ", ".join(f"{value} on ranks {_some(at)}" for value, at in ranks.items()))
     if problems:
         raise ConfigError(f"ranks were configured differently: {'; '.join(problems)}; set the same on all ranks")
 
 
+def _by_value(per_rank: Sequence[str | None]) -> dict[str, list[int]]:
+    """Return the ranks that report each value; those that report None are left out."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(per_rank):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def _some(ranks: list[int]) -> str:
     more = len(ranks) - MAX_RANKS_SHOWN
     return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
-
-
-def _set_fields(config: OptimizerConfig, asked: Mapping[str, bool]) -> dict[str, str]:
-    """Return the fields that do not have their default, as text."""
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in MAY_DIFFER}
-    defaults = {field.name: field.default for field in fields(config)} | dict.fromkeys(asked, False)
-    return {name: repr(value) for name, value in {**values, **asked}.items() if repr(value) != repr(defaults[name])}
 
 
 def _dtypes_and_layouts(draft: Draft) -> tuple[set[torch.dtype], set[bool]]:
@@ -90,27 +94,28 @@ def _dtypes_and_layouts(draft: Draft) -> tuple[set[torch.dtype], set[bool]]:
     return dtypes, {draft.metas[id].is_dtensor for id in draft.rule_of}
 
 
-def _judge_effects(draft: Draft, per_rank: Sequence[tuple[set[torch.dtype], set[bool]]]) -> None:
+def _effects(draft: Draft, per_rank: Sequence[tuple[set[torch.dtype], set[bool]]]) -> Iterator[str]:
     """Refuse each setting without effect on the parameters of all ranks.
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
-    if problems := list(_without_effect(draft.config, dtypes, are_dtensors)):
-        raise ConfigError.of("OptimizerConfig", problems)
-
-
-def _without_effect(config: OptimizerConfig, dtypes: set[torch.dtype], are_dtensors: set[bool]) -> Iterator[Problem]:
-    asked = config.precision.params
+    config, wanted, problems = draft.config, draft.config.precision.params, []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
-    if asked is not torch.float32 and not config.fp16 and dtypes and asked not in dtypes:
+    if wanted is not torch.float32 and not config.fp16 and dtypes and wanted not in dtypes:
         name = "bf16" if config.bf16 else "params_dtype"
-        reason = f"has no effect: the model's parameters are {', '.join(sorted(map(str, dtypes)))}; convert the model"
-        yield Problem(name, getattr(config, name), f"{reason} to {asked} first, or leave it out (autocast needs none)")
+        reason = (
+            f"has no effect: the model's parameters are {', '.join(sorted(map(str, dtypes)))}; convert the model to "
+            f"{wanted} first, or leave it out (autocast needs none)"
+        )
+        problems.append(Problem(name, getattr(config, name), reason))
     for name in ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer"):
         if getattr(config, name) and are_dtensors == {True}:
             reason = "has no effect: all trained parameters are DTensors (fully_shard, parallelize_module), and their"
-            yield Problem(name, True, f"{reason} state is sharded as they are; leave it at False")
+            problems.append(Problem(name, True, f"{reason} state is sharded as they are; leave it at False"))
+    if problems:
+        raise ConfigError.of("OptimizerConfig", problems)
+    yield from ()
 
 
 def _matched_patterns(draft: Draft) -> dict[str, bool]:
@@ -122,11 +127,11 @@ def _matched_patterns(draft: Draft) -> dict[str, bool]:
     return found
 
 
-def _judge_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) -> None:
+def _unmatched_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) -> Iterator[str]:
     """Refuse patterns that match no parameter of any chunk on any rank."""
     for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
         if not any(of_rank.get(pattern) for of_rank in per_rank):
-            raise ConfigError(
+            yield (
                 f"param_name_patterns_for_fp32_local_accumulation: {pattern!r} matches no parameter of any wrapped "
                 'model chunk; pass shell patterns of full names, such as "*.router.weight", or "all"'
             )
@@ -134,24 +139,23 @@ def _judge_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) -> Non
 
 def _has_fp8(draft: Draft) -> bool:
     """Whether a parameter is stored in fp8. Refuses another recipe than `fp8_recipe`."""
-    stored = ((id, quantized(param)) for id, param in draft.params.items())
-    found = {id: param.recipe.name for id, param in stored if param is not None}
-    other = next((id for id, recipe in found.items() if recipe != draft.config.fp8_recipe), None)
-    if other is not None:
-        raise ConfigError(
-            f"fp8_recipe={draft.config.fp8_recipe!r}, but parameter {str(other)!r} is stored with recipe "
-            f"{found[other]!r}; set fp8_recipe to that of the parameters"
-        )
-    return bool(found)
+    stored = {id: found.recipe.name for id, param in draft.params.items() if (found := quantized(param)) is not None}
+    for id, recipe in stored.items():
+        if recipe != draft.config.fp8_recipe:
+            raise ConfigError(
+                f"fp8_recipe={draft.config.fp8_recipe!r}, but parameter {str(id)!r} is stored with recipe "
+                f"{recipe!r}; set fp8_recipe to that of the parameters"
+            )
+    return bool(stored)
 
 
-def _judge_fp8(draft: Draft, per_rank: Sequence[bool]) -> None:
+def _unused_fp8(draft: Draft, per_rank: Sequence[bool]) -> Iterator[str]:
     """Refuse options of fp8 if no parameter on any rank is stored in it."""
     asks = f"fp8_recipe={draft.config.fp8_recipe!r}" if draft.config.fp8_recipe is not None else ""
     if not asks and any(chunk.config.fp8_param_gather for chunk in draft.wrapped.values()):
         asks = "fp8_param_gather=True"
     if asks and not any(per_rank):
-        raise ConfigError(
+        yield (
             f"{asks}, but no parameter is stored in fp8 on any rank; quantise the model before it is wrapped "
             "(opt_kernels.quantized.quantize_linears_, or TransformerEngine's quantized_model_init), or leave the "
             "option out; fully_shard and other DTensors store parameters dequantised"
@@ -165,38 +169,30 @@ def device_of(draft: Draft) -> torch.device | None:
     return next((tensor.device for tensor in tensors), None)
 
 
-def _kind_of_device(draft: Draft) -> str | None:
-    device = device_of(draft)
-    return None if device is None else device.type
-
-
-def _judge_devices(draft: Draft, per_rank: Sequence[str | None]) -> None:
+def _different_devices(draft: Draft, per_rank: Sequence[torch.device | None]) -> Iterator[str]:
     """Refuse models on different kinds of device."""
-    kinds = [kind for kind in dict.fromkeys(per_rank) if kind is not None]
+    kinds = _by_value([None if device is None else device.type for device in per_rank])
     if len(kinds) > 1:
-        ranks = "; ".join(f"{kind} on ranks {[r for r, of in enumerate(per_rank) if of == kind]}" for kind in kinds)
-        raise ConfigError(f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind")
+        ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
+        yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
 
 
-def _judge_trained(draft: Draft, per_rank: Sequence[int]) -> None:
+def _nothing_trained(draft: Draft, per_rank: Sequence[int]) -> Iterator[str]:
     """Refuse a model without trainable parameters."""
     if sum(per_rank) == 0:
-        raise ConfigError("model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True")
+        yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
-def _judge_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> None:
+def _different_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Refuse different rules under one name, because parts of a matrix would diverge."""
-    by_unit: dict[str, dict[str, list[int]]] = {}
-    for rank, of_rank in enumerate(per_rank):
-        for name, text in of_rank.items():
-            by_unit.setdefault(name, {}).setdefault(text, []).append(rank)
-    for name, ranks in by_unit.items():
+    for name in dict.fromkeys(name for of_rank in per_rank for name in of_rank):
+        ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
         if len(ranks) > 1:
-            start = _first_difference_in(list(ranks))
+            texts = list(ranks)  # shown from the argument that differs
+            shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
+            start = max(shared.rfind(before) + len(before) for before in (", ", "("))
             rules = ", ".join(f"{text[start : start + SHOWN]}... on ranks {_some(at)}" for text, at in ranks.items())
-            raise ConfigError(
-                f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
-            )
+            yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
 def _decayed_by_overrides(draft: Draft) -> list[str]:
@@ -228,7 +224,7 @@ def _decayed_by_overrides(draft: Draft) -> list[str]:
     return list(islice(decayed, _NAMES_SHOWN + 1))
 
 
-def _judge_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> None:
+def _warn_of_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> Iterator[str]:
     """Warn, on rank 0, of weight decay that overrides bring back."""
     names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
     if names and draft.roles.everyone.rank == 0:
@@ -238,18 +234,19 @@ def _judge_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> None:
             "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
             shown, _KEEP,
         )  # fmt: skip
+    yield from ()
 
 
-DEVICES = RankCheck(_kind_of_device, _judge_devices)
-EFFECTS = RankCheck(_dtypes_and_layouts, _judge_effects)
+DEVICES = RankCheck(device_of, _different_devices)
+EFFECTS = RankCheck(_dtypes_and_layouts, _effects)
 RANK_CHECKS = (
-    RankCheck(_decayed_by_overrides, _judge_decay),
-    RankCheck(_matched_patterns, _judge_patterns),
+    RankCheck(_decayed_by_overrides, _warn_of_decay),
+    RankCheck(_matched_patterns, _unmatched_patterns),
     EFFECTS,
-    RankCheck(_has_fp8, _judge_fp8),
+    RankCheck(_has_fp8, _unused_fp8),
     DEVICES,
-    RankCheck(lambda draft: len(draft.rule_of), _judge_trained),
-    RankCheck(lambda draft: {unit.name: rule_text(unit.rule) for unit in draft.plan.units}, _judge_rules),
+    RankCheck(lambda draft: len(draft.rule_of), _nothing_trained),
+    RankCheck(lambda draft: {unit.name: rule_text(unit.rule) for unit in draft.plan.units}, _different_rules),
 )
 
 
@@ -259,21 +256,62 @@ def check_peers(draft: Draft) -> None:
     Raises:
         ConfigError: on every rank, if they do not.
     """
-    error: ConfigError | None = None
+    problems: list[str] = []
+    keys = {key for group in draft.groups for key in group}
     for axes, experts in ((draft.roles.dense, False), (draft.roles.expert, True)):  # ranks may hold other experts
         local = dict(_described_params(draft, experts=experts))
         digest = sha256(f"{draft.plan.fingerprint(experts=experts)}{local}".encode()).hexdigest()
         digests = from_all_replicas(axes, digest)
-        others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-        if others:
+        if others := [rank for rank, other in enumerate(digests) if other != digests[0]]:
             per_rank = from_all_replicas(axes, local)
-            error = error or ConfigError(
+            problems.append(
                 f"{'expert ' * experts}data-parallel ranks {others} have another plan than rank 0: config, "
                 "overrides and model must be equal on all ranks that share parameters"
-                f"{_first_difference(per_rank[0], per_rank[others[0]], rank=others[0])}"
+                f"{_difference(per_rank[0], per_rank[others[0]], rank=others[0])}"
             )
-        error = error or _numbers_that_differ(draft.groups, local, axes.tp)
-    agree(draft.roles.everyone, error)
+        # Tensor-parallel ranks compare the hyper-parameters of the parameters of which both hold a part.
+        numbers = {name: {key: text for key, text in all.items() if key in keys} for name, all in local.items()}
+        per_rank = axes.tp.gather_objects(numbers)
+        for rank, of_rank in enumerate(per_rank):
+            both = per_rank[0].keys() & of_rank.keys()
+            first, other = ({name: texts[name] for name in both} for texts in (per_rank[0], of_rank))
+            if first != other:
+                problems.append(
+                    "tensor-parallel ranks have different hyper-parameters for one parameter"
+                    f"{_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
+                )
+    agree(draft.roles.everyone, ConfigError(problems[0]) if problems else None)
+
+
+def _described_params(draft: Draft, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield each parameter by name with its hyper-parameters and attributes as text."""
+    ids = {id for unit in draft.plan.units if unit.is_expert == experts for id in unit.ids}
+    for group in draft.groups:
+        values = {key: value for key, value in group.items() if key not in _NOT_COMPARED and _is_plain(value)}
+        numbers = {key: repr(v.tolist() if isinstance(v, Tensor) else v) for key, v in sorted(values.items())}
+        for id in sorted(ids.intersection(group["param_ids"])):
+            known = {
+                f.name: repr(getattr(draft.metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK
+            }
+            yield str(id), numbers | known
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the repr of a value is the same in every process: numbers, names and tuples of them."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
+    for name in sorted({*first, *other}):
+        if name not in first or name not in other:
+            return f"; {name} is trained on rank {rank if name in other else 0} only"
+        for key in sorted({*first[name], *other[name]}):
+            ours, theirs = first[name].get(key), other[name].get(key)
+            if ours != theirs:
+                return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
+    return ""
 
 
 class ModelPart(NamedTuple):
@@ -299,59 +337,3 @@ def model_part(metas: Mapping[ParamId, ParamMeta], roles: Roles) -> ModelPart:
         if own and len(parts) > 1:
             texts.append(f"{kind} part {parts.index(first)} of {len(parts)}")
     return ModelPart(", ".join(texts), has_namesakes)
-
-
-def _first_difference_in(texts: Sequence[str]) -> int:
-    """The position of the first argument that differs between the texts."""
-    shared = texts[0][: sum(1 for _ in takewhile(lambda chars: len(set(chars)) == 1, zip(*texts)))]
-    return max(shared.rfind(before) + len(before) for before in (", ", "("))
-
-
-def _numbers_that_differ(groups: Groups, local: Mapping[str, Mapping[str, str]], tp: Comm) -> ConfigError | None:
-    """Return an error if tensor-parallel ranks have different hyper-parameters for a parameter; else None."""
-    keys = {key for group in groups for key in group}
-    numbers = {name: {key: text for key, text in entries.items() if key in keys} for name, entries in local.items()}
-    per_rank = tp.gather_objects(numbers)
-    for rank, of_rank in enumerate(per_rank):
-        both = per_rank[0].keys() & of_rank.keys()  # a rank may hold no part of a parameter
-        first, other = ({name: entries[name] for name in both} for entries in (per_rank[0], of_rank))
-        if first != other:
-            return ConfigError(
-                "tensor-parallel ranks have different hyper-parameters for one parameter"
-                f"{_first_difference(first, other, rank=rank)}; pass the same overrides and groups on all ranks"
-            )
-    return None
-
-
-def _described_params(draft: Draft, *, experts: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield each parameter by name with its hyper-parameters and attributes as text."""
-    ids = {id for unit in draft.plan.units if unit.is_expert == experts for id in unit.ids}
-    for group in draft.groups:
-        numbers = {key: repr(_plain(group[key])) for key in sorted(set(group) - _NOT_COMPARED) if _is_plain(group[key])}
-        for id in sorted(ids.intersection(group["param_ids"])):
-            known = {
-                f.name: repr(getattr(draft.metas[id], f.name)) for f in fields(ParamMeta) if f.name not in _OF_THE_RANK
-            }
-            yield str(id), numbers | known
-
-
-def _first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
-    for name in sorted({*first, *other}):
-        if name not in first or name not in other:
-            return f"; {name} is trained on rank {rank if name in other else 0} only"
-        for key in sorted({*first[name], *other[name]}):
-            ours, theirs = first[name].get(key), other[name].get(key)
-            if ours != theirs:
-                return f"; {key} of {name} is {ours} on rank 0 and {theirs} on rank {rank}"
-    return ""
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, Tensor) else value
-
-
-def _is_plain(value: Any) -> bool:
-    """Return whether the repr of a value is the same in every process: numbers, names and tuples of them."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | Tensor)

@@ -18,6 +18,36 @@ from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry, value_problem
 from opt_stack.rules.registry import RuleEntry
 
+logger = logging.getLogger("opt_stack")
+HOOKS = "hooks"  # the entry of a group that records the hooks of its rule
+RULE = "optimizer"  # the entry that names its rule; groups of torch's optimizers have none
+HELD = ("params", "param_ids", "param_names")  # entries that list its parameters
+OF_RULE = (HOOKS, CHOICES)  # entries that record how its rule was built
+Group = Mapping[str, Any]
+
+HYPER_KEYS = ("betas", "eps", "momentum")
+"""The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
+
+_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config", "choices")
+_SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
+"""Written or read by torch's, timm's and our schedulers."""
+_FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
+_OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
+_DEFAULT_DECAY: float = OptimizerConfig().weight_decay
+COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True)),
+        **dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"), (False,)),
+        "dampening": (0,),
+    }
+)
+"""Entries of the groups of torch's optimizers, with the values that have no effect."""
+
+
+# --- the caller's groups ----------------------------------------------------------------------------------------------
+
 
 def complete_groups(
     param_groups: Sequence[Mapping[str, Any]],
@@ -34,48 +64,38 @@ def complete_groups(
     """
     ids = {id(param): param_id for param_id, param in params.items()}
     names: dict[ParamId, str] = {}  # of the group that has the parameter
-    groups = []
+    groups: list[dict[str, Any]] = []
     for number, given in enumerate(param_groups):
         if not isinstance(given, Mapping) or "params" not in given:
             raise ConfigError(f"param_groups[{number}] is {type(given).__name__}; must be a dict with 'params'")
         name = given.get("name", f"group {number}")
         held = [given["params"]] if isinstance(given["params"], Tensor) else list(given["params"])
-        param_ids = [_id(ids, param, name) for param in held]
-        for param_id in param_ids:
-            if param_id in names:
+        for param in held:
+            if id(param) not in ids:
+                shown = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
+                frozen = ", which is frozen" if isinstance(param, Tensor) and not param.requires_grad else ""
+                raise ConfigError(
+                    f"group {name!r} has a parameter {shown}{frozen}: it is not a trainable parameter of model_chunks; "
+                    "leave it out"
+                )
+            if (param_id := ids[id(param)]) in names:
                 raise ConfigError(
                     f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; it must be in one"
                 )
             names[param_id] = name
         _check_values(name, given)
-        is_expert = _is_expert(name, [metas[param_id] for param_id in param_ids], given)
-        groups.append(
-            _completed({**given, "name": name, "params": held}, config) | {"param_ids": param_ids} | is_expert
-        )
-    all_names = [group["name"] for group in groups]
-    if twice := sorted({name for name in all_names if all_names.count(name) > 1}):
-        raise ConfigError(
-            f"param_groups: two groups have name={twice[0]!r}; names must be unique: checkpoints find groups by name"
-        )
+        param_ids = [ids[id(param)] for param in held]
+        are_experts = {metas[param_id].is_expert for param_id in param_ids}
+        if len(are_experts) > 1:
+            raise ConfigError(f"group {name!r} mixes experts (allreduce=False) and dense parameters; make two groups")
+        is_expert = are_experts.pop() if are_experts else bool(given.get("is_expert_parallel", False))
+        if any(name == group["name"] for group in groups):
+            raise ConfigError(
+                f"param_groups: two groups have name={name!r}; names must be unique: checkpoints find groups by name"
+            )
+        of_group = {"name": name, "params": held, "param_ids": param_ids, "is_expert_parallel": is_expert}
+        groups.append({**_completed(given, config), **of_group})
     return groups
-
-
-def _id(ids: Mapping[int, ParamId], param: Any, group: str) -> ParamId:
-    if id(param) not in ids:
-        shown = f"of shape {tuple(param.shape)}" if isinstance(param, Tensor) else f"{param!r}"
-        frozen = ", which is frozen" if isinstance(param, Tensor) and not param.requires_grad else ""
-        raise ConfigError(
-            f"group {group!r} has a parameter {shown}{frozen}: it is not a trainable parameter of model_chunks; leave "
-            "it out"
-        )
-    return ids[id(param)]
-
-
-def _is_expert(name: str, metas: Sequence[ParamMeta], given: Mapping[str, Any]) -> dict[str, bool]:
-    kinds = {meta.is_expert for meta in metas}
-    if len(kinds) > 1:
-        raise ConfigError(f"group {name!r} mixes experts (allreduce=False) and dense parameters; make two groups")
-    return {"is_expert_parallel": kinds.pop() if kinds else bool(given.get("is_expert_parallel", False))}
 
 
 def _check_values(name: str, given: Mapping[str, Any]) -> None:
@@ -113,32 +133,7 @@ def _times(value: float | None, factor: float) -> float | None:
     return value if value is None or factor == 1.0 else value * factor
 
 
-logger = logging.getLogger("opt_stack")
-HOOKS = "hooks"  # the entry of a group that records the hooks of its rule
-RULE = "optimizer"  # the entry that names its rule; groups of torch's optimizers have none
-HELD = ("params", "param_ids", "param_names")  # entries that list its parameters
-OF_RULE = (HOOKS, CHOICES)  # entries that record how its rule was built
-Group = Mapping[str, Any]
-
-HYPER_KEYS = ("betas", "eps", "momentum")
-"""The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
-
-_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config", "choices")
-_SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
-"""Written or read by torch's, timm's and our schedulers."""
-_FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
-_OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
-_DEFAULT_DECAY: float = OptimizerConfig().weight_decay
-COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
-
-_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        **dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True)),
-        **dict.fromkeys(("amsgrad", "maximize", "differentiable", "nesterov"), (False,)),
-        "dampening": (0,),
-    }
-)
-"""Entries of the groups of torch's optimizers, with the values that have no effect."""
+# --- entries that rules read -----------------------------------------------------------------------------------------
 
 
 def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
@@ -310,11 +305,11 @@ def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, bool | int | float | str)
 
 
-def record_choices_(groups: Iterable[dict[str, Any]], made: Mapping[str, Rule]) -> None:
-    """Write the choices of its rule to each group, as text; they replace those of an optimizer it was part of."""
-    for group in groups:
-        choices = choices_of(made[group["optimizer"]])
-        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices.items()))
+def record_rule_(group: dict[str, Any], rule: Rule) -> None:
+    """Write the choices and the hooks of its rule to a group, as text; they replace those of an earlier optimizer."""
+    group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
+    if hooks := hooks_of(rule):
+        group[HOOKS] = described(hooks)
 
 
 def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None:
@@ -333,11 +328,14 @@ def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None
 
 def warn_of_other_choices(group: Group, saved: Group) -> None:
     """Log a warning for each hook and option of the rule that differs from those `saved` was saved with."""
-    warn_of_other_hooks(group["name"], group, saved)
-    for name, before, after in _differences(group, saved):
+    before, after = (tuple(one.get(HOOKS, ())) for one in (saved, group))
+    if before != after:
         logger.warning(
-            "group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, after, name, before
-        )
+            "group %r continues with hooks %s, but was saved with %s",
+            group["name"], ", ".join(after) or "none", ", ".join(before) or "none",
+        )  # fmt: skip
+    for name, was, now in _differences(group, saved):
+        logger.warning("group %r continues with %s=%s, but was saved with %s=%s", group["name"], name, now, name, was)
 
 
 def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
@@ -354,21 +352,3 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
 def _recorded(group: Group) -> dict[str, str]:
     parts = (str(text).partition("=") for text in group.get(CHOICES) or ())
     return {name: value for name, _, value in parts}
-
-
-def record_hooks_(groups: Iterable[dict[str, Any]], made: Mapping[str, Rule]) -> None:
-    """Write the hooks of its rule to each group, as text, if the rule has any."""
-    for group in groups:
-        hooks = hooks_of(made[group["optimizer"]])
-        if hooks:
-            group[HOOKS] = described(hooks)
-
-
-def warn_of_other_hooks(name: str, now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Log a warning if a group was saved with other hooks: updates differ from those of the saved run."""
-    before, after = (tuple(group.get(HOOKS, ())) for group in (saved, now))
-    if before != after:
-        logger.warning(
-            "group %r continues with hooks %s, but was saved with %s",
-            name, ", ".join(after) or "none", ", ".join(before) or "none",
-        )  # fmt: skip
