@@ -12,12 +12,13 @@ from torch import nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.formulas import Formula
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.schedule_free import SCHEDULE_FREE
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms
 from opt_kernels.rules import MuonRule, Rule
-from opt_stack import Registry, RuleEntry, get_optimizer
+from opt_stack import Registry, RuleEntry, get_optimizer, get_optimizer_based_on_param_groups
 
 Options = dict[str, Any]
 
@@ -95,3 +96,24 @@ def test_another_option_of_one_rank_is_refused_on_every_rank(
         return str(caught.value)
 
     assert len(set(run_threads(size, rank_main))) == 1
+
+
+def test_a_group_that_one_replica_of_one_part_has_otherwise_is_refused_on_every_rank() -> None:
+    """Ranks that had found the difference among their replicas did not compare with their tensor-parallel peers, which
+    waited for them."""
+    parts, replicas = ([World(2, timeout_s=30) for _ in range(2)] for _ in range(2))
+
+    def rank_main(comm: Comm) -> str:
+        replica, part = divmod(comm.rank, 2)
+        axes = Axes(dp=ThreadComm(replicas[part], replica), tp=ThreadComm(parts[replica], part))
+        model = nn.Module()
+        model.register_parameter("w", nn.Parameter(torch.ones(6, 4)))
+        model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 0, 1
+        groups = [{"params": [model.w], "weight_decay": 0.2 if comm.rank == 3 else 0.1}]
+        with pytest.raises(ValueError, match=r"weight_decay of w is 0\.1 on rank 0 and 0\.2 on rank 1") as caught:
+            get_optimizer_based_on_param_groups(
+                OptimizerConfig(lr=0.1), [model], groups, pg_collection=Roles(dense=axes, expert=axes, everyone=comm)
+            )
+        return str(caught.value)
+
+    run_threads(4, rank_main)
