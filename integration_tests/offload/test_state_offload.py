@@ -103,7 +103,7 @@ def nothing_is_moved(patch: pytest.MonkeyPatch) -> None:
 def nothing_is_copied(patch: pytest.MonkeyPatch) -> None:
     def move(offload: StateOffload, memories: Any, sources: Any, targets: Any) -> None:
         for memory, target in zip(memories, targets, strict=True):
-            memory.move_to(target)
+            StateOffload.show_in_(memory, target)
 
     patch.setattr(StateOffload, "_move", move)
 

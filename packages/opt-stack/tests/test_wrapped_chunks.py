@@ -1,5 +1,6 @@
 """Wrapped chunks under an optimizer: fields, groups of ranks, overlaps, several chunks and optimizers."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ from opt_distributed.buffers import UnusableGradientError, grad_checks
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
-from opt_stack.planning.checks import check_same_groups, refuse
+from opt_stack.planning.checks import check_same_groups
 from opt_stack.planning.planner import Draft
 
 SUBSETS = {
@@ -226,10 +227,10 @@ def test_a_wrapper_over_other_ranks_in_equal_numbers_is_refused(world: None) -> 
     chunk = DistributedDataParallel(DistributedDataParallelConfig(), make_model(), groups=roles_over())
     chunk.roles = roles_over(0, 2)
     draft = Draft(config=OptimizerConfig(lr=1e-2), chunks=[chunk], registry=Registry(), roles=roles_over(0, 2))
-    refuse(check_same_groups(draft))  # another group object of the same ranks
+    assert list(check_same_groups(draft)) == []  # another group object of the same ranks
     draft.roles = roles_over(0, 3)
-    with pytest.raises(ConfigError, match=r"wrapped with data-parallel groups of 2 x 1 ranks .*\[0, 2\].*\[0, 3\]"):
-        refuse(check_same_groups(draft))
+    problem = next(check_same_groups(draft))
+    assert re.search(r"wrapped with data-parallel groups of 2 x 1 ranks .*\[0, 2\].*\[0, 3\]", problem)
 
 
 SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}

@@ -281,23 +281,24 @@ def _check_units(draft: Draft) -> Iterator[str]:
 
 
 def _check_matrices(draft: Draft, unit: UnitPlan) -> Iterator[str]:
-    needs = f"optimizer={unit.rule.name!r} needs whole matrices, but"
+    name = f"optimizer={unit.rule.name!r}"
     for buffer, id in draft.placed(unit):
         if buffer.kind.cuts and isinstance(draft.config.sharding, WholeParams):  # it came with a wrapped chunk
             yield (
-                f"{needs} {str(id)!r} was wrapped in a buffer that is cut between ranks; pass optimizer_config=config "
-                "to DistributedDataParallel, which keeps matrices whole that are neither embeddings nor outputs, or "
-                "use an elementwise rule for it"
+                f"{name} needs whole matrices, but {str(id)!r} was wrapped in a buffer that is cut between ranks; pass "
+                "optimizer_config=config to DistributedDataParallel, which keeps matrices whole that are neither "
+                "embeddings nor outputs, or use an elementwise rule for it"
             )
         if buffer.kind.cuts:
             yield (
-                f"{needs} use_distributed_optimizer=True ({type(draft.config.sharding).__name__}) cuts parameters "
-                "between ranks; set use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
+                f"{name} needs whole matrices, but use_distributed_optimizer=True "
+                f"({type(draft.config.sharding).__name__}) cuts parameters between ranks; set "
+                "use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
             )
     for id in sorted(unit.ids):
         if len(draft.metas[id].shape) not in (2, 3):
             yield (
-                f"optimizer={unit.rule.name!r} updates matrices (2-D or 3-D parameters), but {id} has shape "
+                f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape "
                 f"{draft.metas[id].shape}; use an elementwise rule for it through config_overrides"
             )
 

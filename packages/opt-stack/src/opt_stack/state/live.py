@@ -1,7 +1,7 @@
 """What an optimizer shows of its state: by parameter, with weights for evaluation, and moved to the host."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.formulas import Formula
 from opt_kernels.hooks import bare
 from opt_kernels.rules import ElementwiseRule
+
+Groups = Sequence[Mapping[str, Any]]
 
 
 class Held(NamedTuple):
@@ -87,16 +89,18 @@ class ParamState(PieceState):
         super().__setitem__(name, value)
 
 
-Groups = Sequence[Mapping[str, Any]]
-
-
 class Evaluation:
     """Switches parameters between training and evaluation weights; for most rules the two are the same."""
 
     def __init__(self, stepper: Stepper) -> None:
         self.stepper = stepper
-        self._formulas = {unit.name: _formula(unit) for unit in stepper.units}
-        self.rules = {unit.rule.name for unit in stepper.units if _formula(unit) is not None}  # with evaluation weights
+        rules = {unit.name: bare(unit.rule) for unit in stepper.units}
+        self._formulas = {  # of units whose rules evaluate other weights than they train
+            name: rule.formula
+            for name, rule in rules.items()
+            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
+        }
+        self.rules = {unit.rule.name for unit in stepper.units if unit.name in self._formulas}
         self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
 
     def check_training(self, what: str) -> None:
@@ -114,11 +118,7 @@ class Evaluation:
 
     def keeps_weights_of(self, unit: Unit) -> bool:
         """Return whether the rule of `unit` keeps weights of its own in its state."""
-        return self._formulas[unit.name] is not None
-
-    def replaces_weights_of(self, unit: Unit) -> bool:
-        """Return whether the parameters of `unit` hold evaluation weights now."""
-        return self.is_evaluating and self.keeps_weights_of(unit)
+        return unit.name in self._formulas
 
     @contextmanager
     def with_trained_weights(self) -> Iterator[None]:
@@ -135,7 +135,7 @@ class Evaluation:
     def resume_(self, groups: Groups) -> None:
         """Begin evaluation after a load that set only the main values of each rank's own pieces. Collective."""
         for unit in self.stepper.units:
-            for source in unit.completes if self._formulas[unit.name] is not None else ():
+            for source in unit.completes if unit.name in self._formulas else ():
                 source.publish_()
         self.begin_(groups)
 
@@ -147,12 +147,10 @@ class Evaluation:
         moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
         self._trained = {param: local(param).detach().clone() for param in moved}
         for unit in self.stepper.units:
-            formula = self._formulas[unit.name]
-            for piece in unit.pieces if formula is not None else ():
+            for piece in unit.pieces if unit.name in self._formulas else ():
                 if piece.step:
-                    assert formula is not None
                     assert not isinstance(piece.main, QuantizedMain)
-                    piece.main.target.copy_(_evaluated(formula, unit, piece, groups))
+                    piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
             for source in unit.completes:
                 source.publish_()
 
@@ -169,58 +167,18 @@ def _write_(weights: Mapping[Tensor, Tensor]) -> None:
         local(param).copy_(values)
 
 
-def _formula(unit: Unit) -> Formula | None:
-    """The formula of a unit whose rule evaluates other weights than it trains; None for all other rules."""
-    rule = bare(unit.rule)
-    return rule.formula if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None else None
-
-
 def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
+    def evaluate(groups: Groups, value: Tensor) -> Tensor:
+        hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
+        states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
+        return formula.evaluated(value.float(), states, hyper)
+
     value = piece.main.value()
     if unit.host is None:
-        return _from(formula, unit, piece, groups, value)
-    device = unit.host.device
-    here = device.to_host(value)
-    with device.on_host():
-        return _from(formula, unit, piece, unit.host.numbers_of(groups), here)
-
-
-def _from(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups, value: Tensor) -> Tensor:
-    hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
-    states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
-    return formula.evaluated(value.float(), states, hyper)
-
-
-class _View(NamedTuple):
-    """A state tensor, and the size, stride and offset by which it views its memory."""
-
-    tensor: Tensor
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def show(self, memory: Tensor) -> None:
-        """Make the tensor view the same elements of `memory`, (n,) uint8."""
-        dtype = self.tensor.dtype
-        elements = memory[: len(memory) - len(memory) % dtype.itemsize].view(dtype)
-        self.tensor.data = elements.as_strided(self.size, self.stride, self.offset)
-
-
-class _Memory(NamedTuple):
-    """One allocation, and all state tensors in it."""
-
-    views: Sequence[_View]
-
-    def whole(self) -> Tensor:
-        """Return the whole allocation as (n,) uint8."""
-        narrow = min((view.tensor for view in self.views), key=lambda tensor: tensor.dtype.itemsize).detach()
-        numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
-        return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
-
-    def move_to(self, memory: Tensor) -> None:
-        """Make all tensors view `memory`. The old allocation is freed with the last tensor that views it."""
-        for view in self.views:
-            view.show(memory)
+        return evaluate(groups, value)
+    here = unit.host.device.to_host(value)
+    with unit.host.device.on_host():
+        return evaluate(unit.host.numbers_of(groups), here)
 
 
 class StateOffload:
@@ -234,7 +192,7 @@ class StateOffload:
         self._units = [unit for unit in stepper.units if unit.host is None]
         self._place = stepper.device
         self._device = devices.device_of(stepper.device)
-        self._away: list[_Memory] | None = None  # while the state is on the host
+        self._away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
 
     def check_restored(self, what: str) -> None:
         """Raise RuntimeError while the state is on the host; `what` names the call for the message."""
@@ -251,11 +209,13 @@ class StateOffload:
         If host memory runs out, nothing has moved.
         """
         if self._away is None:
-            memories = list(_memories(self._tensors())) if self._device.is_asynchronous else []
-            sources = [memory.whole() for memory in memories]
+            memories: dict[int, list[Tensor]] = {}
+            for tensor in self._tensors() if self._device.is_asynchronous else ():
+                memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+            sources = [_whole(tensors) for tensors in memories.values()]
             targets = [self._device.host_empty(len(source), torch.uint8, pinned=True) for source in sources]
-            self._move(memories, sources, targets)
-            self._away = memories
+            self._move(list(memories.values()), sources, targets)
+            self._away = list(memories.values())
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -264,12 +224,12 @@ class StateOffload:
         If device memory runs out, the state is still on the host, and the call may be repeated.
         """
         if self._away is not None:
-            sources = [memory.whole() for memory in self._away]
+            sources = [_whole(tensors) for tensors in self._away]
             targets = [torch.empty(len(source), dtype=torch.uint8, device=self._place) for source in sources]
             self._move(self._away, sources, targets)
             self._away = None
 
-    def _move(self, memories: Sequence[_Memory], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         current, side = self._device.current_stream(), self._device.side_stream()
         side.wait_event(current.record_event())
         with self._device.on(side):
@@ -277,8 +237,17 @@ class StateOffload:
                 target.copy_(source, non_blocking=True)
             done = side.record_event()
         current.wait_event(done)
-        for memory, target in zip(memories, targets, strict=True):
-            memory.move_to(target)
+        for tensors, target in zip(memories, targets, strict=True):
+            self.show_in_(tensors, target)
+
+    @staticmethod
+    def show_in_(tensors: Sequence[Tensor], memory: Tensor) -> None:
+        """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are. That is
+        freed with the last tensor that views it."""
+        for tensor in tensors:
+            itemsize = tensor.dtype.itemsize
+            elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
+            tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _tensors(self) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
@@ -298,9 +267,8 @@ class StateOffload:
                     yield tensor
 
 
-def _memories(tensors: Iterable[Tensor]) -> Iterator[_Memory]:
-    by_address: dict[int, list[_View]] = {}
-    for tensor in tensors:
-        view = _View(tensor, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        by_address.setdefault(tensor.untyped_storage().data_ptr(), []).append(view)
-    return map(_Memory, by_address.values())
+def _whole(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the whole allocation in which `tensors` are, as (n,) uint8."""
+    narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
+    numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
+    return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -18,19 +19,17 @@ from opt_checkpoint import (
     get_param_id_to_sharded_param_map,
     groups_to_saved,
 )
-from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica
+from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, place_
 from opt_distributed.comm import Axes, Comm, Roles, agree
-from opt_distributed.saving import (
-    MAIN,
-    STEP,
-    check_loaded,
-    read_piece,
-)
-from opt_distributed.step import Scaler
+from opt_distributed.saving import MAIN, STEP, check_loaded, read_piece
+from opt_distributed.step import Scaler, Stepper
+from opt_kernels.hooks import bare
 from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
+from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
-from opt_stack.state.live import Held
+from opt_stack.state.live import Evaluation, Held, StateOffload
+from opt_stack.state.loaded_weights import LoadedWeights
 
 logger = logging.getLogger("opt_stack")
 VERSION = 1
@@ -45,9 +44,162 @@ class Described(NamedTuple):
     name: str  # in the checkpoint's groups; unique over the whole model
     sharded: ShardedTensor | ShardedTensorFactory
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the parameter has no elements, and so on most layouts no state. It is not saved on any."""
+        return isinstance(self.sharded, ShardedTensor) and not all(self.sharded.global_shape)
+
+
+class ShardedStates(torch.optim.Optimizer):
+    """The sharded state of `Optimizer`, and what its state dicts read."""
+
+    stepper: Stepper
+    evaluation: Evaluation
+    offload: StateOffload
+    loaded_weights: LoadedWeights
+    plan: Plan
+    roles: Roles
+    _layout_id: str
+    _rank_local: bool
+    _everyone: Comm
+    _ids: Sequence[ParamId]
+    _held: Mapping[ParamId, Held]
+    _described: list[list[Described]] | None = None  # by group, since the last `sharded_state_dict`
+
+    def check_ready(self, what: str) -> None:
+        """Raise RuntimeError in evaluation mode, or while the state is on the host; `what` names the call."""
+        self.evaluation.check_training(what)
+        self.offload.check_restored(what)
+
+    def sharded_state_dict(
+        self,
+        model_sharded_state_dict: Mapping[str, Any],
+        is_loading: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the state for `opt_checkpoint.save` and `load`; it loads on any layout, world size and precision.
+
+        Collective. Tensors share the optimizer's memory where possible, so a load writes in place; pass the result of
+        the load to `load_state_dict` to complete it.
+
+        Args:
+            model_sharded_state_dict: the model's sharded state, with the parameters themselves (`keep_vars=True`) as
+                data.
+            is_loading: accepted for Megatron-Core's callers and ignored: state exists from construction.
+            metadata: accepted for Megatron-Core's callers and ignored: the one format reshards along every axis.
+
+        Tensors that `sharded_model` described without groups are placed here: tensor-parallel parts, experts and
+        pipeline stages get their position in the whole model, in `model_sharded_state_dict` itself.
+
+        Raises:
+            ValueError: a parameter is not in `model_sharded_state_dict`; or, on every rank, it is unknown which part of
+                the model a rank has.
+        """
+        self.check_ready("sharded_state_dict()")
+        self.stepper.warn_of_unread("sharded_state_dict()")
+        place_(model_sharded_state_dict, axes_of(self.roles))
+        self._described = described = describe_params(model_sharded_state_dict, self.param_groups)
+        self._check_parts(described)
+        names = [[own.name for own in of_group] for of_group in described]
+        per_rank = self._everyone.gather_objects(names)
+        on_all_ranks = [list(dict.fromkeys(n for of_rank in per_rank for n in of_rank[at])) for at in range(len(names))]
+        kept = [{k: value for k, value in group.items() if k not in _OF_THIS_RUN} for group in self.param_groups]
+        parts = {
+            "version": VERSION,
+            "state": {at: read_piece(*held).sharded(own.sharded) for own, at, held in self._saved_pieces(described)},
+            "groups": groups_to_saved(kept, on_all_ranks),
+            "grad_scaler": self.stepper.scaler.state_dict(),
+        }
+        return ScopedState(parts, replaces="optimizer.")  # one state may hold several optimizers
+
+    def _load_sharded(
+        self, loaded: Mapping[str, Any], *, on_conflict: Conflict = "error", override: Mapping[str, Any] = NO_OVERRIDE
+    ) -> None:
+        """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
+
+        Raises:
+            ValueError: on every rank, if parameters of one group were saved with different hyper-parameters, a
+                hyper-parameter or the loss scale is not valid, or a part of a parameter's state was not loaded. Nothing
+                has changed, except tensors that the load itself wrote.
+        """
+        if (described := self._described) is None:
+            raise ValueError(
+                "load_state_dict of a sharded state needs the sharded_state_dict that it was loaded into; call "
+                "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
+            )
+        groups, rules = self.param_groups, self._rules()
+        names = [[own.name for own in of_group] for of_group in described]
+        saved = _of_same_rule(loaded["groups"], groups, names)
+        pieces = [(held, loaded["state"].get(at, {})) for _, at, held in self._saved_pieces(described)]
+        empty = (own for of_group in described for own in of_group if own.is_empty and own.id in self._held)
+        pieces += [(self._held[own.id], {}) for own in empty]
+        pairs = list(_saved_by_group(loaded["groups"], groups, names))
+        error: ValueError | None = None
+        scale: dict[str, Any] = {}
+        try:
+            for held, values in pieces:
+                check_loaded(*held, values)
+            untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
+            apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
+            check_loaded_numbers(zip(groups, untouched, strict=True), rules)
+            for group, before in pairs:
+                check_choices(group, before, rules)
+            scale = saved_scaler(loaded, self.stepper.scaler)
+        except ValueError as refusal:
+            error = refusal
+        agree(self._everyone, error)
+        _warn_of_another_rule(loaded, groups, names)
+        for group, before in pairs:
+            warn_of_other_choices(group, before)
+        apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
+        for held, values in pieces:
+            read_piece(*held).take_(values)
+        if scale:
+            self.stepper.scaler.load_state_dict(scale)
+
+    def _rules(self) -> dict[str, Rule]:
+        """Return the rules of this rank's units, by the `optimizer` of their groups."""
+        return {unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units}
+
+    def _saved_pieces(self, described: Sequence[Sequence[Described]]) -> Iterator[tuple[Described, str, Held]]:
+        """Yield the parameters whose state this rank saves, with a unique name: two model chunks may share a key."""
+        places: set[str] = set()
+        for own in (own for of_group in described for own in of_group):
+            if own.id in self._held and not own.is_empty:
+                at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
+                places.add(at)
+                yield own, at, self._held[own.id]
+
+    def _check_parts(self, described: Sequence[Sequence[Described]]) -> None:
+        """Check that parts of one parameter are not all described as the whole of it. Collective.
+
+        Raises:
+            ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
+        """
+        local: dict[str, str] = {}  # the part of this rank, by key
+        for own in (own for of_group in described for own in of_group):
+            part = self._held[own.id].piece.part if own.id in self._held else ""
+            if part and isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape:
+                local[own.sharded.key] = part
+        parts: dict[str, set[str]] = defaultdict(set)
+        for of_rank in self._everyone.gather_objects(local):
+            for key, part in of_rank.items():
+                parts[key].add(part)
+        for wrong in (key for key, found in parts.items() if len(found) > 1):
+            raise ValueError(
+                f"parameter {wrong!r} is tensor parallel, and tensor-parallel ranks have different parts of it, "
+                "but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model("
+                f"model), or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, rank, ranks), "
+                "replica_id=...)"
+            )
+
 
 def axes_of(roles: Roles) -> ModelAxes:
     """Return the groups over which the model of these roles is divided."""
+
+    def replica(axes: Axes) -> Replica:
+        return Replica(axes.inter.rank * axes.dp.size + axes.dp.rank, axes.num_replicas)
+
     instance = roles.instance if roles.dense.inter.size == 1 else None
     return ModelAxes(
         everyone=instance or roles.everyone,
@@ -55,13 +207,9 @@ def axes_of(roles: Roles) -> ModelAxes:
         expert_tp=roles.expert.tp,
         ep=roles.ep,
         pp=roles.pp,
-        dense=_replica(roles.dense),
-        expert=_replica(roles.expert),
+        dense=replica(roles.dense),
+        expert=replica(roles.expert),
     )
-
-
-def _replica(axes: Axes) -> Replica:
-    return Replica(axes.inter.rank * axes.dp.size + axes.dp.rank, axes.num_replicas)
 
 
 def describe_params(
@@ -91,98 +239,11 @@ def describe_params(
     return [[Described(id, _name(found[i]), found[i]) for id, i in zip(g["param_ids"], indices)] for g in groups]
 
 
-def check_parts(described: Sequence[Sequence[Described]], held: Mapping[ParamId, Held], everyone: Comm) -> None:
-    """Check that parts of one parameter are not all described as the whole of it. Collective.
-
-    Raises:
-        ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
-    """
-    local: dict[str, str] = {}  # the part of this rank, by key
-    for own in _flat(described):
-        part = held[own.id].piece.part if own.id in held else ""
-        if part and isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape:
-            local[own.sharded.key] = part
-    per_rank = everyone.gather_objects(local)
-    parts: dict[str, set[str]] = defaultdict(set)
-    for of_rank in per_rank:
-        for key, part in of_rank.items():
-            parts[key].add(part)
-    wrong = next((key for key, found in parts.items() if len(found) > 1), None)
-    if wrong is not None:
-        raise ValueError(
-            f"parameter {wrong!r} is tensor parallel, and tensor-parallel ranks have different parts of it, "
-            "but model_sharded_state_dict describes each part as the whole; pass opt_checkpoint.sharded_model(model), "
-            f"or ShardedTensor.from_rank_offsets({wrong!r}, param, (partition_dim, rank, ranks), replica_id=...)"
-        )
-
-
-def sharded_state(
-    described: Sequence[Sequence[Described]],
-    groups: Sequence[Mapping[str, Any]],
-    held: Mapping[ParamId, Held],
-    scaler: Scaler,
-    everyone: Comm,
-) -> dict[str, Any]:
-    """Return the state for `opt_checkpoint.save` and `load`. Collective: groups name every rank's parameters."""
-    check_parts(described, held, everyone)
-    state = {}
-    for own, at in _held_entries(described, held):
-        state[at] = read_piece(*held[own.id]).sharded(own.sharded)
-    kept = [{key: value for key, value in group.items() if key not in _OF_THIS_RUN} for group in groups]
-    parts = {
-        "version": VERSION,
-        "state": state,
-        "groups": groups_to_saved(kept, _names_on_all_ranks(described, everyone)),
-        "grad_scaler": scaler.state_dict(),
-    }
-    return ScopedState(parts, replaces="optimizer.")  # one state may hold several optimizers
-
-
-def load_sharded_(
-    loaded: Mapping[str, Any],
-    described: Sequence[Sequence[Described]],
-    groups: Sequence[dict[str, Any]],
-    held: Mapping[ParamId, Held],
-    scaler: Scaler,
-    everyone: Comm,
-    *,
-    on_conflict: Conflict = "error",
-    override: Mapping[str, Any] = NO_OVERRIDE,
-    rules: Mapping[str, Rule],  # of this rank's units, by the groups' `optimizer`
-) -> None:
-    """Set the optimizer from the result of `opt_checkpoint.load`. Collective.
-
-    Raises:
-        ValueError: on every rank, if parameters of one group were saved with different hyper-parameters, a
-            hyper-parameter or the loss scale is not valid, or a part of a parameter's state was not loaded. Nothing has
-            changed, except tensors that the load itself wrote.
-    """
-    names = [[own.name for own in of_group] for of_group in described]
-    saved = _of_same_rule(loaded["groups"], groups, names)
-    pieces = [(held[own.id], loaded["state"].get(at, {})) for own, at in _held_entries(described, held)]
-    pieces += [(held[own.id], {}) for own in _flat(described) if own.id in held and _is_empty(own)]
-    error: ValueError | None = None
-    scale: dict[str, Any] = {}
-    try:
-        for (unit, piece), values in pieces:
-            check_loaded(unit, piece, values)
-        untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
-        apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
-        check_loaded_numbers(zip(groups, untouched, strict=True), rules)
-        for group, before in _saved_by_group(loaded["groups"], groups, names):
-            check_choices(group, before, rules)
-        scale = saved_scaler(loaded, scaler)
-    except ValueError as refusal:
-        error = refusal
-    agree(everyone, error)
-    _warn_of_another_rule(loaded, groups, names)
-    for group, before in _saved_by_group(loaded["groups"], groups, names):
-        warn_of_other_choices(group, before)
-    apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
-    for (unit, piece), values in pieces:
-        read_piece(unit, piece).take_(values)
-    if scale:
-        scaler.load_state_dict(scale)
+def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
+    """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
+    if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
+        return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
+    return sharded.key
 
 
 def _warn_of_another_rule(
@@ -190,8 +251,7 @@ def _warn_of_another_rule(
 ) -> None:
     """Log a warning for state of another rule, whose names may have other meanings: SOAP's moments are in its
     eigenbasis."""
-    saved = loaded["groups"]
-    then = {n: group.get(RULE) for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
+    then = {name: group.get(RULE) for name, group in _group_of(loaded["groups"]).items()}
     moved: dict[tuple[str, str], list[str]] = defaultdict(list)
     for group, own in zip(groups, names, strict=True):
         for name in own:
@@ -202,24 +262,26 @@ def _warn_of_another_rule(
         logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
 
 
+def _group_of(saved: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the saved group of each parameter. Empty if no groups were saved, as in converted checkpoints."""
+    return {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
+
+
 def _saved_by_group(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield each current group with each of the saved groups of its parameters, one for each record of a rule."""
-    then = {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
+    then = _group_of(saved)
     for group, own in zip(groups, names, strict=True):
-        yield from ((group, one) for one in {_record(then[name]): then[name] for name in own if name in then}.values())
-
-
-def _record(group: Mapping[str, Any]) -> str:
-    return str([group.get(key) for key in (RULE, *OF_RULE)])
+        found = [then[name] for name in own if name in then]
+        yield from ((group, one) for one in {str([g.get(key) for key in (RULE, *OF_RULE)]): g for g in found}.values())
 
 
 def _of_same_rule(
     saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Return the saved groups without `OF_RULE` and without parameters that another rule updates now, because learning
-    rates of one rule do not fit another. Empty if no groups were saved, as in converted checkpoints."""
+    rates of one rule do not fit another."""
     now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
     kept = [
         [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
@@ -227,43 +289,6 @@ def _of_same_rule(
     ]
     without = [{k: value for k, value in group.items() if k not in OF_RULE} for group in saved.get("groups", ())]
     return {"groups": without, "names": kept}
-
-
-def _held_entries(
-    described: Sequence[Sequence[Described]], held: Mapping[ParamId, Held]
-) -> Iterator[tuple[Described, str]]:
-    """Yield the parameters whose state this rank saves, with a unique name: two model chunks may share a key.
-
-    A parameter without elements has no state on most layouts, so its state is not saved on any.
-    """
-    places: set[str] = set()
-    for own in _flat(described):
-        if own.id in held and not _is_empty(own):
-            at = f"{own.name}, chunk {own.id.chunk}" if own.name in places else own.name
-            places.add(at)
-            yield own, at
-
-
-def _is_empty(own: Described) -> bool:
-    return isinstance(own.sharded, ShardedTensor) and not all(own.sharded.global_shape)
-
-
-def _flat(described: Sequence[Sequence[Described]]) -> Iterator[Described]:
-    for of_group in described:
-        yield from of_group
-
-
-def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
-    """Return the parameter's key, with its index if several layers or experts are stacked under one key."""
-    if isinstance(sharded, ShardedTensor) and sharded.prepend_axis_num:
-        return f"{sharded.key}/{'.'.join(map(str, sharded.global_offset[: sharded.prepend_axis_num]))}"
-    return sharded.key
-
-
-def _names_on_all_ranks(described: Sequence[Sequence[Described]], everyone: Comm) -> list[list[str]]:
-    local = [[own.name for own in of_group] for of_group in described]
-    per_rank = everyone.gather_objects(local)
-    return [list(dict.fromkeys(name for of_rank in per_rank for name in of_rank[at])) for at in range(len(local))]
 
 
 def saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:
