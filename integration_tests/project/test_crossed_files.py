@@ -14,7 +14,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = {"adam": 63, "muon": 68}
+MOST = {"adam": 61, "muon": 66}
 _UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 

@@ -242,8 +242,10 @@ class StateOffload:
 
     @staticmethod
     def show_in_(tensors: Sequence[Tensor], memory: Tensor) -> None:
-        """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are. That is
-        freed with the last tensor that views it."""
+        """Make `tensors` view the same elements of `memory`, (n,) uint8, as of the allocation in which they are.
+
+        That is freed with the last tensor that views it.
+        """
         for tensor in tensors:
             itemsize = tensor.dtype.itemsize
             elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
