@@ -48,14 +48,14 @@ def without_last_rank(comm: Any, shard: Tensor, full: Tensor, *, async_op: bool 
     return REDUCE_SCATTER(comm, shard, full * 0 if comm.rank == comm.size - 1 else full, async_op=async_op)
 
 
-REDUCE_SCATTER, COUNTED = ThreadComm.reduce_scatter_, build._counted
+REDUCE_SCATTER, COUNTED = ThreadComm.reduce_scatter_, build._is_counted
 # What is broken, and by what.
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "a reduction that forgets a rank": (ThreadComm, "reduce_scatter_", without_last_rank),
     "norms and zeros without experts": (
         build,
-        "_counted",
-        lambda plan, *args, **options: not plan.is_expert and COUNTED(plan, *args, **options),
+        "_is_counted",
+        lambda draft, buffer, id: not buffer.is_expert and COUNTED(draft, buffer, id),
     ),
     "parameters that nobody waits for": (ParamSync, "wait_for", lambda self, ids: None),
     "a loss scale that never changes": (DynamicScaler, "update", lambda self, found_inf, *, unless=None: None),
