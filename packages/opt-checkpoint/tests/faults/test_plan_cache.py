@@ -270,7 +270,7 @@ def save_in_series(rank: int, size: int, folder: str) -> list[str]:
             if step == 5 and rank == 1:
                 state["extra"] = sharded_like("extra", torch.ones(3))
             if step == 7 and rank == 1:
-                manager.saver._plans = PlanCache()
+                manager._plans = PlanCache()
             try:
                 manager.save(step, state)
                 manager.wait()

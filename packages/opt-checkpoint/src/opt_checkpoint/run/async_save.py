@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -51,10 +52,6 @@ class SaveHandle:
             raise self._error
         return self.path
 
-    def _end(self, error: BaseException | None) -> None:
-        self._error = error
-        self._finished.set()
-
 
 class AsyncSaver:
     """Saves in a background thread, one save at a time, with its own process group and staging memory.
@@ -77,11 +74,9 @@ class AsyncSaver:
     ) -> None:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s={timeout_s} must be positive")
-        self._ranks, self._group = ranks_of(process_group), background_group(process_group, timeout_s)
-        if self._group is not None:
-            self._ranks = ranks_of(self._group)
-        self._staging = Staging()
-        self._plans = PlanCache()
+        self._group = background_group(process_group, timeout_s)
+        self._ranks = ranks_of(process_group if self._group is None else self._group)
+        self._staging, self._plans = Staging(), PlanCache()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
         self._closed, self._once = False, once
@@ -107,30 +102,16 @@ class AsyncSaver:
                 different paths or `common`; on every rank. Or this saver is closed.
         """
 
-        ranks = self._ranks  # now: if `close` is interrupted, the thread may run after it
-
-        def write(snapshot: ShardedStateDict, place: Location) -> None:
-            save_as(
-                snapshot,
-                place,
-                process_group=ranks,
-                common=common,
-                details=details,
-                plans=self._plans,
-            )
+        def write(snapshot: ShardedStateDict, place: Location, ranks: Ranks) -> None:
+            save_as(snapshot, place, process_group=ranks, common=common, details=details, plans=self._plans)
 
         return self.start(state, path, write, common=common)
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks, with a separate process group for work in the background."""
-        return self._ranks
 
     def start(
         self,
         state: ShardedStateDict,
         target: AnyPath,
-        write: Callable[[ShardedStateDict, Location], None],
+        write: Callable[[ShardedStateDict, Location, Ranks], object],
         **arguments: object,
     ) -> SaveHandle:
         """Take a snapshot and write it in the background. First waits for the previous save, and raises its failure.
@@ -138,7 +119,8 @@ class AsyncSaver:
         Args:
             state: as for `save`.
             target: where it is written, for messages and the handle.
-            write: called in the background with the snapshot and the location of `target`, on every rank.
+            write: called in the background on every rank, with the snapshot, the location of `target`, and the ranks
+                with a separate process group.
             arguments: must be the same on all ranks, and so must `target` if there are any.
 
         Raises:
@@ -148,29 +130,28 @@ class AsyncSaver:
             raise CheckpointValueError(f"cannot save {target}: this saver is closed; make a new one")
         self.wait()
         started = time.perf_counter()
-        taken: list[tuple[Location, ShardedStateDict, float]] = []
+        works: list[Callable[[], object]] = []
+        handles: list[SaveHandle] = []
 
         def take() -> dict[str, str]:
-            place, snapshot = location_of(target), self._staging.snapshot(state)
-            taken.append((place, snapshot, time.perf_counter() - started))
+            # The ranks of now: if `close` is interrupted, the thread may run after it.
+            place, snapshot, ranks = location_of(target), self._staging.snapshot(state), self._ranks
+            works.append(partial(write, snapshot, place, ranks))
+            handles.append(SaveHandle(place, time.perf_counter() - started))
             return texts_of({"path": place, **arguments} if arguments else {})
 
         check_equal("saving", from_all(self._ranks, take, f"taking a snapshot for {target}"))
-        place, snapshot, blocked = taken.pop()
-        handle, writes, snapshots = SaveHandle(place, blocked), [write], [snapshot]
-        del write, snapshot  # the call of `write` gets the only references, also to the group
+        self._last = handle = handles[0]
 
         def work() -> None:
-            failure: BaseException | None = None
             try:
-                writes.pop()(snapshots.pop(), place)
+                works.pop()()  # which had the only references to the snapshot and the group
             except BaseException as raised:  # raised by the next call of `save`, `wait` or `close`
-                failure = raised
+                handle._error = raised
             if self._once:
                 self._leave()
-            handle._end(failure)
+            handle._finished.set()
 
-        self._last = handle
         self._thread = threading.Thread(target=work, name=f"opt-checkpoint {target}")
         self._thread.start()
         return handle

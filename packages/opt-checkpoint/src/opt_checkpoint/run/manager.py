@@ -7,9 +7,8 @@ import operator
 import uuid
 import warnings
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -52,23 +51,26 @@ def step_number(step: int) -> int:
     return number
 
 
-def close_at_exit(manager: CheckpointManager | Any, error: BaseException | None) -> None:
-    """Close a manager at the end of a `with` block, without replacing the exception of the block."""
-    try:
-        manager.close()
-    except Exception as failure:
-        if error is None:
-            raise
-        error.add_note(f"In addition, closing {type(manager).__name__} failed: {type(failure).__name__}: {failure}")
-        logger.error("closing a %s failed after another error: %s", type(manager).__name__, failure)
+class Closing:
+    """A manager that is closed at the end of a `with` block, without replacing the exception of the block."""
 
+    def __enter__(self) -> Self:
+        return self
 
-class _Step(NamedTuple):
-    """A step to be verified, as rank 0 sees it."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"In addition, closing {type(self).__name__} failed: {type(failure).__name__}: {failure}")
+            logger.error("closing a %s failed after another error: %s", type(self).__name__, failure)
 
-    path: Location
-    save_id: str | None
-    files: dict[str, StoredFile]
+    def close(self) -> None:
+        """Wait, and release what saving in the background needs; raises like `wait`."""
+        raise NotImplementedError
 
 
 class _Resumed(NamedTuple):
@@ -83,14 +85,7 @@ class _Resumed(NamedTuple):
     later: set[int]
 
 
-class _Preparation(NamedTuple):
-    """What rank 0 decides before a save."""
-
-    how: SaveAs
-    rollback: Rollback | None
-
-
-class CheckpointManager(AbstractContextManager["CheckpointManager"]):
+class CheckpointManager(Closing):
     """Saves steps, keeps the newest few, and loads the newest complete one.
 
     All ranks construct it and call its methods together. Only rank 0 lists the directory, so that a rank with a stale
@@ -146,18 +141,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
         self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
         self._resumed = _Resumed(None, set())  # on rank 0
-        self._damaged: dict[int, str] = {}  # by their checksums, on every rank
+        self._damaged: set[int] = set()  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
             try:
                 self._known = self.series.committed()
             except OSError:  # raised by the first use
                 self._known = None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        close_at_exit(self, error)
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
@@ -183,12 +173,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         left, resumed = dict(self._left), self._resumed  # at this time: a load may follow while the save is running
 
-        def write(ranks: Ranks, snapshot: ShardedStateDict, plans: PlanCache) -> None:
-            ready: list[_Preparation] = []
+        def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
+            rollbacks: list[Rollback | None] = []
 
             def begin() -> SaveAs:
-                ready.append(self._prepare(step, left))
-                return ready[0].how
+                how, rollback = self._prepare(step, left)
+                rollbacks.append(rollback)
+                return how
 
             save_as(
                 snapshot,
@@ -196,21 +187,19 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 process_group=ranks,
                 common=common,
                 details={"step": step},
-                plans=plans,
+                plans=self._plans,
                 begin=begin,
-                committed=lambda: self._retire(step, ready[0].rollback, resumed),
+                committed=lambda: self._retire(step, rollbacks[0], resumed),
             )
 
         if not self._in_background:
-            write(self._ranks, state, self._plans)
+            write(state, path, self._ranks)
             return path
         if self.saver is None:
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
-        ranks, plans = self.saver.ranks, self.saver._plans
-        in_background = lambda snapshot, _: write(ranks, snapshot, plans)
-        return self.saver.start(state, path, in_background, common=common).path
+        return self.saver.start(state, path, write, common=common).path
 
-    def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> _Preparation:
+    def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> tuple[SaveAs, Rollback | None]:
         """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.
 
         Args:
@@ -231,7 +220,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         left.get(step, set()).add(how.save_id)
         rollback = self.series.begin(step, how.save_id)
         self._known = known | {step}
-        return _Preparation(how, rollback)
+        return how, rollback
 
     def _is_replaceable(self, step: int, left: Collection[int]) -> bool:
         """Whether an existing step was abandoned or is damaged."""
@@ -253,13 +242,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self.saver.wait()
 
     def close(self) -> None:
-        """Wait, and release what saving in the background needs; raises like `wait`."""
         self._closed = True
-        try:
-            self.wait()
-        finally:
-            if self.saver is not None:
-                self.saver.close()
+        if self.saver is not None:
+            self.saver.close()
 
     def latest(self, *, at_most: int | None = None) -> int | None:
         """The highest committed step, as seen by rank 0; None if there never was one.
@@ -343,33 +328,32 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         If it is damaged, warn; `latest` skips it from now on, and it may be saved again.
         """
-        problem = self._problem_of(step)
-        if problem is not None:
-            self._damaged[step] = problem
-            if self._ranks.rank == 0:
-                warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
-        return problem is None
 
-    def _problem_of(self, step: int) -> str | None:
-        """The first problem of a step, the same on all ranks."""
-
-        def opened() -> _Step | str:
+        def opened() -> tuple[Location, str | None, dict[str, StoredFile]] | str:
             try:
                 index = read_committed(self.series.path(step))
             except (CheckpointCorruptError, FileNotFoundError) as error:
                 return str(error)
-            return _Step(index.path, index.save_id, dict(index.files))
+            return index.path, index.save_id, dict(index.files)
 
         found = from_first(self._ranks, opened, f"verifying step {step} of {self.directory}")
-        if isinstance(found, str) or found.save_id in self._verified:
-            return found if isinstance(found, str) else None
-        path = reached_from(self.directory, found.path)
-        share = dict(sorted(found.files.items())[self._ranks.rank :: self._ranks.size])
-        problems = from_all(self._ranks, lambda: first_damage(path, share), f"verifying {found.path}")
-        problem = next(filter(None, problems), None)
-        if problem is None:
-            self._verified.add(found.save_id)
-        return problem
+        problem: str | None
+        if isinstance(found, str):
+            problem = found
+        elif found[1] in self._verified:
+            return True
+        else:
+            path, share = reached_from(self.directory, found[0]), sorted(found[2].items())
+            of_rank = dict(share[self._ranks.rank :: self._ranks.size])
+            problems = from_all(self._ranks, lambda: first_damage(path, of_rank), f"verifying {path}")
+            problem = next(filter(None, problems), None)
+            if problem is None:
+                self._verified.add(found[1])
+                return True
+        self._damaged.add(step)
+        if self._ranks.rank == 0:
+            warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)
+        return False
 
     def _go_to(self, step: int) -> None:
         """The run continues from a step: it may save the later ones again."""
@@ -388,7 +372,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         resumed.later.add(saved)
         stays = self._resumed.step if len(self._resumed.later) < self._keep else None
         self.series.add(saved)
-        self._damaged.pop(saved, None)
+        self._damaged.discard(saved)
         self._left.pop(saved, None)
         try:
             self.series.finish(saved, rollback, stays)

@@ -7,9 +7,9 @@ import os
 import uuid
 import warnings
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
-from opt_checkpoint.run.manager import CheckpointManager, close_at_exit, step_number
+from opt_checkpoint.run.manager import CheckpointManager, Closing, step_number
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
@@ -59,7 +59,7 @@ class Resume(NamedTuple):
     passed_over: tuple[str, ...]
 
 
-class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"]):
+class TieredCheckpointManager(Closing):
     """A series of checkpoints in a local and a durable tier. Resumes from the newest step that is complete in either.
 
     Every `save` goes to the local tier: each rank writes what it holds to a directory on its node, in the background,
@@ -126,11 +126,6 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         self._has_loaded = False  # from the local step of `_resume`
         self._closed = False
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        close_at_exit(self, error)
-
     @property
     def keepers(self) -> tuple[int, ...]:
         """For each rank the rank that keeps its copy; empty where all ranks are on one node."""
@@ -164,8 +159,8 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
         tier, saver = self._tier_of_run(may_write=True), self._saver
         if tier is None:
             raise RuntimeError("naming a run gives it a name")
-        ranks = saver.ranks
-        saver.start(state, tier.place(step, self._ranks.rank), lambda s, _: self._write_local(ranks, tier, s, step))
+        write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
+        saver.start(state, tier.place(step, self._ranks.rank), write)
         self._resume, self._has_loaded = None, False
         if self._last_durable is None:
             self._last_durable = self._durable.latest(at_most=step) or 0
@@ -193,7 +188,6 @@ class TieredCheckpointManager(AbstractContextManager["TieredCheckpointManager"])
             self._durable.wait()
 
     def close(self) -> None:
-        """Wait, and release what saving in the background needs; raises like `wait`."""
         self._closed = True
         with ExitStack() as last:
             last.callback(self._leave)
