@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from opt_kernels.backends.triton import scalars
 from opt_kernels.backends.triton import update as update_kernels
 from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.formulas.adam import ADAM
-from opt_kernels.matrices import stacks
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.orthogonalization import Orthogonalization
 from opt_kernels.optim import AdamW, Muon
@@ -75,7 +75,8 @@ def unlaunch() -> None:
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
     Orthogonalization.__call__ = lambda self, x, **options: x
-    stacks.STACK_NUMEL_ON_CPU = stacks.STACK_NUMEL_ELSEWHERE
+    stacks = import_module("opt_kernels.matrices.stacks")  # its package offers a function of this name
+    vars(stacks)["STACK_NUMEL_ON_CPU"] = stacks.STACK_NUMEL_ELSEWHERE
 
 
 def parameters(

@@ -1,6 +1,7 @@
 """DTensors and their local shards. No other module of this package refers to DTensors."""
 
 import sys
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
@@ -15,6 +16,12 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether `tensor` is a DTensor. Does not import their module: without it no DTensor exists."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def are_dtensors(tensors: Iterable[Tensor]) -> bool:
+    """Whether any of many tensors is a DTensor. Compares their few classes, not each tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(issubclass(kind, module.DTensor) for kind in set(map(type, tensors)))
 
 
 def local(tensor: Tensor) -> Tensor:

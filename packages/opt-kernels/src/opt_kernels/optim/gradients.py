@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.grad_stats import grad_stats
-from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.dtensor import are_dtensors, local
 from opt_kernels.optim.param_rows import params_of
 
 _GRAD, _DEVICE = attrgetter("grad"), attrgetter("device")
@@ -33,7 +33,7 @@ def scaling_of(
     scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
     if max_norm is None:
         return Scaling(scale, skip)
-    if any(map(is_dtensor, params)):
+    if are_dtensors(params):
         raise ValueError(
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
             "communicate; set max_norm=None and call torch.nn.utils.clip_grad_norm_"

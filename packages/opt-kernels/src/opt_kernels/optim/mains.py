@@ -16,7 +16,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import flat
 from opt_kernels.backends.writes import Mark, Writes, is_unwritten
 from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.dtensor import is_dtensor, local
+from opt_kernels.dtensor import are_dtensors, local
 
 MAIN, REMAINDER = "main", "remainder"  # names in the state
 CHUNK_NUMEL = 1 << 22  # elements that are compared at a time
@@ -107,7 +107,7 @@ class FollowingMains:
         """Let mains take the values of parameters that other code wrote, and count the writes of the update. The host
         reads no tensor."""
         with torch.no_grad():  # else `to_local` returns an alias with a version of its own
-            is_sharded = any(map(is_dtensor, self._copied))
+            is_sharded = are_dtensors(self._copied)
             shards = list(map(local, self._copied)) if is_sharded else self._copied  # those of DTensors may be replaced
         before = self._writes
         is_same = before is not None and all(map(is_, before.tensors, shards))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.dtensor import Span, is_dtensor, local
+from opt_kernels.dtensor import Span, are_dtensors, local
 from opt_kernels.optim.mains import MAIN, REMAINDER, FollowingMains
 from opt_kernels.optim.state import STEP
 from opt_kernels.rules.base import Rule
@@ -98,7 +98,7 @@ class _Row:
         grads: list[Any] = list(map(_GRAD, params))
         for grad in () if set(map(_LAYOUT, grads)) <= {torch.strided} else grads:
             _check(grad)
-        if any(map(is_dtensor, params)):
+        if are_dtensors(params):
             params, grads = list(map(local, params)), list(map(local, grads))
         if self._spans is not None:
             return self._works_by_span(params, grads, self._spans)
