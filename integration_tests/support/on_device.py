@@ -18,7 +18,7 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
 from opt_distributed.step import stats
-from opt_kernels.backends.grad_stats import GradStats
+from opt_kernels.backends.reference import GradStats
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.works import Batch, Hyper
 from opt_stack import Optimizer, StepResult, get_optimizer

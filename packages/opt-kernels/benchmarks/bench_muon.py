@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType
-from opt_kernels.matrices.newton_schulz.coefficients import Schedule, schedule
-from opt_kernels.matrices.newton_schulz.segments import cut
-from opt_kernels.matrices.newton_schulz.torch_native import newton_schulz
+from opt_kernels.matrices.newton_schulz import Schedule, cut, newton_schulz, schedule
 from opt_kernels.optim import Muon
 
 GOAL = 1 / 1.5

@@ -10,7 +10,7 @@ from torch import Tensor
 from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices import MatmulPrecision, ScaleMode
-from opt_kernels.matrices.newton_schulz.reference import newton_schulz
+from opt_kernels.matrices.newton_schulz import reference_newton_schulz as newton_schulz
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
 

@@ -19,7 +19,7 @@ from opt_kernels.optim import SGD, AdamW, Muon
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.triton import grad_stats, launches
-from opt_kernels.matrices.muon import round_tables
+from opt_kernels.matrices.muon import rounds
 
 pytestmark = pytest.mark.needs_extra
 
@@ -45,7 +45,7 @@ ALL = [*ADAMW, "muon"]
 
 def forget(optimizer: Any) -> None:
     optimizer._forget_rows()
-    for tables in (launches.known_calls, grad_stats.known_tables, round_tables.known_tables, cpp._known_sweeps):
+    for tables in (launches.known_calls, grad_stats.known_tables, rounds.known_tables, cpp._known_sweeps):
         tables.cache_clear()
 
 

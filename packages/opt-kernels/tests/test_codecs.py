@@ -4,11 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
-from opt_kernels.backends.torch_native import narrow_mains as fast
 from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, scale_name
 from opt_kernels.codecs import remainder as remainder
 from opt_kernels.codecs import rounding as rounding
@@ -163,52 +160,27 @@ def words(upper: Tensor, lower: list[int]) -> Tensor:
 
 # Every sign, exponent and mantissa that bfloat16 has, beside the lower halves at and around a tie, none and all.
 EVERY_UPPER_HALF = words(torch.arange(1 << 16), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-# The fast versions leave what sums to infinity to the reference: these do not.
-MODERATE = EVERY_UPPER_HALF[EVERY_UPPER_HALF.abs() < 1e30]
-ON_MAINS = pytest.mark.parametrize("main", [MODERATE, EVERY_UPPER_HALF], ids=["moderate", "every upper half"])
 
 
-def fast_split(main: Tensor) -> tuple[Tensor, Tensor]:
-    """By the version for tiles."""
-    weight, rest = torch.empty(main.numel(), dtype=torch.bfloat16), torch.empty(main.numel(), dtype=torch.int16)
-    fast.split_([weight], [rest], main.clone(), words=torch.empty(main.numel(), dtype=torch.int32))
-    return weight, rest
-
-
-def reference_split(main: Tensor) -> tuple[Tensor, Tensor]:
-    """By the reference."""
+def split(main: Tensor) -> tuple[Tensor, Tensor]:
+    """The halves of `main`."""
     weight, rest = torch.empty(main.numel(), dtype=torch.bfloat16), torch.empty(main.numel(), dtype=torch.int16)
     remainder.split_(weight, rest, main)
     return weight, rest
 
 
-def fast_join(weight: Tensor, rest: Tensor) -> Tensor:
-    """By the version for tiles."""
-    main = torch.empty(weight.numel())
-    fast.join_([main], [weight], [rest])
-    return main
-
-
-ON_SPLITS = pytest.mark.parametrize("split", [reference_split, fast_split])
-ON_JOINS = pytest.mark.parametrize("join", [remainder.join, fast_join])
-
-
-@ON_SPLITS
-@ON_JOINS
-@ON_MAINS
-def test_the_remainder_loses_nothing_and_keeps_nan(split, join, main: Tensor) -> None:  # type: ignore[no-untyped-def]
+def test_the_remainder_loses_nothing_and_keeps_nan() -> None:
+    main = EVERY_UPPER_HALF
     weight, rest = split(main)
-    back = join(weight, rest)
+    back = remainder.join(weight, rest)
     nan = main.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], main.view(torch.int32)[~nan])
     assert back[nan].isnan().all()
     assert weight[nan].isnan().all(), "a NaN of the main is hidden from the model"
 
 
-@ON_SPLITS
-@ON_MAINS
-def test_the_weight_is_the_main_rounded_with_ties_away_from_zero(split, main: Tensor) -> None:  # type: ignore[no-untyped-def]
-    main = main[~main.isnan()]
+def test_the_weight_is_the_main_rounded_with_ties_away_from_zero() -> None:
+    main = EVERY_UPPER_HALF[~EVERY_UPPER_HALF.isnan()]
     weight, _ = split(main)
     tie = (main.view(torch.int32) & 0xFFFF) == 0x8000
     assert torch.equal(weight[~tie].view(torch.int16), main[~tie].bfloat16().view(torch.int16))
@@ -216,23 +188,7 @@ def test_the_weight_is_the_main_rounded_with_ties_away_from_zero(split, main: Te
     assert torch.equal(weight[tie].view(torch.int16).to(torch.int32), ((upper + 1 + 0x8000) & 0xFFFF) - 0x8000)
 
 
-@given(st.lists(st.integers(0, 2**32 - 1), max_size=40))
-def test_both_splits_agree_on_any_words(bit_patterns: list[int]) -> None:
-    main = torch.tensor([b - (b >> 31 << 32) for b in bit_patterns], dtype=torch.int64).to(torch.int32)
-    for one, other in zip(reference_split(main.view(torch.float32)), fast_split(main.view(torch.float32))):
-        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
-
-
 # --- stochastic rounding --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("first", [0, 5, 2**31 - 7, 2**32 - 50, 2**33 + 5])
-@pytest.mark.parametrize("x", [MODERATE, EVERY_UPPER_HALF], ids=["moderate", "every upper half"])
-def test_fast_stochastic_rounding_has_the_bits_of_the_reference(first: int, x: Tensor) -> None:
-    one, other = (torch.empty(x.numel(), dtype=torch.bfloat16) for _ in range(2))
-    rounding.round_(one, x, first=first, step=7)
-    fast.round_(other, x, first=first, step=7)
-    assert torch.equal(one.view(torch.int16), other.view(torch.int16))
 
 
 def test_stochastic_rounding_is_unbiased() -> None:

@@ -17,9 +17,9 @@ from cpp_works import in_another_process
 from ties import companded_ties
 from torch import Tensor
 
+from opt_kernels.backends import reference
 from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.backends.reference import update as reference
 from opt_kernels.codecs import StateCodec, codec_for, init_state, scale_name
 from opt_kernels.formulas import Formula, State
 from opt_kernels.works import Batch, Hyper, Work

@@ -333,7 +333,7 @@ BACKENDS: Mapping[str, tuple[Callable[[], object], str]] = {
     "AdaptiveMuon": (lambda: optim.AdaptiveMuon([matrix()], backend="cpp"), "'reference', 'torch', 'triton', or None"),
     "SOAP": (lambda: optim.SOAP([matrix()], backend="triton"), "pass one of 'reference', 'torch', or None"),
     "rule of Muon": (lambda: MuonRule(backend="cpp"), "'cpp' is not available for 'muon'"),
-    "rule of SOAP": (lambda: SOAPRule(backend="cpp"), "'cpp' is not available for 'orthogonal_basis'"),
+    "rule of SOAP": (lambda: SOAPRule(backend="cpp"), "'cpp' is not available for 'soap'"),
     "unknown": (lambda: optim.AdamW([matrix()], backend="cuda"), "backend='cuda' is unknown"),
 }
 

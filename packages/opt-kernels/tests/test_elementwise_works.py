@@ -33,7 +33,7 @@ from elementwise_works import (
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.torch_native.tiles import TILE_NUMEL
+from opt_kernels.backends.torch_native import PIECE_NUMEL as TILE_NUMEL
 from opt_kernels.codecs import CodecError
 from opt_kernels.rules import Rule
 from opt_kernels.rules.adam import Adam

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from opt_kernels.backends import reference, torch_native
 from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.backends.reference import update as reference
-from opt_kernels.backends.torch_native import update as torch_native
 from opt_kernels.codecs import codec_for
 from opt_kernels.formulas import FORMULAS as REGISTERED
 from opt_kernels.formulas import (

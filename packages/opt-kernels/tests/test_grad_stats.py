@@ -9,8 +9,8 @@ from torch import Tensor
 
 from opt_kernels import BackendError
 from opt_kernels.backends import grad_stats
-from opt_kernels.backends.grad_stats import GradStats
-from opt_kernels.backends.torch_native.grad_stats import ROW_NUMEL, TILE_NUMEL
+from opt_kernels.backends.reference import GradStats
+from opt_kernels.backends.torch_native import PIECE_NUMEL, ROW_NUMEL
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -70,7 +70,7 @@ def test_no_elements_have_no_norm_and_no_zeros(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 def test_tiles_may_be_full(backend: str) -> None:
-    grads = [gradient(numel, dtype) for dtype in dtypes_of(backend) for numel in (7, TILE_NUMEL - 1, 3)]
+    grads = [gradient(numel, dtype) for dtype in dtypes_of(backend) for numel in (7, PIECE_NUMEL - 1, 3)]
     check(grad_stats(grads, backend=backend), grads)
 
 

@@ -7,10 +7,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType
-from opt_kernels.matrices.newton_schulz import reference, torch_native
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, Schedule, schedule
-from opt_kernels.matrices.newton_schulz.reference import AOL_RANGE, row_scales
-from opt_kernels.matrices.newton_schulz.segments import GROWTH_LIMIT, LONGEST, LONGEST_NARROW, cut, growth
+from opt_kernels.matrices.newton_schulz import (
+    AOL_RANGE,
+    GROWTH_LIMIT,
+    LONGEST,
+    LONGEST_NARROW,
+    Coefficients,
+    Schedule,
+    cut,
+    growth,
+    newton_schulz,
+    reference_newton_schulz,
+    row_scales,
+    schedule,
+)
 
 SETS = [kind for kind in CoefficientType if kind is not CoefficientType.CUSTOM]
 SHAPES = [(1, 1), (1, 7), (5, 5), (33, 65), (64, 256)]
@@ -107,7 +117,7 @@ def test_the_reference_maps_singular_values_and_keeps_singular_vectors(
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     expected = (u * mapped(s / s.norm(), steps)) @ v
     # float64 throughout: the steps multiply rounding of 1e-16 by at most their growth, 1e3 a time.
-    torch.testing.assert_close(reference.newton_schulz(x, segments=(steps,)), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(reference_newton_schulz(x, segments=(steps,)), expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", SETS)
@@ -115,8 +125,8 @@ def test_the_reference_maps_singular_values_and_keeps_singular_vectors(
 def test_segments_make_no_difference_but_rounding(kind: CoefficientType, rows: int, cols: int) -> None:
     x, steps = matrix(rows, cols).expand(3, rows, cols), steps_of(kind)
     segments = cut(steps, rows=rows, cols=cols, dtype=torch.float32, symmetric=True)
-    got = torch_native.newton_schulz(x, segments=segments, dtype=torch.float64)
-    torch.testing.assert_close(got, reference.newton_schulz(x, segments=(steps,)), rtol=0, atol=1e-8)
+    got = newton_schulz(x, segments=segments, dtype=torch.float64)
+    torch.testing.assert_close(got, reference_newton_schulz(x, segments=(steps,)), rtol=0, atol=1e-8)
 
 
 SPECTRA = {
@@ -138,10 +148,10 @@ def test_segments_are_about_as_accurate_as_single_steps(
     segments = cut(steps, rows=64, cols=512, dtype=dtype, symmetric=True)
     assert len(segments) < len(steps)
     is_aol = kind is CoefficientType.AOL
-    expected = reference.newton_schulz(x, segments=(steps,), rescale_rows=is_aol)
+    expected = reference_newton_schulz(x, segments=(steps,), rescale_rows=is_aol)
 
     def error(cuts: tuple[Schedule, ...]) -> float:
-        got = torch_native.newton_schulz(x, segments=cuts, dtype=dtype, rescale_rows=is_aol).double()
+        got = newton_schulz(x, segments=cuts, dtype=dtype, rescale_rows=is_aol).double()
         return float((got - expected).norm() / expected.norm())
 
     # Single steps err by 4 to 20 units of rounding, with tiny singular values by up to 400. Measured ratios: 4.3 and 2.
@@ -153,8 +163,8 @@ def test_late_steps_do_not_lose_what_cancels(dtype: torch.dtype) -> None:
     # aI + bR + cR² with eigenvalues of R at 1: written as it stands, three late steps on one Gram matrix erred by 7
     # (fp32) and 21 times (bf16) the plain iteration's error; in R - I they err no more.
     x, steps = matrix(64, 512).float(), steps_of(CoefficientType.QUINTIC)
-    expected = reference.newton_schulz(x, segments=(steps,))
-    got = torch_native.newton_schulz(x, segments=(*singly(steps[:2]), steps[2:]), dtype=dtype).double()
+    expected = reference_newton_schulz(x, segments=(steps,))
+    got = newton_schulz(x, segments=(*singly(steps[:2]), steps[2:]), dtype=dtype).double()
     assert float((got - expected).norm() / expected.norm()) < 4 * torch.finfo(dtype).eps
 
 
@@ -203,26 +213,24 @@ def test_a_cut_keeps_every_step_once_and_every_segment_within_precision(
 def test_the_size_of_a_gradient_does_not_matter(scale: float) -> None:
     # A gradient that clipping had made small once fell under the eps of the norm, and training stalled.
     x, steps = matrix(16, 64).float(), steps_of(CoefficientType.QUINTIC)
-    expected = torch_native.newton_schulz(x, segments=(steps,))
-    torch.testing.assert_close(torch_native.newton_schulz(x * scale, segments=(steps,)), expected, rtol=0, atol=1e-4)
+    expected = newton_schulz(x, segments=(steps,))
+    torch.testing.assert_close(newton_schulz(x * scale, segments=(steps,)), expected, rtol=0, atol=1e-4)
 
 
 def test_zeros_stay_zeros() -> None:
     steps = steps_of(CoefficientType.QUINTIC)
-    for newton_schulz in (reference.newton_schulz, torch_native.newton_schulz):
-        assert not newton_schulz(torch.zeros(2, 8, 32), segments=(steps,)).any()
+    for version in (reference_newton_schulz, newton_schulz):
+        assert not version(torch.zeros(2, 8, 32), segments=(steps,)).any()
 
 
 def test_columns_dealt_to_ranks_give_the_columns_of_the_whole() -> None:
     # One thread plays all ranks: what is to be summed is taken from a recording of the other rank's call.
     x, steps = matrix(8, 32), steps_of(CoefficientType.QUINTIC)
-    whole = torch_native.newton_schulz(x, segments=(steps,), dtype=torch.float64)
+    whole = newton_schulz(x, segments=(steps,), dtype=torch.float64)
     norms = x.square().sum((-2, -1), keepdim=True)
     gram = (x @ x.mT) / norms
     sums = iter([norms, gram])
-    part = torch_native.newton_schulz(
-        x[..., 5:20], segments=(steps,), dtype=torch.float64, all_reduce=lambda _: next(sums)
-    )
+    part = newton_schulz(x[..., 5:20], segments=(steps,), dtype=torch.float64, all_reduce=lambda _: next(sums))
     torch.testing.assert_close(part, whole[..., 5:20], rtol=0, atol=1e-10)
 
 
@@ -273,8 +281,8 @@ def test_aol_rescales_rows_and_orthogonalises_what_it_made(name: str) -> None:
     u, s, v = torch.linalg.svd(rescaled, full_matrices=False)
     assert float(s.max()) <= AOL_RANGE * (1 + 1e-12)
     expected = (u * mapped(s, steps)) @ v
-    got = reference.newton_schulz(x, segments=(steps,), rescale_rows=True)
+    got = reference_newton_schulz(x, segments=(steps,), rescale_rows=True)
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
     assert float((got * x).sum()) > 0
-    fast = torch_native.newton_schulz(x, segments=singly(steps), dtype=torch.float64, rescale_rows=True)
+    fast = newton_schulz(x, segments=singly(steps), dtype=torch.float64, rescale_rows=True)
     torch.testing.assert_close(fast, expected, rtol=0, atol=1e-10)

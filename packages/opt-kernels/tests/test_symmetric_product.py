@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.matrices.syrk import cpp, reference, torch_native
+from opt_kernels.matrices import syrk
+from opt_kernels.matrices.syrk import cpp, dense_product
 
 # Sizes on both sides of where halving begins on a CPU, and one that four rows of blocks do not divide.
 SIZES = [(1, 1), (63, 65), (128, 130), (256, 512), (256, 1024), (512, 512), (410, 512)]
-VERSIONS = [torch_native, pytest.param(cpp, marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here"))]
+VERSIONS = [syrk, pytest.param(cpp, marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here"))]
 ON_VERSIONS = pytest.mark.parametrize("version", VERSIONS, ids=["torch", "cpp"])
 TOLERANCE = {
     torch.float64: 1e-11,
@@ -24,8 +25,8 @@ TOLERANCE = {
 @pytest.mark.parametrize(("m", "k"), SIZES)
 def test_a_gram_matrix_equals_its_formula(version: ModuleType, m: int, k: int, dtype: torch.dtype) -> None:
     x = torch.randn(2, m, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    added = reference.symmetric_product(x[..., :m].contiguous(), x[..., :m].mT) if k >= m else x.new_ones(2, m, m)
-    expected = reference.symmetric_product(x.double(), x.mT.double(), alpha=1.5, added=added.double(), beta=-0.5)
+    added = dense_product(x[..., :m].contiguous(), x[..., :m].mT) if k >= m else x.new_ones(2, m, m)
+    expected = dense_product(x.double(), x.mT.double(), alpha=1.5, added=added.double(), beta=-0.5)
     got = version.symmetric_product(x, x.mT, alpha=1.5, added=added, beta=-0.5)
     assert got.dtype is dtype
     torch.testing.assert_close(
@@ -35,8 +36,8 @@ def test_a_gram_matrix_equals_its_formula(version: ModuleType, m: int, k: int, d
 
 def test_a_halved_product_is_symmetric_to_the_last_bit() -> None:
     x = torch.randn(1, 256, 1024, generator=torch.Generator().manual_seed(1))
-    assert torch_native.halving_pays(x)
-    product = torch_native.symmetric_product(x, x.mT)
+    assert syrk.halving_pays(x)
+    product = syrk.symmetric_product(x, x.mT)
     # The blocks on the diagonal are whole products; torch's own are symmetric only to rounding.
     upper = product[..., :64, 64:]
     assert torch.equal(upper, product[..., 64:, :64].mT)
@@ -46,9 +47,9 @@ def test_a_halved_product_is_symmetric_to_the_last_bit() -> None:
 def test_products_of_commuting_matrices_are_products_in_either_order() -> None:
     a = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(2))
     a = (a + a.mT) / 64
-    square = torch_native.symmetric_product(a, a)
-    assert torch_native.halving_pays(a)
-    torch.testing.assert_close(torch_native.symmetric_product(square, a), a @ a @ a, rtol=0, atol=1e-4)
+    square = syrk.symmetric_product(a, a)
+    assert syrk.halving_pays(a)
+    torch.testing.assert_close(syrk.symmetric_product(square, a), a @ a @ a, rtol=0, atol=1e-4)
 
 
 @ON_VERSIONS

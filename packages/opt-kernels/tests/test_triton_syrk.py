@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, jit, tl
-from opt_kernels.matrices.syrk import reference
+from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk import triton as syrk
 
 pytestmark = pytest.mark.needs_extra
@@ -40,7 +40,7 @@ def exact_float32() -> Iterator[None]:
 )
 def test_a_gram_matrix_equals_float64(m: int, k: int, dtype: torch.dtype, kernel_device: torch.device) -> None:
     x = matrices(m, k, dtype, kernel_device)
-    expected = reference.symmetric_product(x.double(), x.double().mT)
+    expected = dense_product(x.double(), x.double().mT)
     found = syrk.halved_product(x, x.mT)
     assert found.dtype is dtype
     torch.testing.assert_close(found.double(), expected, rtol=UNIT[dtype], atol=UNIT[dtype])
@@ -56,7 +56,7 @@ def test_the_added_matrix_and_both_factors_are_applied(
     gram = (x @ x.mT).to(dtype)
     gram = ((gram + gram.mT) / 2).contiguous()
     assert syrk.through_descriptors(gram, gram) == (aligned and HAS_DESCRIPTORS)
-    expected = reference.symmetric_product(gram.double(), gram.double(), alpha=1.5, added=gram.double(), beta=-0.75)
+    expected = dense_product(gram.double(), gram.double(), alpha=1.5, added=gram.double(), beta=-0.75)
     found = syrk.halved_product(gram, gram, alpha=1.5, added=gram, beta=-0.75)
     torch.testing.assert_close(found.double(), expected, rtol=UNIT[dtype], atol=4 * UNIT[dtype])
 
@@ -125,5 +125,5 @@ def test_every_product_of_a_layout_reads_its_own_matrix(kernel_device: torch.dev
     if not syrk.through_descriptors(first, first.mT):
         pytest.skip("this device has no TMA")
     for x in (first, second, first):
-        expected = reference.symmetric_product(x.double(), x.double().mT)
+        expected = dense_product(x.double(), x.double().mT)
         torch.testing.assert_close(syrk.halved_product(x, x.mT).double(), expected, rtol=1e-5, atol=1e-5)

@@ -4,8 +4,7 @@
 """
 
 from opt_kernels import optim
-from opt_kernels.backends.dispatch import BackendError
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.dispatch import BackendError, grad_stats
 from opt_kernels.codecs.codec import CodecError
 from opt_kernels.formulas import Choice, Formula, FormulaError, Number, NumberError, State
 from opt_kernels.hooks import (

@@ -3,8 +3,8 @@
 For packages that read gradients without a rule: statistics, memory order, writes by other code.
 """
 
+from opt_kernels.backends.dispatch import grad_stats
 from opt_kernels.backends.elements import in_memory_order, is_dense
-from opt_kernels.backends.grad_stats import grad_stats
 from opt_kernels.backends.writes import Writes
 from opt_kernels.hyper_table import HyperTable
 

@@ -1,14 +1,12 @@
 """Chooses the version of an operation: the one given explicitly, else the one for the device.
 
-A sweep over elements is a module in each of the folders `reference`, `torch_native`, `cpp` and `triton` of this
-package. An operation on matrices is a folder of `opt_kernels.matrices` with modules of these names. All versions have
-the same functions with the same signatures. An operation with a `triton` module uses it on GPUs; one with a `cpp`
-module uses it on CPUs if there is a compiler. Versions are imported at their first use, so that Triton and the compiler
-are needed only where they run.
+All versions of an operation have the same functions with the same signatures. An operation with a Triton version uses
+it on GPUs; one with a C++ version uses it on CPUs if there is a compiler. Versions are imported at their first use, so
+that Triton and the compiler are needed only where they run.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from importlib import import_module
@@ -18,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends.reference import GradStats
 from opt_kernels.works import Batch, Works
 
 
@@ -31,16 +30,37 @@ class Backend(Enum):
 
 
 _LOG = logging.getLogger(__name__)
-_MODULES = {Backend.REFERENCE: "reference", Backend.TORCH: "torch_native", Backend.CPP: "cpp", Backend.TRITON: "triton"}
-_SWEEPS = ("update", "grad_stats")
+# The module of each version.
+_VERSIONS: Mapping[str, Mapping[Backend, str]] = {
+    "update": {
+        Backend.REFERENCE: "backends.reference",
+        Backend.TORCH: "backends.torch_native",
+        Backend.CPP: "backends.cpp.update",
+        Backend.TRITON: "backends.triton.update",
+    },
+    "grad_stats": {
+        Backend.REFERENCE: "backends.reference",
+        Backend.TORCH: "backends.torch_native",
+        Backend.CPP: "backends.cpp.grad_stats",
+        Backend.TRITON: "backends.triton.grad_stats",
+    },
+    "muon": {
+        Backend.REFERENCE: "matrices.muon.torch_native",
+        Backend.TORCH: "matrices.muon.torch_native",
+        Backend.TRITON: "matrices.muon.triton",
+    },
+    "syrk": {
+        Backend.TORCH: "matrices.syrk",
+        Backend.CPP: "matrices.syrk.cpp",
+        Backend.TRITON: "matrices.syrk.triton",
+    },
+}
 _OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # other devices: torch operations
 # The requirement of a version, checked at its first use.
 _REQUIRED: dict[Backend, Callable[[], bool]] = {
     Backend.TRITON: lambda: find_spec("triton") is not None,
     Backend.CPP: usable,
 }
-
-
 _HOW_TO_INSTALL = {
     Backend.TRITON: "install triton",
     Backend.CPP: "install a C++ compiler, or name it in CXX",
@@ -62,16 +82,14 @@ def parse_backend(name: str | None) -> Backend | None:
         raise BackendError(f"backend={name!r} is unknown; pass one of {allowed}, or None to choose by device") from None
 
 
-def check_backend(name: str | None, *ops: str) -> None:
-    """Raise BackendError for an unknown backend, and for one that none of the operations `ops` supports."""
+def check_backend(name: str | None, op: str) -> None:
+    """Raise BackendError for an unknown backend, and for one that the operation `op` has no version for."""
     chosen = parse_backend(name)
-    if chosen is None or any(_is_written(op, chosen) for op in ops):
-        return
-    allowed = ", ".join(repr(backend.value) for backend in Backend if any(_is_written(op, backend) for op in ops))
-    raise BackendError(
-        f"backend={name!r} is not available for {' or '.join(map(repr, ops))}; pass one of {allowed}, or None to "
-        "choose by device"
-    )
+    if chosen is not None and chosen not in _VERSIONS[op]:
+        allowed = ", ".join(repr(backend.value) for backend in _VERSIONS[op])
+        raise BackendError(
+            f"backend={name!r} is not available for {op!r}; pass one of {allowed}, or None to choose by device"
+        )
 
 
 def check_installed(name: str | None) -> None:
@@ -95,15 +113,29 @@ def version(op: str, function: str, *, backend: str | None, tensors: Sequence[Te
 def _chosen(op: str, function: str, backend: str | None, device: str | None) -> Callable[..., Any]:
     chosen = parse_backend(backend) or _suited(op, device)
     if not _available(op, chosen):
+        is_written = chosen in _VERSIONS.get(op, {})
+        missing = _HOW_TO_INSTALL[chosen] if is_written else "this operation has no such version"
         raise BackendError(
-            f"backend={chosen.value!r} is not available for {op!r}: {_what_is_missing(op, chosen)}, "
-            "or pass backend=None to choose by device"
+            f"backend={chosen.value!r} is not available for {op!r}: {missing}, or pass backend=None to choose by device"
         )
     if chosen is Backend.CPP and device not in ("cpu", None):
         raise BackendError(
             f"backend='cpp' with tensors on {device}: it sweeps CPU memory; pass backend=None to choose by device"
         )
     return _function(op, function, chosen)
+
+
+def grad_stats(
+    grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0, backend: str | None = None
+) -> GradStats:
+    """Statistics of `grads` (any shapes, any float dtypes, read only), by the version for their device.
+
+    For a `norm_type` other than 2, `sum_of_squares` is the sum of |g|^norm_type; for infinity, the maximum of |g|.
+    Raises ValueError unless `norm_type` is above 0, and BackendError for a `backend` that is not available.
+    """
+    sweep = version("grad_stats", "grad_stats", backend=backend, tensors=grads)
+    stats: GradStats = sweep(grads, count_zeros=count_zeros, norm_type=norm_type)
+    return stats
 
 
 def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
@@ -117,7 +149,7 @@ def tensors_of(batches: Sequence[Batch]) -> list[Tensor]:
 def _suited(op: str, device: str | None) -> Backend:
     """The backend for a type of devices. Without tensors nothing needs to be compiled."""
     suited = None if device is None else _OF_DEVICE.get(device)
-    if suited is None or not _is_written(op, suited):
+    if suited is None or suited not in _VERSIONS[op]:
         return Backend.TORCH
     if _available(op, suited):
         return suited
@@ -136,29 +168,12 @@ def _warn_without_triton() -> None:
 
 @cache
 def _available(op: str, backend: Backend) -> bool:
-    return _is_written(op, backend) and _REQUIRED.get(backend, lambda: True)()
-
-
-@cache
-def _is_written(op: str, backend: Backend) -> bool:
-    module = _module_of(op, backend)
-    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
-
-
-def _module_of(op: str, backend: Backend) -> str:
-    if op in _SWEEPS:
-        return f"opt_kernels.backends.{_MODULES[backend]}.{op}"
-    return f"opt_kernels.matrices.{op}.{_MODULES[backend]}"
-
-
-def _what_is_missing(op: str, backend: Backend) -> str:
-    if not _is_written(op, backend):
-        return "this operation has no such version"
-    return _HOW_TO_INSTALL[backend]
+    return backend in _VERSIONS.get(op, {}) and _REQUIRED.get(backend, lambda: True)()
 
 
 @cache  # logs once which version runs
 def _function(op: str, function: str, backend: Backend) -> Callable[..., Any]:
-    _LOG.info("%s runs as %s.%s", op, _MODULES[backend], function)
-    loaded: Callable[..., Any] = vars(import_module(_module_of(op, backend)))[function]
+    module = _VERSIONS[op][backend]
+    _LOG.info("%s runs as %s.%s", op, module, function)
+    loaded: Callable[..., Any] = vars(import_module(f"opt_kernels.{module}"))[function]
     return loaded

@@ -4,7 +4,7 @@ For packages that pass the options of matrix rules, or scale gradients of matric
 """
 
 from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType
+from opt_kernels.matrices.newton_schulz import CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
 from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
 

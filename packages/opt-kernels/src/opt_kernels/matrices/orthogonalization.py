@@ -11,10 +11,16 @@ from torch import Tensor
 from opt_kernels.backends.dispatch import Backend, parse_backend, version
 from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon import Inputs
-from opt_kernels.matrices.newton_schulz import reference, torch_native
-from opt_kernels.matrices.newton_schulz.coefficients import CoefficientType, Schedule, schedule
-from opt_kernels.matrices.newton_schulz.segments import cut
-from opt_kernels.matrices.syrk.torch_native import dense_product
+from opt_kernels.matrices.newton_schulz import (
+    EPS,
+    CoefficientType,
+    Schedule,
+    cut,
+    newton_schulz,
+    reference_newton_schulz,
+    schedule,
+)
+from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.works import TensorParallel
 
@@ -57,7 +63,7 @@ class Orthogonalization:
     """The polar factor of matrices, by Newton-Schulz (see `matrices/newton_schulz`)."""
 
     schedule: Schedule
-    eps: float = reference.EPS  # lower bound of the norm that a matrix is divided by
+    eps: float = EPS  # lower bound of the norm that a matrix is divided by
     precision: MatmulPrecision = MatmulPrecision.MEDIUM
     use_syrk: bool = True
     tp_mode: TpMode = TpMode.BLOCKWISE
@@ -121,7 +127,7 @@ class Orthogonalization:
         dtype = x.dtype if normalised else self._dtype(x.dtype, x.device)
         common: dict[str, Any] = {"eps": self.eps, "all_reduce": all_reduce, "rescale_rows": self.rescale_rows}
         if parse_backend(self.backend) is Backend.REFERENCE:
-            done = reference.newton_schulz(wide, segments=(self.schedule,), **common)
+            done = reference_newton_schulz(wide, segments=(self.schedule,), **common)
         else:
             rows, cols = wide.shape[-2:]
             segments = cut(self.schedule, rows=rows, cols=cols, dtype=dtype, symmetric=self.use_syrk)
@@ -130,7 +136,7 @@ class Orthogonalization:
                 product = version("syrk", "symmetric_product", backend=self.backend, tensors=[x])
             # Products of 16 or 64 bits do not depend on the setting.
             with fp32_products(self.precision) if dtype is torch.float32 else nullcontext():
-                done = torch_native.newton_schulz(
+                done = newton_schulz(
                     wide, segments=segments, dtype=dtype, product=product, normalised=normalised, **common
                 )
         done = done.to(x.dtype)

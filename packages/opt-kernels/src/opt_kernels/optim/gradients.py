@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.grad_stats import grad_stats
+from opt_kernels.backends.dispatch import grad_stats
 from opt_kernels.dtensor import are_dtensors, local
 from opt_kernels.optim.param_rows import params_of
 

@@ -13,7 +13,7 @@ from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.numbers import Number
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients
+from opt_kernels.matrices.newton_schulz import Coefficients
 from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype

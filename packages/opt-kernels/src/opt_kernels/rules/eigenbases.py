@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.dispatch import check_backend, version
+from opt_kernels.backends.dispatch import BackendError
 from opt_kernels.backends.elements import skipped
 from opt_kernels.choice import NamedChoice
-from opt_kernels.matrices.orthogonal_basis import reference
-from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
+from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of, states_by_part
 from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, split
 from opt_kernels.precision import MatmulPrecision, fp32_products
@@ -77,7 +76,11 @@ class EigenbasisRule(WholeMatrices):
     backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
-        check_backend(self.backend, "orthogonal_basis")
+        if self.backend not in (None, "reference", "torch"):
+            raise BackendError(
+                f"backend={self.backend!r} is not available for {self.name!r}; pass one of 'reference', 'torch', or "
+                "None to choose by device"
+            )
         if not 0.0 <= self.shampoo_beta < 1.0:
             raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
         if self.power_iterations < 1:
@@ -229,7 +232,6 @@ class EigenbasisRule(WholeMatrices):
             exponent = torch.frexp(factor.abs().amax((-2, -1), keepdim=True)).exponent
             factor = torch.ldexp(factor, -exponent)
             if first:
-                eigenbasis = version("orthogonal_basis", "eigenbasis", backend=self.backend, tensors=[factor])
                 basis, order = eigenbasis(factor), torch.arange(factor.shape[-1], device=factor.device)
                 order = order.expand(factor.shape[:-1])
             else:
@@ -262,11 +264,9 @@ class EigenbasisRule(WholeMatrices):
 
     def _orthonormalised(self, columns: Tensor) -> Tensor:
         by_rule = self.orthonormalization is Orthonormalization.BY_RULE and not self.keeps_null_spaces
-        if by_rule or self.orthonormalization is Orthonormalization.HOUSEHOLDER:
-            return reference.orthonormalised(columns)
-        orthonormalised = version("orthogonal_basis", "orthonormalised", backend=self.backend, tensors=[columns])
-        result: Tensor = orthonormalised(columns)
-        return result
+        if by_rule or self.orthonormalization is Orthonormalization.HOUSEHOLDER or self.backend == "reference":
+            return householder(columns)
+        return cholesky(columns)
 
 
 def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from opt_kernels.matrices.muon import MOMENTUM
-from opt_kernels.matrices.newton_schulz.coefficients import Coefficients, CoefficientType
+from opt_kernels.matrices.newton_schulz import Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, scale_factor
 from opt_kernels.matrices.parts import PartStates
 from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered

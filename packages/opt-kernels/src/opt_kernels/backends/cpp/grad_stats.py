@@ -9,14 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opt_kernels.backends import reference, torch_native
 from opt_kernels.backends.cpp.compiler import attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.update import C_TYPES
 from opt_kernels.backends.elements import in_memory_order
-from opt_kernels.backends.reference import grad_stats as reference
-from opt_kernels.backends.reference.grad_stats import GradStats, check_norm_type
-from opt_kernels.backends.torch_native import grad_stats as torch_native
-from opt_kernels.backends.torch_native.grad_stats import is_safe
+from opt_kernels.backends.reference import GradStats, check_norm_type
+from opt_kernels.backends.torch_native import is_safe
 
 _DTYPE = attrgetter("dtype")
 SOURCE = Path(__file__).with_name("grad_stats.cpp")

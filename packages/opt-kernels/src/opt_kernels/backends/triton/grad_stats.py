@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels import devices
-from opt_kernels.backends.reference import grad_stats as reference
-from opt_kernels.backends.reference.grad_stats import GradStats
+from opt_kernels.backends import reference
+from opt_kernels.backends.reference import GradStats
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.jit import jit, tl

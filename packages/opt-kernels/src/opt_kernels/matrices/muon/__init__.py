@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.newton_schulz.reference import EPS
+from opt_kernels.matrices.newton_schulz import EPS
 from opt_kernels.works import Hyper, Task, Work
 
 __all__ = ["MOMENTUM", "Adapt", "Decay", "Factors", "Inputs", "MuonStep", "Transform"]

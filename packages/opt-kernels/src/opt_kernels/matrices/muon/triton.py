@@ -21,8 +21,17 @@ from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, writ
 from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Decay, MuonStep
-from opt_kernels.matrices.muon.round_tables import bounds, factors_on, ranges
-from opt_kernels.matrices.muon.rounds import Round, SlotRuns, Stack, rounds, swept, with_ordered_grads
+from opt_kernels.matrices.muon.rounds import (
+    Round,
+    SlotRuns,
+    Stack,
+    bounds,
+    factors_on,
+    ranges,
+    rounds,
+    swept,
+    with_ordered_grads,
+)
 from opt_kernels.works import Batch
 
 SUM_BLOCK = 1024  # chunks that are added at a time

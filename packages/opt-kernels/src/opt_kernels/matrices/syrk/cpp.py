@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import attempt, library
 from opt_kernels.backends.cpp.threads import run
-from opt_kernels.matrices.syrk import torch_native
+from opt_kernels.matrices import syrk
 
 SOURCE = Path(__file__).with_name("syrk.cpp")
 ROWS, COLS = 8, 32  # of a tile, as in syrk.cpp
@@ -24,13 +24,13 @@ LEAST_TILES = 8  # number of multiplications that are worth another thread
 def symmetric_product(
     left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
-    """Same as `reference.symmetric_product`, by the compiled product where that is faster.
+    """Same as `syrk.symmetric_product`, by the compiled product where that is faster.
 
     Summed in float32 and rounded once; subnormal bfloat16 numbers count as zero. The result is exactly symmetric except
     within blocks of 32 on the diagonal.
     """
     if not takes(left, right, added):
-        return torch_native.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)
+        return syrk.symmetric_product(left, right, alpha=alpha, added=added, beta=beta)
     batch, m, k = left.shape
     out = left.new_empty(batch, m, m)
     packed = torch.empty(m * k // 2, dtype=torch.int32)

@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_kernels import devices
 from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
 from opt_kernels.backends.triton.lanes import nearest
-from opt_kernels.matrices.syrk.torch_native import dense_product
+from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import tf32_products
 
 TILE = 128  # rows and columns of a tile: square, so that its mirror image is a tile too
@@ -130,7 +130,7 @@ def syrk_descriptors(
 def symmetric_product(
     left: Tensor, right: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 0.0
 ) -> Tensor:
-    """Same as `reference.symmetric_product`.
+    """Same as `syrk.symmetric_product`.
 
     Uses the kernel where it is faster, else torch's batched product; the results are equal up to rounding.
     """

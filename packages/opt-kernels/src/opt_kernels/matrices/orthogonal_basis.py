@@ -1,32 +1,50 @@
-"""Orthogonal bases from batched matrix products and Cholesky factors, which are faster than reflections."""
+"""Orthogonal bases: the eigenvectors of a symmetric matrix, computed once and then tracked while the matrix changes."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.orthogonal_basis import reference
-from opt_kernels.matrices.orthogonal_basis.reference import Eigenbasis
-from opt_kernels.matrices.syrk.torch_native import symmetric_product
+from opt_kernels.matrices.syrk import symmetric_product
 
 # The columns must be orthogonal to within this after the first pass, so that the second makes them orthogonal up to
 # rounding: it squares the error, and multiplies it by the rounding unit. Otherwise Householder reflections are used.
 WELL_CONDITIONED = 0.1
 
 
+class Eigenbasis(NamedTuple):
+    """Eigenvalues in descending order, and their orthonormal eigenvectors."""
+
+    values: Tensor  # (batch, n)
+    vectors: Tensor  # (batch, n, n), columns
+
+
 def eigenbasis(matrix: Tensor) -> Eigenbasis:
-    """Same as `reference.eigenbasis`, in float64 for matrices on which float32 does not converge."""
+    """The eigenvalues and eigenvectors of symmetric matrices (batch, n, n), float32 or float64.
+
+    Those on which float32 does not converge are computed in float64.
+    """
     try:
-        return reference.eigenbasis(matrix)
+        values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # public, but not in its __all__
-        values, vectors = reference.eigenbasis(matrix.double())
-        return Eigenbasis(values.to(matrix.dtype), vectors.to(matrix.dtype))
+        values, vectors = (x.to(matrix.dtype) for x in torch.linalg.eigh(matrix.double()))
+    return Eigenbasis(values.flip(-1), vectors.flip(-1))
 
 
-def orthonormalised(columns: Tensor) -> Tensor:
+def householder(columns: Tensor) -> Tensor:
+    """The Q of columns = QR, (batch, n, n), by Householder reflections, with the signs that make the diagonal of R
+    positive, which makes it unique if `columns` has full rank."""
+    q, r = torch.linalg.qr(columns)
+    diagonal = r.diagonal(dim1=-2, dim2=-1)
+    return torch.mul(q, torch.where(diagonal < 0, -1.0, 1.0).unsqueeze(-2))
+
+
+def cholesky(columns: Tensor) -> Tensor:
     """The Q of columns = QR, (batch, n, n), with a positive diagonal of R, by checked CholeskyQR2.
 
     Yamamoto et al. 2015. A pass is X <- X L⁻ᵀ where LLᵀ = XᵀX. Columns are first scaled to unit length, which is nearly
     the best conditioning that scaling columns can achieve. X is K Q for a Q that nearly diagonalises K, so after
-    scaling it is well conditioned for any condition number of K. Other matrices use `reference.orthonormalised`; the
+    scaling it is well conditioned for any condition number of K. Other matrices use `householder`; the
     host reads one flag to detect them.
     """
     x = columns / torch.linalg.vector_norm(columns, dim=-2, keepdim=True)
@@ -36,7 +54,7 @@ def orthonormalised(columns: Tensor) -> Tensor:
     x, second_failed = _pass(x, gram)
     bad = first_failed | second_failed | ~(deviation < WELL_CONDITIONED)  # written so that NaN is bad
     if bool(bad.any()):
-        x[bad] = reference.orthonormalised(columns[bad])
+        x[bad] = householder(columns[bad])
     return x
 
 

@@ -1,1 +1,0 @@
-"""Reference versions: formulas executed as written. Slow, on any device, in any float dtype."""

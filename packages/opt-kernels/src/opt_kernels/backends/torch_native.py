@@ -1,0 +1,197 @@
+"""Sweeps made of torch operations, for any device: formulas piece by piece, torch's fused optimizers where these
+implement the formula, and gradient statistics by torch's reductions.
+
+No operation combines two pieces, which begin at multiples of their length. The bits of an element therefore do not
+depend on how its parameter is sharded if shards begin at multiples of 64 elements.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from opt_kernels.backends import reference
+from opt_kernels.backends.elements import (
+    Run,
+    compute_dtype,
+    dense_run_of,
+    in_memory_order,
+    read_main,
+    scaled_grad,
+    skipped,
+    write_main_,
+)
+from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, encode_
+from opt_kernels.codecs import Plain, StateCodec, scale_name
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.sgd import SGD
+from opt_kernels.works import Batch, Hyper
+
+# Elements that are converted at a time: 2 MiB of float32, so that later passes read the cache. A multiple of every
+# codec's block.
+PIECE_NUMEL = 1 << 19
+# Elements per call of a formula: its temporaries, some of them float64, must stay in the cache.
+FORMULA_NUMEL = 1 << 16
+# One thread sums a row in float32, and rows are summed in float64: the same bits for any number of threads.
+ROW_NUMEL = 1 << 12
+# Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
+SMALLEST_SAFE, LARGEST_SAFE = 1e-24, 1e36
+
+# Updates mains and states, by name, from gradients: lists of tensors of one dtype.
+Update = Callable[[Sequence[Tensor], Sequence[Tensor], Mapping[str, Sequence[Tensor]]], None]
+
+
+def update_(
+    batches: Sequence[Batch],
+    formula: Formula,
+    codecs: Mapping[str, StateCodec],
+    *,
+    stochastic_rounding: bool = False,
+    grad_scale: float | Tensor = 1.0,
+    skip: Tensor | None = None,
+) -> None:
+    """Same as `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
+    if skipped(skip):
+        return
+    scale, scales = float(grad_scale), [scale_name(name) for name, codec in codecs.items() if codec.block]
+    for hyper, works in batches:
+        fused = _fused(formula, hyper)
+        update = fused or _by_formula(formula, formula.scalars_of(hyper))
+        # In reverse order: the gradients that the statistics read last are still in the cache.
+        runs = [dense_run_of(work, list(codecs), scales) for work in works][::-1]
+        # A formula allocates temporaries, which must not be as large as whole parameters.
+        whole = [run for run in runs if fused is not None and scale == 1.0 and _is_direct(run, codecs)]
+        if whole:
+            states = {name: [run.state[name] for run in whole] for name in codecs}
+            update([run.main for run in whole if run.main is not None], [run.grad for run in whole], states)
+        step = int(hyper.step) if stochastic_rounding else None
+        direct = {id(run) for run in whole}
+        for piece in (piece for run in runs if id(run) not in direct for piece in _pieces(run, codecs)):
+            dtype = compute_dtype(piece)
+            main = piece.main if piece.main is not None and piece.main.dtype is dtype else read_main(piece)
+            grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else scaled_grad(piece, scale)
+            values = decoded(piece, codecs, in_place=True)
+            update([main], [grad], {name: [value] for name, value in values.items()})
+            write_main_(piece, main, stochastic_step=step)
+            encode_(piece, codecs, list(values.values()))
+
+
+def _is_direct(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
+    """Whether main, gradient and states are stored in the compute dtype, and there is no out."""
+    dtype = compute_dtype(run)
+    if run.out is not None or run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
+        return False
+    return all(isinstance(codec, Plain) and codec.dtype is dtype for codec in codecs.values())
+
+
+def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
+    """The run in flat pieces."""
+
+    def split(tensor: Tensor | None, block: int = 1) -> Iterator[Tensor]:
+        return iter(()) if tensor is None else iter(torch.split(tensor.view(-1), PIECE_NUMEL // block))
+
+    blocks = {scale_name(name): codec.block for name, codec in codecs.items() if codec.block}
+    states = {name: split(tensor, blocks.get(name, 1)) for name, tensor in run.state.items()}
+    mains, outs, remainders = map(split, (run.main, run.out, run.remainder))
+    for index, grad in enumerate(split(run.grad)):
+        state = {name: next(parts) for name, parts in states.items()}
+        first = run.first + index * PIECE_NUMEL
+        yield Run(grad, next(mains, None), next(outs, None), next(remainders, None), state, first)
+
+
+def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
+    """An update that runs the formula."""
+    names = [state.name for state in formula.states]
+
+    def update(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+        for columns in zip(mains, grads, *(states[name] for name in names), strict=True):
+            for main, grad, *of_states in zip(*(torch.split(column.view(-1), FORMULA_NUMEL) for column in columns)):
+                targets = (main, *of_states)
+                new = formula.updated(main, grad, dict(zip(names, of_states)), scalars)
+                # A new value may be another target itself, as after `slow = p`. Copy it before that target is written.
+                values = [value.clone() if any(value is old for old in targets) else value for value in new]
+                for target, value in zip(targets, values, strict=True):
+                    target.copy_(value)
+
+    return update
+
+
+def _fused(formula: Formula, hyper: Hyper) -> Update | None:
+    """An update by torch's fused optimizer, in one pass; None if it does not implement the formula.
+
+    Its bits equal the formula's on processors with fused multiply-add.
+    """
+    constants = dict(formula.constants)
+    if formula.update is ADAM.update and constants["order"] == "torch":
+        fused_adam = torch._fused_adamw_ if constants["decoupled_weight_decay"] else torch._fused_adam_
+
+        def adam(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+            step = torch.full((), float(hyper.step), dtype=torch.float32, device=mains[0].device)
+            fused_adam(
+                list(mains),
+                list(grads),
+                list(states["exp_avg"]),
+                list(states["exp_avg_sq"]),
+                list(states.get("max_exp_avg_sq", [])),
+                [step] * len(mains),
+                lr=float(hyper.lr),
+                beta1=float(hyper.betas[0]),
+                beta2=float(hyper.betas[1]),
+                weight_decay=float(hyper.weight_decay),
+                eps=float(hyper.eps),
+                amsgrad=bool(constants["amsgrad"]),
+                maximize=False,
+            )
+
+        return adam
+    if formula.update is SGD.update:
+        dampening, has_momentum = float(number_of(hyper, "dampening", formula)), bool(constants["has_momentum"])
+
+        def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
+            torch._fused_sgd_(
+                list(mains),
+                list(grads),
+                list(states.get("momentum_buffer", [])),
+                weight_decay=float(hyper.weight_decay),
+                momentum=float(hyper.momentum) if has_momentum else 0.0,
+                lr=float(hyper.lr),
+                dampening=dampening,
+                nesterov=bool(constants["nesterov"]) and has_momentum,
+                maximize=False,
+                is_first_step=int(hyper.step) == 1,
+            )
+
+        return sgd
+    return None
+
+
+@torch.no_grad()
+def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
+    """Same as `reference.grad_stats`, with a relative error of the sum of squares of 2e-6.
+
+    If the sum of squares is finite, all elements are finite. Single elements are therefore checked only if the sum is
+    not finite, or so small that squares may have underflowed. For this the sum is read on the host.
+    """
+    check_norm_type(norm_type)
+    pieces = [piece for grad in grads if grad.numel() for piece in torch.split(in_memory_order(grad), PIECE_NUMEL)]
+    if norm_type != 2.0 or not pieces:
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    norms, zeros = [], []
+    for piece in pieces:
+        x = piece if piece.dtype is torch.float64 else piece.float()
+        full = x.numel() // ROW_NUMEL * ROW_NUMEL
+        norms += [torch.linalg.vector_norm(x[:full].view(-1, ROW_NUMEL), dim=1)] if full else []
+        norms += [torch.linalg.vector_norm(x[full:], dim=0, keepdim=True)] if full < x.numel() else []
+        if count_zeros:
+            zeros.append(x.numel() - torch.count_nonzero(x))
+    total = torch.cat(norms).double().square().sum()
+    if not is_safe(float(total)):
+        return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
+    none = torch.zeros((), dtype=torch.int64, device=total.device)
+    return GradStats(sum_of_squares=total, nonfinite=none, zeros=torch.stack(zeros).sum() if zeros else none)
+
+
+def is_safe(sum_of_squares: float) -> bool:
+    """Whether every element is finite and no float32 square that affects the sum has overflowed or underflowed."""
+    return SMALLEST_SAFE < sum_of_squares < LARGEST_SAFE

@@ -1,1 +1,0 @@
-"""Versions made of torch operations, for any device."""

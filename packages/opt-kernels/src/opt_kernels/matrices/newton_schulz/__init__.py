@@ -1,1 +1,0 @@
-"""The Newton-Schulz iteration: approximates the polar factor of a matrix with matrix products only."""
