@@ -15,7 +15,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
 from opt_distributed.pieces import Numbers as Format
-from opt_kernels.codecs.remainder import join_short, split_short_
+from opt_kernels.codecs.remainder import join, split_
 from opt_stack import Optimizer, get_optimizer
 
 SHORT = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
@@ -49,10 +49,10 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
         stepped(wide, in_fp32, range(step, step + 1))
         (main,) = in_fp32.get_parameters()
         rounded, bits = torch.empty_like(wide), torch.empty(40, 30, dtype=torch.int8)
-        split_short_(rounded, bits, main)
-        assert torch.equal(optimizer.get_parameters()[0], join_short(rounded, bits))
+        split_(rounded, bits, main)
+        assert torch.equal(optimizer.get_parameters()[0], join(rounded, bits))
         assert torch.equal(weight, rounded)
-        main.copy_(join_short(rounded, bits))
+        main.copy_(join(rounded, bits))
 
 
 @pytest.mark.parametrize("shape", [(300,), (0,), (4, 0)], ids=str)

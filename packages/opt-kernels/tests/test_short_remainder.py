@@ -8,7 +8,7 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.codecs.remainder import join_short, split_short_
+from opt_kernels.codecs.remainder import join, split_
 from opt_kernels.rules.sgd import SGD
 from opt_kernels.works import Batch, Hyper, Work
 
@@ -29,7 +29,7 @@ def words(*, count: int = 200_000) -> Tensor:
 
 def split(main: Tensor) -> tuple[Tensor, Tensor]:
     weight, bits = torch.empty_like(main, dtype=torch.bfloat16), torch.empty_like(main, dtype=torch.int8)
-    split_short_(weight, bits, main)
+    split_(weight, bits, main)
     return weight, bits
 
 
@@ -47,12 +47,12 @@ def expected(value: float) -> float:
 def test_joined_values_are_those_rounded_to_24_bits() -> None:
     main = words(count=5000)
     want = torch.tensor([expected(value) for value in main.tolist()])
-    assert torch.equal(join_short(*split(main)).nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
+    assert torch.equal(join(*split(main)).nan_to_num(nan=7.0), want.nan_to_num(nan=7.0))
 
 
 def test_values_are_split_into_the_bits_that_they_were_joined_from() -> None:
     weight, bits = split(words())
-    again, bits_again = split(join_short(weight, bits))
+    again, bits_again = split(join(weight, bits))
     assert torch.equal(again.view(torch.int16), weight.view(torch.int16))
     assert torch.equal(bits_again, bits)
 
@@ -60,7 +60,7 @@ def test_values_are_split_into_the_bits_that_they_were_joined_from() -> None:
 def test_the_weight_is_the_main_value_to_nearest() -> None:
     main = words()
     weight, bits = split(main)
-    value = join_short(weight, bits)
+    value = join(weight, bits)
     keeps = weight.isfinite() & main.isfinite()
     off, unit = (weight.float() - value)[keeps].abs(), torch.frexp(weight[keeps].float())[1] - 8
     assert (off <= torch.ldexp(torch.tensor(0.5), unit.clamp(min=-133))).all()
@@ -69,7 +69,7 @@ def test_the_weight_is_the_main_value_to_nearest() -> None:
 def test_the_error_of_a_normal_number_is_below_two_to_the_minus_16() -> None:
     main = words()
     main = main[main.isfinite() & (main.abs() >= 2.0**-126) & (main.abs() < 3e38)]
-    assert ((join_short(*split(main)) - main).abs() <= 2.0**-16 * main.abs()).all()
+    assert ((join(*split(main)) - main).abs() <= 2.0**-16 * main.abs()).all()
 
 
 def test_nan_and_infinity_stay_in_the_weight() -> None:
@@ -84,13 +84,13 @@ def test_nan_and_infinity_stay_in_the_weight() -> None:
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (), (5, 7)], ids=str)
 def test_any_shape_and_order_of_dimensions(shape: tuple[int, ...]) -> None:
     main = torch.randn(shape)
-    flat = join_short(*split(main.reshape(-1))).view(shape)
-    assert torch.equal(join_short(*split(main)), flat)
+    flat = join(*split(main.reshape(-1))).view(shape)
+    assert torch.equal(join(*split(main)), flat)
     if main.dim() == 2:
         weight = torch.empty(shape[::-1], dtype=torch.bfloat16).t()
         bits = torch.empty(shape, dtype=torch.int8)
-        split_short_(weight, bits, main)
-        assert torch.equal(join_short(weight, bits), flat)
+        split_(weight, bits, main)
+        assert torch.equal(join(weight, bits), flat)
 
 
 BACKENDS = ["reference", "torch", pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler"))]

@@ -92,7 +92,7 @@ def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.Monke
         return upload(host, device)
 
     # Not `backends.triton.scalars`: numbers that include the step are uploaded in every launch group.
-    for module in ("backends.triton.launches", "matrices.muon.round_tables"):
+    for module in ("backends.triton.launches", "matrices.muon.rounds"):
         monkeypatch.setattr(f"opt_kernels.{module}.to_device", counted)
     monkeypatch.setattr(rounds, "ROUND_NUMEL", 64)
     rule = MuonRule(backend="triton", num_ns_steps=1)

@@ -133,8 +133,9 @@ def rounds_stochastically(run: Run) -> bool:
 
 
 def scaled_grad(run: Run, scale: float) -> Tensor:
-    """A copy of the gradient in the compute dtype, times `scale`."""
-    return run.grad.to(compute_dtype(run), copy=True).mul_(scale)
+    """The gradient in the compute dtype, times `scale`: a new tensor."""
+    dtype = compute_dtype(run)
+    return run.grad * scale if run.grad.dtype is dtype else run.grad.to(dtype).mul_(scale)
 
 
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:

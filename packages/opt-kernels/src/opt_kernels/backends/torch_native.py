@@ -28,9 +28,9 @@ from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.works import Batch, Hyper
 
-# Elements that are converted at a time: 2 MiB of float32, so that later passes read the cache. A multiple of every
+# Elements that are converted at a time: 512 KiB of float32, so that later passes read the cache. A multiple of every
 # codec's block.
-PIECE_NUMEL = 1 << 19
+PIECE_NUMEL = 1 << 17
 # Elements per call of a formula: its temporaries, some of them float64, must stay in the cache.
 FORMULA_NUMEL = 1 << 16
 # One thread sums a row in float32, and rows are summed in float64: the same bits for any number of threads.
@@ -87,6 +87,9 @@ def _is_direct(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
 
 def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
     """The run in flat pieces."""
+    if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
+        yield run
+        return
 
     def split(tensor: Tensor | None, block: int = 1) -> Iterator[Tensor]:
         return iter(()) if tensor is None else iter(torch.split(tensor.view(-1), PIECE_NUMEL // block))

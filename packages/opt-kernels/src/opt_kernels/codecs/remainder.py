@@ -26,44 +26,19 @@ REMAINDERS = (torch.int16, torch.int8)  # dtypes
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The float32 numbers with the halves `weight` (bfloat16) and `remainder` (int16 or int8), both of one shape."""
-    if remainder.dtype is torch.int8:
-        return join_short(weight, remainder)
-    word = (weight.view(torch.int16).to(torch.int64) << 16) + remainder.to(torch.int64)
-    return _wrapped(word, 32).to(torch.int32).view(torch.float32)
+    main = weight.float()  # shifts the bits by 16; the integer sum wraps around, as in the formula
+    main.view(torch.int32).add_(remainder, alpha=1 << 8 if remainder.dtype is torch.int8 else 1)
+    return main
 
 
 def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
     """Write the halves of `main` (float32) to `weight` (bfloat16) and `remainder` (int16 or int8), of one shape."""
+    nan, lower = main.isnan(), main.view(torch.int32)
     if remainder.dtype is torch.int8:
-        split_short_(weight, remainder, main)
-        return
-    word = main.view(torch.int32).to(torch.int64)
-    upper = _wrapped((word + 0x8000) >> 16, 16)
-    lower = _wrapped(word, 16)
-    nan = main.isnan()
-    weight.view(torch.int16).copy_(upper.masked_fill(nan, QUIET_NAN))
-    remainder.copy_(lower.masked_fill(nan, 0))
-
-
-def join_short(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers of `weight` (bfloat16) and `remainder` (int8), both of one shape."""
-    word = weight.view(torch.int16).to(torch.int32)
-    return word.mul_(1 << 8).add_(remainder).mul_(1 << 8).view(torch.float32)
-
-
-def split_short_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
-    """Write `main` float32, rounded to 24 bits, to `weight` bfloat16 and `remainder` int8, all of one shape.
-
-    Needs 9 bytes an element for a time.
-    """
-    nan, word = main.isnan(), main.view(torch.int32)
-    rounded = (word >> 8).bitwise_and_(1).add_(0x7F).add_(word).bitwise_right_shift_(8)
-    upper = (rounded + 0x80).bitwise_right_shift_(8)
-    remainder.copy_(rounded.sub_(upper, alpha=1 << 8).masked_fill_(nan, 0))
+        lower = (lower >> 8).bitwise_and_(1).add_(0x7F).add_(lower).bitwise_right_shift_(8)  # 24 bits, rounded
+        upper = (lower + 0x80).bitwise_right_shift_(8)
+        lower.sub_(upper, alpha=1 << 8)
+    else:
+        upper = (lower + 0x8000).bitwise_right_shift_(16)
     weight.view(torch.int16).copy_(upper.masked_fill_(nan, QUIET_NAN))
-
-
-def _wrapped(word: Tensor, bits: int) -> Tensor:
-    """`word` as a signed number of `bits` bits."""
-    half = 1 << (bits - 1)
-    return ((word + half) & ((1 << bits) - 1)) - half
+    remainder.copy_(lower.masked_fill(nan, 0))  # as an integer: the lower bits
