@@ -31,7 +31,7 @@ from triton.compiler import ASTSource  # type: ignore[import-untyped, import-not
 from variant import Variant
 from variants import all_variants
 
-from opt_kernels.backends.triton.jit import INTERPRETED
+from opt_kernels.backends.triton import INTERPRETED
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {

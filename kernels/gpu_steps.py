@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends import grad_stats
-from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.launches import launch_options, sweeps
 from opt_kernels.backends.triton.scalars import fill_arguments
-from opt_kernels.backends.triton.update import state_options, update_
+from opt_kernels.backends.triton.update import kernels_of, state_options, update_
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.matrices import Decay
 from opt_kernels.matrices.muon import Inputs, MuonStep
-from opt_kernels.matrices.muon import torch_native as muon_in_torch
+from opt_kernels.matrices.muon import muon_ as muon_in_torch
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.newton_schulz import Coefficients, newton_schulz
 from opt_kernels.matrices.orthogonal_basis import cholesky, householder
@@ -275,7 +274,7 @@ def muon_sweeps(stage: Stage) -> Iterator[Measure]:
     ours = seconds(stage, partial(muon_kernels.muon_, batches, step))
     share = MUON_BYTES * count * side**2 / ours / bandwidth
     yield Measure(name="muon around the products, share of copy bandwidth", value=share, unit="1", goal=0.9)
-    peer = seconds(stage, partial(muon_in_torch.muon_, batches, step))
+    peer = seconds(stage, partial(muon_in_torch, batches, step))
     yield Measure(name="muon around the products, torch's operations / ours", value=peer / ours, unit="1")
     yield from muon_step(stage, side)
 

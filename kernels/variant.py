@@ -7,7 +7,7 @@ import torch
 
 from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, LaunchFormats, triton_dtype
 from opt_kernels.codecs import StateCodec
-from opt_kernels.codecs.remainder import REMAINDERS
+from opt_kernels.codecs.narrow import REMAINDERS
 
 CHUNK = 16384
 # Lane-instructions that an H200 issues per byte moved: 132 processors of 4 warps of 32 lanes at 1.75 GHz, 4.3 TB/s.

@@ -9,10 +9,9 @@ from variant import CHUNK, Variant, Widths, formats, sweep, widths_of
 
 from opt_kernels.backends.triton.formats import BLOCK, NUM_WARPS, triton_dtype
 from opt_kernels.backends.triton.grad_stats import SUM_BLOCK, stats_sweep, stats_total, tile_elements
-from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_scalars
-from opt_kernels.backends.triton.update import state_options
+from opt_kernels.backends.triton.update import kernels_of, state_options
 from opt_kernels.codecs import codec_for
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.formulas.adam import ADAM

@@ -20,7 +20,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm, World
-from opt_kernels.rules.adam import Adam
+from opt_kernels.rules import Adam
 from opt_stack import Registry, RuleEntry, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)

@@ -18,7 +18,7 @@ from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.codecs import StateCodec, codecs_of
-from opt_kernels.rules.adam import Adam
+from opt_kernels.rules import Adam
 from opt_stack import Optimizer, Registry, RuleEntry, get_optimizer
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign

@@ -15,7 +15,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
 from opt_distributed.pieces import Numbers as Format
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs.narrow import join, split_
 from opt_stack import Optimizer, get_optimizer
 
 SHORT = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}

@@ -29,7 +29,7 @@ from opt_distributed.comm.device import Host
 from opt_distributed.step import stats
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import update as update_kernels
-from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.update import kernels_of
 from opt_kernels.formulas.adam import ADAM
 from opt_stack import get_optimizer
 

@@ -28,12 +28,12 @@ import torch
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import scalars
 from opt_kernels.backends.triton import update as update_kernels
-from opt_kernels.backends.triton.kernels import kernels_of
+from opt_kernels.backends.triton.update import kernels_of
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.matrices.muon import triton as muon_kernels
 from opt_kernels.matrices.orthogonalization import Orthogonalization
 from opt_kernels.optim import AdamW, Muon
-from opt_kernels.rules.adam import Adam
+from opt_kernels.rules import Adam
 from opt_kernels.works import Batch, Hyper, Work, Works
 
 NUM_TENSORS, NUMEL = 290, 4096

@@ -12,10 +12,7 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs import join, split_
-from opt_kernels.rules import Rule
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, Lion, Rule
 from opt_kernels.works import Batch, Hyper, Work
 
 Make = Callable[..., Rule]

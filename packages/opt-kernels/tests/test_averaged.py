@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels import optim
-from opt_kernels.optim.mains import MAIN
+from opt_kernels.optim.state import MAIN
 
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},

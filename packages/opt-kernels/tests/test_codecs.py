@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, scale_name
-from opt_kernels.codecs import remainder as remainder
-from opt_kernels.codecs import rounding as rounding
+from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, narrow, scale_name
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -165,14 +163,14 @@ EVERY_UPPER_HALF = words(torch.arange(1 << 16), [0, 1, 0x7FFF, 0x8000, 0x8001, 0
 def split(main: Tensor) -> tuple[Tensor, Tensor]:
     """The halves of `main`."""
     weight, rest = torch.empty(main.numel(), dtype=torch.bfloat16), torch.empty(main.numel(), dtype=torch.int16)
-    remainder.split_(weight, rest, main)
+    narrow.split_(weight, rest, main)
     return weight, rest
 
 
 def test_the_remainder_loses_nothing_and_keeps_nan() -> None:
     main = EVERY_UPPER_HALF
     weight, rest = split(main)
-    back = remainder.join(weight, rest)
+    back = narrow.join(weight, rest)
     nan = main.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], main.view(torch.int32)[~nan])
     assert back[nan].isnan().all()
@@ -195,7 +193,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
     numel, fraction = 1 << 16, 0x3000 / 0x10000
     x = torch.full((numel,), 1.0) + fraction * 2.0**-7
     rounded = torch.empty(numel, dtype=torch.bfloat16)
-    rounding.round_(rounded, x, first=0, step=1)
+    narrow.round_(rounded, x, first=0, step=1)
     assert set(rounded.tolist()) == {1.0, 1.0078125}
     # Four standard deviations of the binomial share.
     share = (rounded > 1).double().mean()
@@ -203,7 +201,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
 
 
 def test_the_noise_of_neighbours_and_of_steps_is_unrelated() -> None:
-    draws = [rounding.noise(1 << 14, first=f, step=s, device=torch.device("cpu")) for f, s in ((0, 1), (1, 1), (0, 2))]
+    draws = [narrow.noise(1 << 14, first=f, step=s, device=torch.device("cpu")) for f, s in ((0, 1), (1, 1), (0, 2))]
     centred = torch.stack(draws).double() - 32767.5
     correlation = torch.corrcoef(centred)
     # Of independent draws: 1 / sqrt(2^14), four times.
@@ -214,6 +212,6 @@ def test_the_noise_of_neighbours_and_of_steps_is_unrelated() -> None:
 def test_what_is_not_finite_is_cast_as_it_is() -> None:
     x = torch.tensor([torch.inf, -torch.inf, torch.nan])
     rounded = torch.empty(3, dtype=torch.bfloat16)
-    rounding.round_(rounded, x, first=0, step=1)
+    narrow.round_(rounded, x, first=0, step=1)
     assert torch.equal(rounded[:2].float(), x[:2])
     assert rounded[2].isnan()

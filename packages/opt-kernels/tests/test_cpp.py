@@ -13,13 +13,11 @@ import torch
 from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, work_of
 
 from opt_kernels.backends import grad_stats
-from opt_kernels.backends.cpp import cache as on_disk
 from opt_kernels.backends.cpp import compiler
 from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
 from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
 from opt_kernels.backends.dispatch import _available, _chosen
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
+from opt_kernels.rules import Adam, Lion
 from opt_kernels.works import Batch, Hyper, Work
 
 
@@ -27,8 +25,8 @@ from opt_kernels.works import Batch, Hyper, Work
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """A compiler that remembers nothing, and an empty folder to keep libraries in."""
     found = (
-        compiler.usable, compiler._library, compiler._attempt, compiler._warned, compiler._compiler,
-        compiler._compiler_version, on_disk.folder, _available, _chosen,
+        compiler.usable, compiler.library, compiler.attempt, compiler._warned, compiler._compiler,
+        compiler._compiler_version, compiler.cache_folder, _available, _chosen,
     )  # fmt: skip
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(tmp_path))
     monkeypatch.delenv("OPT_KERNELS_CPP", raising=False)
@@ -44,7 +42,7 @@ def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: py
     assert usable()
     made = sorted(fresh.iterdir())
     assert [path.suffix for path in made] == [".so"]
-    compiler._library.cache_clear()
+    library.cache_clear()
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     library(compiler.PROBE)
     assert sorted(fresh.iterdir()) == made
@@ -109,11 +107,11 @@ def test_a_library_that_is_cut_short_is_not_found(fresh: Path, percent: int) -> 
     assert usable()
     [made] = fresh.iterdir()
     stem = made.name.rsplit("-", 1)[0]
-    assert on_disk.find(stem) == made
+    assert compiler.find_cached(stem) == made
     content = made.read_bytes()
     made.unlink()  # this process has loaded the file, and would end with SIGBUS if it were cut in place
     made.write_bytes(content[: len(content) * percent // 100])
-    assert on_disk.find(stem) is None
+    assert compiler.find_cached(stem) is None
     assert not list(fresh.iterdir())
 
 
@@ -142,10 +140,10 @@ def test_the_folder_is_for_its_user_alone(fresh: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("OPT_KERNELS_CACHE", str(fresh / "made"))
     before = os.umask(0)
     try:
-        assert on_disk.folder() == fresh / "made"
+        assert compiler.cache_folder() == fresh / "made"
     finally:
         os.umask(before)
-    assert on_disk.folder().stat().st_mode & 0o777 == 0o700
+    assert compiler.cache_folder().stat().st_mode & 0o777 == 0o700
 
 
 def unsafe(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +163,7 @@ def test_native_code_is_not_loaded_from_a_folder_that_others_may_write(
     with caplog.at_level(logging.WARNING):
         assert usable()
     assert not list(fresh.iterdir())
-    used = on_disk.folder()
+    used = compiler.cache_folder()
     assert used.stat().st_mode & 0o077 == 0
     [message] = caplog.messages
     assert f"kept for this process only, in {used}: {fresh} " in message
@@ -175,8 +173,8 @@ def test_native_code_is_not_loaded_from_a_folder_that_others_may_write(
 NOWHERE = """
 import os, sys
 os.path.expanduser = lambda path: path  # as without an entry in the password database
-from opt_kernels.backends.cpp import cache
-print(cache.folder())
+from opt_kernels.backends.cpp import compiler
+print(compiler.cache_folder())
 """
 
 
@@ -196,7 +194,7 @@ def test_without_a_home_nothing_is_put_into_the_working_directory(
 def test_a_relative_xdg_cache_home_is_ignored(base: str, parent: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    script = "from opt_kernels.backends.cpp import cache; print(cache.folder())"
+    script = "from opt_kernels.backends.cpp import compiler; print(compiler.cache_folder())"
     base = base.format(tmp_path)
     done = in_another_process(script, HOME=str(home), XDG_CACHE_HOME=base, OPT_KERNELS_CACHE=None)
     assert done.stdout.strip() == str(tmp_path / parent / "opt-kernels")

@@ -9,7 +9,7 @@ from cpp_works import needs_compiler
 
 from opt_kernels.backends import reference
 from opt_kernels.backends.cpp import update as cpp
-from opt_kernels.backends.cpp.roots import cut
+from opt_kernels.backends.cpp.chunks import cut
 from opt_kernels.codecs import codec_for, init_state
 from opt_kernels.formulas import Formula, State, sqrt
 from opt_kernels.works import Batch, Hyper, Work

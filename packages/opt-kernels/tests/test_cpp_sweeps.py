@@ -12,9 +12,7 @@ from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, pa
 
 from opt_kernels.backends import grad_stats
 from opt_kernels.backends.cpp import threads
-from opt_kernels.rules import ElementwiseRule
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
+from opt_kernels.rules import Adam, ElementwiseRule, Lion
 from opt_kernels.works import Batch, Hyper, Work
 
 NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37

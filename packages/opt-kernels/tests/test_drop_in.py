@@ -12,8 +12,8 @@ from opt_kernels import BackendError, MatrixError, optim
 from opt_kernels.hooks import RelativeUpdate
 from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
+from opt_kernels.rules import Lion as LionRule
 from opt_kernels.rules import MuonRule, SOAPRule
-from opt_kernels.rules.lion import Lion as LionRule
 
 Build = Callable[..., torch.optim.Optimizer]
 ALL: Mapping[str, Build] = {

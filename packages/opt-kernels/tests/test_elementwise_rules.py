@@ -31,8 +31,7 @@ from elementwise_works import (
 from torch import Tensor
 
 from opt_kernels.backends.torch_native import PIECE_NUMEL as TILE_NUMEL
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam
 from opt_kernels.works import Batch
 
 pytestmark = pytest.mark.usefixtures("poisoned")

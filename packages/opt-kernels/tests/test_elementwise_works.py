@@ -35,10 +35,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.torch_native import PIECE_NUMEL as TILE_NUMEL
 from opt_kernels.codecs import CodecError
-from opt_kernels.rules import Rule
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, Lion, Rule
 from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.usefixtures("poisoned")

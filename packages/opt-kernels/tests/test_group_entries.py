@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from opt_kernels import RuleOptimizer, optim
 from opt_kernels.hooks import CautiousDecay, Hyperball
 from opt_kernels.optim import catalogue, matrix_catalogue
-from opt_kernels.optim.hooks import HOOKS
+from opt_kernels.optim.groups import HOOKS
 
 NAMES = [*catalogue.__all__, *matrix_catalogue.__all__]
 SPLITS = {"split_rows": (4, 2, 2), "split_sizes": (3, 5), "num_heads": 2}

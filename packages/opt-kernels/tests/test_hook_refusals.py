@@ -25,9 +25,7 @@ from opt_kernels.hooks import (
     hooked,
     shape_problem,
 )
-from opt_kernels.rules import Needs, Rule, SOAPRule, elementwise
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, Needs, Rule, SOAPRule, elementwise
 from opt_kernels.works import StateSpec
 
 pytestmark = pytest.mark.usefixtures("poisoned")

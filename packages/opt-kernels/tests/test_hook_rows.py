@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.hooks import RowMeans, SpannedRows, add_row_sums_
-from opt_kernels.hooks.rows import subtract_row_means_
+from opt_kernels.hooks.sums import subtract_row_means_
 
 CUTS = [(0, 35), (0, 7, 35), (0, 3, 5, 35), (0, 10, 11, 11, 24, 35), (0, 6, 8, 34, 35), tuple(range(36))]
 

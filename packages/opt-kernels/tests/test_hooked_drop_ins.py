@@ -21,7 +21,7 @@ from opt_kernels.hooks import (
     hooked,
 )
 from opt_kernels.optim import SGD, SOAP, AdamW, Muon
-from opt_kernels.rules.adam import Adam as AdamRule
+from opt_kernels.rules import Adam as AdamRule
 from opt_kernels.works import Batch, Hyper, Work
 
 

@@ -29,10 +29,7 @@ from opt_kernels.hooks import (
 from opt_kernels.hooks.compose import hyper_of
 from opt_kernels.hooks.sums import sums_of
 from opt_kernels.matrices import Decay
-from opt_kernels.rules import AdaptiveMuonRule, MuonRule, elementwise
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, AdaptiveMuonRule, Lion, MuonRule, elementwise
 from opt_kernels.works import Batch, Work
 
 pytestmark = pytest.mark.usefixtures("poisoned")

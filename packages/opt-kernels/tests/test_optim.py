@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_kernels import optim
-from opt_kernels.optim.gradients import scaling_of
+from opt_kernels.optim.param_rows import scaling_of
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from opt_kernels.matrices import MatmulPrecision, ScaleMode, squares_in_float64
 from opt_kernels.rules import (
     GRAD_SQUARES,
+    Adam,
     AdaptiveMuonRule,
     Lines,
     MatrixRule,
@@ -20,7 +21,6 @@ from opt_kernels.rules import (
     init_state,
     sums_gradients,
 )
-from opt_kernels.rules.adam import Adam
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Task, Work
 
 MUON = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)

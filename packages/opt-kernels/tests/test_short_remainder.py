@@ -8,8 +8,8 @@ from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.codecs.remainder import join, split_
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.codecs.narrow import join, split_
+from opt_kernels.rules import SGD
 from opt_kernels.works import Batch, Hyper, Work
 
 SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38]

@@ -11,14 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed")
 
 from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.formats import triton_dtype
-from opt_kernels.backends.triton.jit import jit, tl
-from opt_kernels.backends.triton.lanes import nearest
+from opt_kernels.backends.triton.lanes import join, lower_half, nearest, noise, upper_half
 from opt_kernels.backends.triton.quantize import from_fp8, read_state, scheme, to_fp8, write_state
-from opt_kernels.backends.triton.storage import join, lower_half, noise, upper_half
-from opt_kernels.codecs import Scaled, StateCodec, codec_for
-from opt_kernels.codecs import remainder as remainder_reference
-from opt_kernels.codecs import rounding as rounding_reference
+from opt_kernels.codecs import Scaled, StateCodec, codec_for, narrow
 
 pytestmark = pytest.mark.needs_extra
 
@@ -88,7 +85,7 @@ def test_remainders_are_the_reference_for_every_exponent_tie_and_special(kernel_
     joined = torch.empty_like(main)
     # A wide tile: under the interpreter a program costs the same for any number of lanes.
     split_kernel[(main.numel() // 65536,)](main, weight.view(torch.int16), remainder, joined, BLOCK=65536)
-    remainder_reference.split_(expected_weight, expected_remainder, main)
+    narrow.split_(expected_weight, expected_remainder, main)
     assert torch.equal(weight.view(torch.int16), expected_weight.view(torch.int16))
     assert torch.equal(remainder, expected_remainder)
     ordinary = ~main.isnan()
@@ -129,7 +126,7 @@ def test_noise_is_that_of_the_reference(first: int, step: int, kernel_device: to
     number = torch.tensor(first, dtype=torch.int64, device=kernel_device)
     count = torch.tensor(step, dtype=torch.int32, device=kernel_device)
     noise_kernel[(1,)](out, number, count, BLOCK=BLOCK)
-    assert torch.equal(out.long(), rounding_reference.noise(BLOCK, first=first, step=step, device=kernel_device))
+    assert torch.equal(out.long(), narrow.noise(BLOCK, first=first, step=step, device=kernel_device))
 
 
 CODECS = {

@@ -11,17 +11,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from opt_kernels import devices
 from opt_kernels.backends import tables
+from opt_kernels.backends.tables import launching_on
+from opt_kernels.backends.triton import INTERPRETED, scalars
 from opt_kernels.backends.triton import grad_stats as stats
-from opt_kernels.backends.triton import scalars
-from opt_kernels.backends.triton.jit import INTERPRETED
 from opt_kernels.matrices.muon import rounds
 from opt_kernels.matrices.syrk import triton as syrk
-from opt_kernels.rules import MuonRule, Rule
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, Lion, MuonRule, Rule
 from opt_kernels.works import Batch, Hyper, Work
 
 pytestmark = pytest.mark.needs_extra
@@ -70,14 +66,20 @@ def test_every_launch_is_made_on_the_device_of_the_tensors(
         return found(kernel, grid)
 
     found = InterpretedFunction.__getitem__
-    monkeypatch.setattr(devices, "launching_on", watched)
+    for module in (
+        "backends.triton.update",
+        "backends.triton.grad_stats",
+        "matrices.muon.triton",
+        "matrices.syrk.triton",
+    ):
+        monkeypatch.setattr(f"opt_kernels.{module}.launching_on", watched)
     monkeypatch.setattr(InterpretedFunction, "__getitem__", getitem)
     launch()
     assert not outside
 
 
 def test_a_gpu_is_made_the_current_one() -> None:
-    guard = devices.launching_on(torch.device("cuda", 1))
+    guard = launching_on(torch.device("cuda", 1))
     assert isinstance(guard, torch.cuda.device)
     assert guard.idx == 1
 

@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.matrices import Decay, MatmulPrecision, TpMode
+from opt_kernels.matrices import muon as slow
 from opt_kernels.matrices.muon import Inputs, MuonStep, rounds
-from opt_kernels.matrices.muon import torch_native as slow
 from opt_kernels.matrices.muon import triton as fast
 from opt_kernels.matrices.stacks import join as joined
 from opt_kernels.matrices.stacks import split

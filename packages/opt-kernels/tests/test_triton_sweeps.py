@@ -17,10 +17,7 @@ from opt_kernels.backends.triton.formats import LaunchFormats
 from opt_kernels.backends.triton.launches import _constants, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.codecs import Plain
-from opt_kernels.rules import ElementwiseRule
-from opt_kernels.rules.adam import Adam
-from opt_kernels.rules.lion import Lion
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, Adam, ElementwiseRule, Lion
 from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.needs_extra

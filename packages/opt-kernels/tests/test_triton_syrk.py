@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, jit, tl
+from opt_kernels.backends.triton import HAS_DESCRIPTORS, jit, tl
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk import triton as syrk
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.backends import tables as backend_tables
 from opt_kernels.backends.tables import DeviceTables
-from opt_kernels.backends.triton.multi_tensor import (
+from opt_kernels.backends.triton.launches import (
     MAX_CHUNK,
     MIN_CHUNK,
     Column,

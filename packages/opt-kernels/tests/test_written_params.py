@@ -172,7 +172,7 @@ def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypa
     written to a main."""
     model, optimizer = trained(rule, backend=backend)
     compared = []
-    monkeypatch.setattr("opt_kernels.optim.mains.follow_", lambda main, param: compared.append(param))
+    monkeypatch.setattr("opt_kernels.optim.state.follow_", lambda main, param: compared.append(param))
     for seed in range(3):
         step(model, optimizer, seed)
     assert not compared

@@ -18,8 +18,7 @@ from opt_distributed.comm.threads import ThreadComm
 from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
 from opt_kernels.optim import Adam, AdamW
-from opt_kernels.rules import ElementwiseRule
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, ElementwiseRule
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, linear
 from opt_stack import (
     Optimizer,

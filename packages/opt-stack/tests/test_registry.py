@@ -13,8 +13,7 @@ from stack_models import assert_equal, make_model, train, weights
 from opt_checkpoint import sharded_model
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.formulas import FORMULAS
-from opt_kernels.rules import ElementwiseRule, Needs
-from opt_kernels.rules.sgd import SGD
+from opt_kernels.rules import SGD, ElementwiseRule, Needs
 from opt_kernels.works import StateKind, StateSpec
 from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from opt_kernels.choice import NamedChoice
+from opt_kernels.works import NamedChoice
 
 
 class MatmulPrecision(NamedChoice):

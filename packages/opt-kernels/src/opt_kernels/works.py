@@ -6,16 +6,25 @@ memory. An update of a `Work` writes `main`, `out`, `remainder` and `state`, nev
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "StateKind", "StateSpec", "Task", "TensorParallel",
-    "Work", "Works",
+    "NOT_SPLIT", "Batch", "Hyper", "MatrixPart", "MatrixSpec", "NamedChoice", "StateKind", "StateSpec", "Task",
+    "TensorParallel", "Work", "Works",
 ]  # fmt: skip
+
+
+class NamedChoice(StrEnum):
+    """An option of a configuration. `NamedChoice("unknown")` raises ValueError with the allowed values."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> "NamedChoice":
+        allowed = ", ".join(repr(member.value) for member in cls)
+        raise ValueError(f"{value!r} is not a {cls.__name__}; pass one of {allowed}")
 
 
 class StateKind(Enum):

@@ -45,8 +45,8 @@ _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
         Backend.TRITON: "backends.triton.grad_stats",
     },
     "muon": {
-        Backend.REFERENCE: "matrices.muon.torch_native",
-        Backend.TORCH: "matrices.muon.torch_native",
+        Backend.REFERENCE: "matrices.muon",
+        Backend.TORCH: "matrices.muon",
         Backend.TRITON: "matrices.muon.triton",
     },
     "syrk": {

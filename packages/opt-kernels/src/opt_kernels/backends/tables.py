@@ -6,13 +6,27 @@ step builds and copies nothing.
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from opt_kernels.devices import is_cuda, launching_on
+_NO_CONTEXT = nullcontext()
+
+
+@cache  # asked several times in every launch
+def is_cuda(device: torch.device) -> bool:
+    """Whether `device` is a GPU, with streams and graphs."""
+    return device.type == "cuda"
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which launches, and queries of the current stream, use `device`."""
+    return torch.cuda.device(device) if is_cuda(device) else _NO_CONTEXT
+
 
 T = TypeVar("T")
 _Place = tuple[int, Hashable]  # stream and key

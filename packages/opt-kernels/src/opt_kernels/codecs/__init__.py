@@ -15,7 +15,7 @@ from opt_kernels.codecs.codec import (
     scale_name,
     state_specs,
 )  # fmt: skip
-from opt_kernels.codecs.remainder import join, split_
+from opt_kernels.codecs.narrow import join, split_
 
 __all__ = [
     "BLOCK", "TINY", "CodecError", "Companded", "Plain", "Root", "Scaled", "StateCodec", "codec_for", "codecs_of",

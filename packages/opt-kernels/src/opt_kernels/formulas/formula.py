@@ -30,9 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.literals import for_host, for_torch
 from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
-from opt_kernels.formulas.syntax import FormulaError, body_of, parameters_of, scalar_expressions
+from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Hyper
 

@@ -6,8 +6,7 @@ formula (`compose`). Hooks that need norms write the direction to a buffer first
 
 from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, reads_weight_decay, shape_problem
 from opt_kernels.hooks.measured import Begun, HookedUpdate
-from opt_kernels.hooks.rows import RowMeans, SpannedRows, add_row_sums_
-from opt_kernels.hooks.sums import NUM_SUMS
+from opt_kernels.hooks.sums import NUM_SUMS, RowMeans, SpannedRows, add_row_sums_
 from opt_kernels.hooks.values import (
     CautiousDecay,
     CautiousUpdate,

@@ -21,9 +21,15 @@ from opt_kernels.backends.dispatch import tensors_of, version
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.functions import sign, where
-from opt_kernels.hooks.factors import moves_of, raise_rows_, share_that_decays
-from opt_kernels.hooks.rows import RowMeans, subtract_row_means_
-from opt_kernels.hooks.sums import columns, sums_of
+from opt_kernels.hooks.sums import (
+    RowMeans,
+    columns,
+    moves_of,
+    raise_rows_,
+    share_that_decays,
+    subtract_row_means_,
+    sums_of,
+)
 from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
 from opt_kernels.matrices.stacks import read_main
 from opt_kernels.rules.base import Needs, Rule, init_state

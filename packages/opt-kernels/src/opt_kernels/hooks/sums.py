@@ -1,14 +1,28 @@
-"""Sums over the elements of a work, from which factors follow. The sums of all parts of a parameter are added."""
+"""Sums over the elements of a work, the factors that follow from them, and row means whose rows span ranks.
 
-from collections.abc import Collection, Sequence
+The sums of all parts of a parameter are added. Row sums are float64. The mean of a row is rounded once, to the
+gradient's dtype: it differs from that of one process by the rounding of a float32 mean.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import flat, in_memory_order
-from opt_kernels.codecs import remainder
-from opt_kernels.works import Work
+from opt_kernels.codecs import narrow
+from opt_kernels.hooks.values import (
+    CautiousUpdate,
+    ClipUpdateRms,
+    CoupledDecay,
+    Hook,
+    Hooks,
+    Hyperball,
+    LrDecoupledDecay,
+    RelativeUpdate,
+)
+from opt_kernels.works import Hyper, Work
 
 ROW = 1 << 12  # elements summed in float32 before float64 takes over, so that rounding does not grow with the parameter
 PIECE_NUMEL = 1 << 22  # elements per temporary
@@ -60,7 +74,7 @@ def _main(work: Work, piece: slice) -> Tensor:
     anchor = work.main if work.main is not None else work.out
     assert anchor is not None
     p = flat(anchor, anchor, "main")[piece]
-    return p if work.remainder is None else remainder.join(p, flat(work.remainder, anchor, "remainder")[piece])
+    return p if work.remainder is None else narrow.join(p, flat(work.remainder, anchor, "remainder")[piece])
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -76,3 +90,120 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     rows = a.numel() // ROW * ROW
     whole = (a[:rows].view(-1, ROW) * b[:rows].view(-1, ROW)).sum(-1).double().sum()
     return whole + (a[rows:] * b[rows:]).sum().double()
+
+
+class Moves(NamedTuple):
+    """Factors of works that share one row of the hyper-parameter table, (n,) float64 each."""
+
+    keep: Tensor
+    rate: Tensor
+
+
+def moves_of(hooks: Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Moves:
+    """The factors of works with these sums (n, NUM_SUMS) over whole parameters, without synchronizing the host.
+
+    With `couples`, the decay of the rule was already added to the gradient.
+    """
+    ball = next((hook for hook in hooks if isinstance(hook, Hyperball)), None)
+    if ball is not None:
+        return _on_the_ball(ball, sums, hyper)
+    factors = torch.ones_like(sums[:, 0])
+    for hook in sorted(hooks, key=lambda hook: not isinstance(hook, CautiousUpdate)):
+        factors = factors * _factors(hook, sums, factors)
+    rate = hyper.lr * factors
+    return Moves(1 - share_that_decays(hooks, hyper, couples=couples) * torch.ones_like(rate), rate)
+
+
+def share_that_decays(hooks: Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
+    """d in p <- p - d p, for elements that are not masked."""
+    decay = next((hook for hook in hooks if hook.decays), None)
+    if isinstance(decay, CoupledDecay) or (decay is None and couples):
+        return 0.0
+    if isinstance(decay, LrDecoupledDecay):
+        return hyper.lr / decay.max_lr * hyper.weight_decay
+    return hyper.lr * hyper.weight_decay
+
+
+def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
+    """The factors of `hook`, (n,), for updates that were already multiplied by `before`."""
+    numel, kept, u_squares, p_squares, _ = columns(sums)
+    u_norm = before * u_squares.sqrt()
+    match hook:
+        case CautiousUpdate():
+            return numel / (kept + 1)
+        case ClipUpdateRms(threshold=threshold):
+            return 1 / (u_norm / numel.clamp_min(1).sqrt() / threshold).clamp_min(1)
+        case RelativeUpdate():
+            p_norm = p_squares.sqrt()
+            return torch.where((u_norm == 0) | (p_norm == 0), 1.0, p_norm / u_norm)
+    return torch.ones_like(before)
+
+
+LEAST_NORM = 1e-8  # of rows
+
+
+def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
+    """Scale up the rows of `update` (rows, ...) whose norm is below `ratio` times that of the row of `main`."""
+    if update.dim() > 1 and update.numel():
+        dims = tuple(range(1, update.dim()))
+        of_update, of_main = (
+            torch.linalg.vector_norm(x, dim=dims, keepdim=True).double().clamp_min_(LEAST_NORM) for x in (update, main)
+        )
+        update.mul_((ratio * of_main / of_update).clamp_min_(1.0))
+
+
+def _on_the_ball(ball: Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
+    """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so one reduction suffices."""
+    _, _, u_squares, p_squares, products = columns(sums)
+    radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)
+    step = torch.where(u_squares == 0, 0.0, hyper.lr * radius / u_squares.sqrt())
+    norm = (p_squares - 2 * step * products + step * step * u_squares).sqrt()
+    keep = torch.where(norm == 0, 1.0, radius / norm)  # zeros have no direction and stay zero
+    return Moves(keep, keep * step)
+
+
+class SpannedRows(NamedTuple):
+    """The rows of one parameter, of which this rank stores parts."""
+
+    num: int  # of the local parameter
+    dims: int  # number of leading dims that index rows
+    local_numel: int  # elements of one row on this rank
+    whole_numel: int  # elements of one row on all ranks
+
+
+class RowMeans(NamedTuple):
+    """The means of the rows of which one work has elements."""
+
+    means: Tensor  # (rows.num,) float64, of gradients before they are scaled
+    rows: SpannedRows
+    first: int  # index of the work's first element in the flattened local parameter
+
+
+def add_row_sums_(sums: Tensor, grad: Tensor, rows: SpannedRows, *, first: int) -> None:
+    """Add the row sums of `grad` to `sums` (rows.num,) float64.
+
+    `grad` has the shape of the local parameter, or is a flat run of it that starts at element `first`.
+    """
+    for at, part, dims in _parts(grad, rows, first):
+        sums[at] += part.sum(tuple(range(dims, part.dim())), dtype=torch.float64).view(-1)
+
+
+def subtract_row_means_(grad: Tensor, of: RowMeans, *, scale: float | Tensor) -> None:
+    """Subtract `scale` times the row mean from each element of `grad`, which was scaled already."""
+    means = (of.means * scale).to(grad.dtype)
+    for at, part, dims in _parts(grad, of.rows, of.first):
+        part -= means[at].view(*part.shape[:dims], *[1] * (part.dim() - dims))
+
+
+def _parts(x: Tensor, rows: SpannedRows, first: int) -> Iterator[tuple[slice, Tensor, int]]:
+    """Views of `x`, the rows of which each has elements, and the number of its leading dims that index rows."""
+    if x.dim() > 1:
+        yield slice(0, rows.num), x, rows.dims
+        return
+    begin, width = 0, rows.local_numel
+    while begin < x.numel():
+        row, column = divmod(first + begin, width)
+        num = 1 if column else max(1, (x.numel() - begin) // width)  # one partial row, or all whole rows
+        end = min(begin + num * width - column, x.numel())
+        yield slice(row, row + num), x[begin:end].view(num, -1), 1
+        begin = end

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import version
-from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.syrk import dense_product
+from opt_kernels.works import NamedChoice
 
 
 class Coefficients(NamedTuple):

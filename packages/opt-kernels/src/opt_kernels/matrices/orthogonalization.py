@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import Backend, parse_backend, version
-from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.muon import Inputs
 from opt_kernels.matrices.newton_schulz import (
     EPS,
@@ -22,7 +21,7 @@ from opt_kernels.matrices.newton_schulz import (
 )
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.works import TensorParallel
+from opt_kernels.works import NamedChoice, TensorParallel
 
 __all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale_factor"]
 

@@ -14,13 +14,20 @@ from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim.checked import CheckedOptimizer, spans_of
-from opt_kernels.optim.gradients import only_makes_state, scaling_of
-from opt_kernels.optim.groups import ParamGroup, check_flags, check_options, loaded_groups, params_with_groups
-from opt_kernels.optim.hooks import check_names, checked_hooks, record_hooks_, warn_of_other_hooks
-from opt_kernels.optim.mains import parse_mains
+from opt_kernels.optim.groups import (
+    ParamGroup,
+    check_flags,
+    check_names,
+    check_options,
+    checked_hooks,
+    loaded_groups,
+    params_with_groups,
+    record_hooks_,
+    warn_of_other_hooks,
+)
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses
-from opt_kernels.optim.param_rows import Member, Rows, Sweep, params_of
-from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, saved_state
+from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
+from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, parse_mains, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper
 

@@ -1,5 +1,6 @@
 """The drop-in optimizers of elementwise rules, one per formula in the registry. Type checkers read their signatures
-in `catalogue.pyi`."""
+in `catalogue.pyi`.
+"""
 
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.nadam import NADAM

@@ -3,9 +3,8 @@ import torch
 from torch import Tensor
 
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.averaged import AveragedOptimizer
 from opt_kernels.optim.base import Params
-from opt_kernels.optim.formula_optimizer import FormulaOptimizer, MomentumOptimizer, NAdamOptimizer
+from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer, MomentumOptimizer, NAdamOptimizer
 
 __all__ = [
     "SGD",

@@ -23,11 +23,14 @@ from opt_kernels.optim.groups import (
     check_fixed,
     check_flags,
     check_keys,
+    check_names,
     check_options,
+    check_param_hooks,
+    checked_hooks,
+    with_hooks,
 )
-from opt_kernels.optim.hooks import check_names, check_param_hooks, checked_hooks, with_hooks
-from opt_kernels.optim.mains import Mains, init_main, is_narrow
 from opt_kernels.optim.on_device import check_capturable
+from opt_kernels.optim.state import Mains, init_main, is_narrow
 from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
 from opt_kernels.rules.base import Rule

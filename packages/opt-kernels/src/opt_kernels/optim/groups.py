@@ -1,9 +1,11 @@
-"""Parameter groups: validation of their options, changes between steps, and the groups of a state_dict."""
+"""Parameter groups: validation of their options and hooks, changes between steps, and the groups of a state_dict."""
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from inspect import Signature
 from itertools import chain, pairwise
 from operator import is_, itemgetter
@@ -12,9 +14,21 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.dtensor import local
+from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.numbers import Number
+from opt_kernels.hooks import (
+    GivenHooks,
+    HookError,
+    Hooks,
+    Hyperball,
+    checked,
+    described,
+    hooked,
+    hooks_of,
+    shape_problem,
+)
 from opt_kernels.optim.state import StateDictError
+from opt_kernels.rules.base import Rule
 
 ParamGroup = dict[str, Any]
 Group = Mapping[str, Any]
@@ -278,3 +292,77 @@ def _is_in(seen: Group, name: str, group: Group) -> bool:
 def _picker(names: Sequence[str]) -> Callable[[Group], Sequence[Any]]:
     """A function that returns these entries of a group."""
     return itemgetter(*names) if len(names) > 1 else lambda group: [group[name] for name in names]
+
+
+logger = logging.getLogger(__name__)
+
+
+def checked_hooks(given: GivenHooks) -> GivenHooks:
+    """`given` as a tuple, or as tuples by the names of rules. Raises HookError for objects that are not hooks."""
+    if isinstance(given, Mapping):
+        return {name: checked(hooks) for name, hooks in given.items()}
+    return checked(given)
+
+
+def with_hooks(rule: Rule, given: GivenHooks) -> Rule:
+    """`rule` with the hooks that apply to it. Raises HookError for hooks that it does not support."""
+    hooks = given.get(rule.name, ()) if isinstance(given, Mapping) else given
+    return _hooked(rule, tuple(hooks)) if hooks else rule  # type: ignore[arg-type]  # rules of drop-ins are values
+
+
+@cache  # `hooked` runs trial steps to see whether the rule supports the hooks
+def _hooked(rule: Rule, hooks: Hooks) -> Rule:
+    return hooked(rule, hooks)
+
+
+def check_names(given: GivenHooks, rules: Sequence[Rule]) -> None:
+    """Raise HookError for hooks of a rule that the optimizer does not use."""
+    names = [rule.name for rule in rules]
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in names:
+            raise HookError(
+                f"hooks has {name!r}, which is not a rule of this optimizer; allowed are {', '.join(names)}"
+            )
+
+
+def check_param_hooks(param: Tensor, rule: Rule, group: ParamGroup) -> None:
+    """Raise HookError if the hooks of its rule do not support a parameter."""
+    shard = local(param).detach()
+    for hook in hooks_of(rule):
+        problem = shape_problem(hook, rule.needs, tuple(param.shape))
+        if is_dtensor(param) and shard.shape != param.shape and not hook.is_elementwise:
+            problem = (
+                "its norms span ranks, and this optimizer does not communicate; use opt_stack.get_optimizer, or no hook"
+            )
+        if isinstance(hook, Hyperball) and float(group.get("weight_decay", 0.0)) != 0:
+            problem = f"weight_decay={group['weight_decay']}: it keeps the norm instead of decaying it; set 0.0"
+        if isinstance(hook, Hyperball) and hook.radius is None and not shard.is_meta and not shard.any():
+            problem = "it keeps the norm of the weights, and these are all zeros; pass Hyperball(radius=...)"
+        if problem:
+            raise HookError(f"{hook!r} of rule {rule.name!r} on a parameter of shape {tuple(param.shape)}: {problem}")
+
+
+def recorded(given: GivenHooks) -> tuple[str, ...]:
+    """Hooks as text, for a state_dict."""
+    if not isinstance(given, Mapping):
+        return described(tuple(given))
+    return tuple(f"{name}: {text}" for name, hooks in given.items() for text in described(tuple(hooks)))
+
+
+def record_hooks_(groups: Iterable[ParamGroup], of_all: GivenHooks) -> None:
+    """Replace the hooks of groups, or `of_all` for a group without its own, by their text."""
+    for group in groups:
+        hooks = recorded(group.pop(HOOKS, of_all))
+        group |= {HOOKS: hooks} if hooks else {}
+
+
+def warn_of_other_hooks(groups: Iterable[ParamGroup], saved: Iterable[Mapping[str, Any]], of_all: GivenHooks) -> None:
+    """Log a warning for each group that was saved with other hooks: training continues differently. `of_all` are the
+    hooks of groups without their own."""
+    for number, (group, of_saved) in enumerate(zip(groups, saved)):
+        before, after = tuple(of_saved.get(HOOKS, ())), recorded(group.get(HOOKS, of_all))
+        if before != after:
+            logger.warning(
+                "group %d continues with hooks %s, but was saved with %s",
+                number, ", ".join(after) or "none", ", ".join(before) or "none",
+            )  # fmt: skip

@@ -1,6 +1,7 @@
 """`MatrixOptimizer`: base class of the drop-in optimizers of matrix rules, with an elementwise rule for the rest."""
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Any, ClassVar, TypeVar, cast
@@ -8,7 +9,6 @@ from typing import Any, ClassVar, TypeVar, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.choice import NamedChoice
 from opt_kernels.dtensor import is_dtensor, local
 from opt_kernels.formulas.numbers import Number
 from opt_kernels.formulas.registry import FORMULAS
@@ -18,10 +18,59 @@ from opt_kernels.matrices.stacks import MatrixError, check, check_shape
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
-from opt_kernels.optim.modules import groups_of, warn_of_suspects
 from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
 from opt_kernels.rules.elementwise import elementwise
-from opt_kernels.works import MatrixSpec, Work
+from opt_kernels.works import MatrixSpec, NamedChoice, Work
+
+_SUSPECTS = frozenset(
+    {"lm_head", "output_layer", "head", "unembed", "embed_out", "embed", "embedding", "embeddings", "embed_tokens"}
+    | {"tok_embeddings", "word_embeddings", "position_embeddings", "pos_embed", "wte", "wpe"}
+)
+
+
+def groups_of(module: nn.Module) -> list[ParamGroup]:
+    """All parameters of `module` in at most two groups: hidden matrices, and the rest with `use_matrix_rule=False`.
+
+    Embeddings are the parameters of `nn.Embedding` and `nn.EmbeddingBag`. An output layer is tied to an embedding, or
+    is the last `nn.Linear` if its weight has the shape of an embedding. The attribute
+    `is_embedding_or_output_parameter` of a parameter overrides this.
+    """
+    recognised = _embeddings_and_outputs(module)
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for param in module.parameters():
+        marked = getattr(param, "is_embedding_or_output_parameter", None)
+        is_excluded = id(param) in recognised if marked is None else bool(marked)
+        groups[param.dim() == 2 and not is_excluded].append(param)
+    rest: ParamGroup = {"params": groups[False], "use_matrix_rule": False}
+    return [group for group in ({"params": groups[True]}, rest) if group["params"]]
+
+
+def _embeddings_and_outputs(module: nn.Module) -> set[int]:
+    tables = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    found = {id(param) for table in tables for param in table.parameters()}
+    linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
+    if linears and linears[-1].weight.shape in {table.weight.shape for table in tables}:
+        found.add(id(linears[-1].weight))
+    return found
+
+
+def warn_of_suspects(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Warn of matrices named like embeddings or output layers, in groups without `use_matrix_rule`."""
+    suspects = [
+        name
+        for group in groups
+        if group["use_matrix_rule"] is None
+        for name, param in zip(group.get("param_names", ()), group["params"], strict=False)
+        if param.dim() == 2 and name.removesuffix(".weight").rpartition(".")[2] in _SUSPECTS
+    ]
+    if suspects:
+        warnings.warn(
+            f"{', '.join(map(repr, suspects))}: updated as hidden matrices, but named like embeddings or output "
+            "layers; pass the model itself in place of its parameters, or set use_matrix_rule in their group: False, "
+            "or True to confirm",
+            stacklevel=4,
+        )
+
 
 R = TypeVar("R", bound=Rule)
 
@@ -36,10 +85,10 @@ class MatrixOptimizer(RuleOptimizer):
     parts of any sizes that add up to all rows.
 
     Embeddings and output layers cannot be recognised from parameters alone. If `params` is the model itself, an
-    `nn.Module`, the elementwise rule updates them (`opt_kernels.optim.modules.groups_of`). If `params` is
+    `nn.Module`, the elementwise rule updates them (`groups_of`). If `params` is
     `named_parameters()`, names that look like theirs raise a warning.
 
-    `scalar_options` are options of the elementwise rule, `opt_kernels.rules.adam.Adam` or `lion.Lion`: `exp_avg_dtype`,
+    `scalar_options` are options of the elementwise rule, `opt_kernels.rules.Adam` or `Lion`: `exp_avg_dtype`,
     `stochastic_rounding` and so on. Its backend defaults to that of the matrix rule.
 
     `hooks` apply to both rules, or are given by the names of the rules: `{"muon": [...], "adam": [...]}`.

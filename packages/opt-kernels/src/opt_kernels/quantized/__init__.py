@@ -1,8 +1,7 @@
 """Parameters in fp8 (codes of one byte, and scales): recipes, a torch tensor subclass, and adapters for libraries."""
 
 from opt_kernels.quantized.adapters import is_quantized, quantized, register_adapter
-from opt_kernels.quantized.recipes import FP8, RECIPES, QuantizationError, Recipe
-from opt_kernels.quantized.scaled import QuantizedParam
+from opt_kernels.quantized.scaled import FP8, RECIPES, QuantizationError, QuantizedParam, Recipe
 from opt_kernels.quantized.tensor import QuantizedTensor, quantize_linears_
 
 __all__ = [

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from opt_kernels.quantized.recipes import FP8, RECIPES, QuantizationError, as_matrix
-from opt_kernels.quantized.scaled import QuantizedParam
+from opt_kernels.quantized.scaled import FP8, RECIPES, QuantizationError, QuantizedParam, as_matrix
 from opt_kernels.quantized.tensor import QuantizedTensor
 
 

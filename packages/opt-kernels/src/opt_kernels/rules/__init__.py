@@ -3,15 +3,16 @@
 For packages that choose rules and call them.
 """
 
-from opt_kernels.choice import NamedChoice
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs, Rule, init_state, sums_gradients
-from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+from opt_kernels.rules.elementwise import SGD, Adam, ElementwiseRule, Lion, elementwise
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule
+from opt_kernels.works import NamedChoice
 
 __all__ = [
-    "GRAD_SQUARES", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "MatrixRule", "MuonRule", "NamedChoice", "Needs",
-    "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise", "init_state", "sums_gradients",
+    "GRAD_SQUARES", "SGD", "Adam", "AdaptiveMuonRule", "ElementwiseRule", "Lines", "Lion", "MatrixRule", "MuonRule",
+    "NamedChoice", "Needs", "Order", "Rule", "SOAPMuonRule", "SOAPRule", "SecondMoment", "elementwise",
+    "init_state", "sums_gradients",
 ]  # fmt: skip

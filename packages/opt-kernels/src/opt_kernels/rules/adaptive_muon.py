@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import Plain, StateCodec
 from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
@@ -27,7 +26,7 @@ from opt_kernels.matrices.stacks import (
 )
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
-from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Task, Work
+from opt_kernels.works import Batch, Hyper, NamedChoice, StateKind, StateSpec, Task, Work
 
 SECOND_MOMENT = "moment2_buffer"
 SECOND_MOMENT_OF_COLS = "moment2_buffer_of_cols"

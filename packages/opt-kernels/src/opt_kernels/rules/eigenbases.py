@@ -10,13 +10,22 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import BackendError
 from opt_kernels.backends.elements import skipped
-from opt_kernels.choice import NamedChoice
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
-from opt_kernels.matrices.parts import Part, PartStates, joined, parts_of, states_by_part
-from opt_kernels.matrices.stacks import MatrixError, check_shape, join, matrix_dim, split
+from opt_kernels.matrices.stacks import (
+    MatrixError,
+    Part,
+    PartStates,
+    check_shape,
+    join,
+    joined,
+    matrix_dim,
+    parts_of,
+    split,
+    states_by_part,
+)
 from opt_kernels.precision import MatmulPrecision, fp32_products
-from opt_kernels.rules.whole_matrices import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, StateKind, StateSpec, Task, Work
+from opt_kernels.rules.base import WholeMatrices
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task, Work
 
 LEFT, RIGHT = "L", "R"
 

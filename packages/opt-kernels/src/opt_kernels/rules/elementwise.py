@@ -9,8 +9,11 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
+from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.numbers import unknown
+from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
 from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, Hyper, StateSpec
 
@@ -132,3 +135,39 @@ def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
         state_dtypes={state: options[name] for name, state in dtypes.items() if name in options},
         **{name: options[name] for name in common if name in options},
     )
+
+
+def Adam(*, decoupled: bool = True, **options: Any) -> ElementwiseRule:
+    """Adam (Kingma & Ba 2015), with decoupled weight decay (AdamW, Loshchilov & Hutter 2019) by default.
+
+    Options: `decoupled=False` adds weight decay to the gradient (L2). `order` is the order of operations: "torch" for
+    that of torch.optim.AdamW, "te" for that of Transformer Engine. `amsgrad`, `exp_avg_dtype`, `exp_avg_sq_dtype`, and
+    the options and errors of `elementwise`. The formula is in `formulas/adam.py`.
+    """
+    return elementwise(ADAM, decoupled_weight_decay=decoupled, **options)
+
+
+def Lion(**options: Any) -> ElementwiseRule:
+    """Lion (Chen et al. 2023): every element moves by the learning rate, up or down. It has one state.
+
+    Options: `exp_avg_dtype` and those of `elementwise`. The formula is in `formulas/lion.py`.
+    """
+    return elementwise(LION, **options)
+
+
+def SGD(
+    *, momentum_buffer: bool = True, nesterov: bool = False, dampening: float = 0.0, **options: Any
+) -> ElementwiseRule:
+    """Gradient descent, with momentum by default (Sutskever et al. 2013, in the form of torch.optim.SGD).
+
+    `momentum_buffer=False` is plain descent without a state. `dampening` is the default of groups. Further options:
+    `momentum_buffer_dtype` and those of `elementwise`. The formula is in `formulas/sgd.py`. Raises ValueError for
+    nesterov with dampening or without a buffer.
+    """
+    if nesterov and (dampening or not momentum_buffer):
+        raise ValueError(
+            f"nesterov=True with dampening={dampening}, momentum_buffer={momentum_buffer}: Nesterov momentum needs a "
+            "buffer and no dampening; pass dampening=0.0 and momentum_buffer=True"
+        )
+    formula = SGD_FORMULA.with_defaults(dampening=dampening)
+    return elementwise(formula, nesterov=nesterov, has_momentum=momentum_buffer, **options)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep
-from opt_kernels.matrices.muon.torch_native import accumulate_, descend_
+from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep, accumulate_, descend_
 from opt_kernels.matrices.newton_schulz import EPS, Coefficients, CoefficientType
 from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
 from opt_kernels.matrices.stacks import compute_dtype, cut_of_parts, join, split, whole_size

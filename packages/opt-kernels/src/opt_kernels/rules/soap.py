@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.parts import PartStates
+from opt_kernels.matrices.stacks import PartStates
+from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.rules.eigenbases import (
     LEFT,
     RIGHT,
@@ -17,7 +18,6 @@ from opt_kernels.rules.eigenbases import (
     out_of_basis,
     reordered,
 )
-from opt_kernels.rules.whole_matrices import WholeMatrices
 from opt_kernels.works import Hyper, Task
 
 __all__ = ["Order", "Orthonormalization", "SOAPRule"]

@@ -126,7 +126,7 @@ def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> N
     if problem:
         raise ConfigError(
             f"{field}: optimizer={name!r} with a remainder {problem}; if a work has no main, a rule must join `out` "
-            "and `remainder`, and write both (opt_kernels.codecs.remainder); or keep fp32 mains: "
+            "and `remainder`, and write both (opt_kernels.codecs); or keep fp32 mains: "
             "store_param_remainders=False and main_params_dtype=torch.float32"
         )
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from opt_kernels.backends.cpp.chunks import coded_span
-from opt_kernels.backends.cpp.dialect import POINTERS, Cpp
+from opt_kernels.backends.cpp.chunks import POINTERS, Cpp, coded_span
 from opt_kernels.formulas.formula import Formula
 from opt_kernels.formulas.syntax import assigned
 from opt_kernels.formulas.translate import body_and_results

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends import torch_native
-from opt_kernels.backends.columns import Columns, are_in_order, check_work, columns_of, in_order, parts_of, tensors_of
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
-from opt_kernels.backends.elements import LayoutError, skipped
+from opt_kernels.backends.elements import (
+    Columns,
+    LayoutError,
+    are_in_order,
+    check_work,
+    columns_of,
+    in_order,
+    parts_of,
+    skipped,
+    tensors_of,
+)
 from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 from opt_kernels.formulas.formula import Formula

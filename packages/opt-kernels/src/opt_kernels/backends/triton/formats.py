@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.jit import tl
+from opt_kernels.backends.triton import tl
 
 BLOCK = 1024  # elements a program handles at a time: 8 for each lane of 4 warps
 NUM_WARPS = 4

@@ -12,19 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels import devices
 from opt_kernels.backends import reference
 from opt_kernels.backends.reference import GradStats
-from opt_kernels.backends.tables import DeviceTables, to_device
+from opt_kernels.backends.tables import DeviceTables, launching_on, to_device
+from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
-from opt_kernels.backends.triton.jit import jit, tl
 from opt_kernels.backends.triton.lanes import load, pointer
-from opt_kernels.backends.triton.launches import processors
-from opt_kernels.backends.triton.multi_tensor import (
+from opt_kernels.backends.triton.launches import (
     Column,
     Extents,
     chunk_elements,
     chunk_records,
+    processors,
 )
 
 # Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
@@ -146,7 +145,7 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     other norm, on the device too. Zeros are always counted, at no cost; without `count_zeros` 0 is returned.
     """
     reference.check_norm_type(norm_type)
-    with devices.launching_on(grads[0].device if grads else torch.device("cpu")):
+    with launching_on(grads[0].device if grads else torch.device("cpu")):
         return _grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
 
 

@@ -8,7 +8,7 @@ them convert to a different format of the same width.
 import torch
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton import jit, tl
 from opt_kernels.backends.triton.lanes import divide, load, nearest, root, store
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opt_kernels.backends import tables
 from opt_kernels.backends.tables import DeviceTables, to_device
-from opt_kernels.backends.triton.jit import jit, tl
+from opt_kernels.backends.triton import jit, tl
 from opt_kernels.works import Hyper
 
 WIDTH: tl.constexpr = tl.constexpr(8)

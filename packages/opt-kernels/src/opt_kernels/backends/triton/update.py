@@ -1,22 +1,312 @@
-"""A formula as one Triton sweep over the chunk table: its kernels, launched for every combination of dtypes."""
+"""A formula as Triton kernels, written as Python source and compiled from it, and their launch over the chunk table.
 
-from collections.abc import Mapping, Sequence
+One kernel computes the scalar block, a row for each group; the other sweeps the chunk table. A row holds whether to
+proceed, the gradient scale, the step (an int32 in the float's bits), then the formula's scalars.
+"""
+
+import linecache
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels import devices
-from opt_kernels.backends.columns import in_order, parts_of
+from opt_kernels.backends.elements import in_order, parts_of
+from opt_kernels.backends.tables import launching_on
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
-from opt_kernels.backends.triton.kernels import kernels_of
 from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
 from opt_kernels.backends.triton.scalars import fill_arguments
 from opt_kernels.codecs import StateCodec
-from opt_kernels.formulas.formula import Formula
-from opt_kernels.works import Batch
+from opt_kernels.formulas.formula import Formula, number_of
+from opt_kernels.formulas.syntax import FormulaError, assigned, scalar_expressions
+from opt_kernels.formulas.translate import Dialect, body_and_results, elements_among, reads
+from opt_kernels.works import Batch, Hyper
+
+SCALARS_AT = 3  # lanes of a row before the formula's scalars
+ON_DEVICE = ("lr", "weight_decay", "step")  # numbers that may be device tensors
+
+HEADER = """
+from opt_kernels.backends.triton import jit, tl
+from opt_kernels.backends.triton.lanes import divide, larger, load, pointer, raised, root, sign, smaller, tanh
+from opt_kernels.backends.triton.quantize import read_state, write_state
+from opt_kernels.backends.triton.scalars import any_power, q_pochhammer
+from opt_kernels.backends.triton.lanes import read_main, write_main
+
+"""
+
+# Functions of formulas under their names there.
+FUNCTIONS: dict[str, str | None] = {
+    "maximum": "larger", "minimum": "smaller", "sign": "sign", "absolute": "tl.abs", "fma": "tl.fma", "exp": "tl.exp",
+    "log": "tl.log", "tanh": "tanh",
+}  # fmt: skip
+
+
+class Kernels(NamedTuple):
+    """The kernels of a formula."""
+
+    fill: Any  # compiled-from-source functions have no type that a checker knows
+    sweep: Any
+    row_width: int  # float32 in a row of the scalar block
+    own: tuple[Callable[[Hyper], Any], ...]  # getters of the formula's own numbers, which `fill` reads last
+
+
+class _Triton(Dialect):
+    """Expressions of Triton; the names of a formula get a prefix."""
+
+    BOTH, EITHER, NEGATION = "({} & {})", "({} | {})", "({} == 0)"
+    CHOICE = "tl.where({}, {}, {})"
+    ASSIGNMENT = "x_{} = {}"
+
+    def name(self, name: str) -> str:
+        return f"x_{name}"
+
+    def literal(self, value: float) -> str:
+        return repr(value)
+
+    def branch(self, condition: str, yes: list[str], no: list[str]) -> list[str]:
+        otherwise = ["else:", *_indented(no)] if no else []
+        return [f"if {condition}:", *_indented(yes), *otherwise]
+
+    def call(self, function: str, arguments: list[str]) -> str:
+        name = FUNCTIONS.get(function)
+        if name is None:
+            raise FormulaError(f"the triton backend has no {function}; pass another backend")
+        return f"{name}({', '.join(arguments)})"
+
+
+class _Element(_Triton):
+    """Expressions of float32 elements. Divisions and roots are correctly rounded if IEEE is set.
+
+    Exponentials, logarithms and powers are computed in float64: those of float32 have other bits on every device.
+    """
+
+    def operation(self, operator: str, left: str, right: str) -> str:
+        return f"divide({left}, {right}, IEEE)" if operator == "/" else super().operation(operator, left, right)
+
+    def call(self, function: str, arguments: list[str]) -> str:
+        if function in ("exp", "log", "tanh"):
+            return f"{super().call(function, [f'({arguments[0]}).to(tl.float64)'])}.to(tl.float32)"
+        if function == "power":
+            return f"raised({', '.join(arguments)})"
+        return f"root({arguments[0]}, IEEE)" if function == "sqrt" else super().call(function, arguments)
+
+
+class _Scalar(_Triton):
+    """Expressions of float64 scalars."""
+
+    def literal(self, value: float) -> str:
+        return f"tl.full((), {value!r}, tl.float64)"  # a bare literal would be float32 in calls
+
+    def call(self, function: str, arguments: list[str]) -> str:
+        if function == "power":
+            return f"any_power({arguments[0]}, ({arguments[1]}).to(tl.float64))"
+        if function == "floor":
+            return f"tl.floor(({arguments[0]}).to(tl.float64))"
+        if function == "q_pochhammer":
+            return f"q_pochhammer({', '.join(arguments)})"
+        return f"tl.sqrt({arguments[0]})" if function == "sqrt" else super().call(function, arguments)
+
+
+@cache
+def kernels_of(formula: Formula) -> Kernels:
+    """The kernels of `formula`, with its constants."""
+    width = 16
+    while width < SCALARS_AT + len(formula.scalar_names):
+        width *= 2
+    digest = "-".join(f"{name}={value}" for name, value in formula.constants)
+    names = _executed(f"<opt_kernels formula {formula.name} {digest} {id(formula.update)}>", source_of(formula, width))
+    return Kernels(names["fill"], names["sweep"], width, tuple(_reader(name, formula) for name in _own(formula)))
+
+
+def _reader(name: str, formula: Formula) -> Callable[[Hyper], Any]:
+    """A getter of the number `name`, as `number_of` gives it."""
+    if name in ("eps", "momentum") and name not in formula.own_numbers:
+        return attrgetter(name)
+    beta = int(name[4:]) - 1 if name.startswith("beta") and name[4:].isdigit() else None
+
+    def read(hyper: Hyper) -> Any:
+        if beta is not None and name not in hyper.own and beta < len(hyper.betas):
+            return hyper.betas[beta]
+        return number_of(hyper, name, formula)
+
+    return read
+
+
+def _executed(file: str, source: str) -> dict[str, Any]:
+    """The names that `source` defines. Triton reads the source of its kernels through `linecache`."""
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"__name__": f"{__name__}.generated"}
+    exec(compile(source, file, "exec"), names)
+    return names
+
+
+def source_of(formula: Formula, row_width: int) -> str:
+    """The module of a formula's kernels."""
+    return HEADER + "\n".join(
+        (*_fill(formula, row_width), "", "", *_tile(formula), "", "", *_sweep(formula, row_width))
+    )
+
+
+def host_numbers(formula: Formula) -> tuple[str, ...]:
+    """Names of the float64 columns that come from the host, before the formula's own: see `_fill`."""
+    return ("lr", "weight_decay", "step", "grad_scale", *_own(formula))
+
+
+def _own(formula: Formula) -> list[str]:
+    constants = dict(formula.constants)
+    return [name for name in formula.number_names if name not in (*ON_DEVICE, *constants)]
+
+
+def _fill(formula: Formula, row_width: int) -> list[str]:
+    statements, scalars = scalar_expressions(formula.scalars)
+    dialect = _Scalar(dict(formula.constants))
+    loads = [f"x_{name} = tl.load(source + {4 + i})" for i, name in enumerate(_own(formula))]
+    names = frozenset(formula.number_names) | {*assigned(statements)}
+    return [
+        "@jit",
+        "def fill(block, host, lr, weight_decay, step, grad_scale, skip):",
+        *_indented(
+            [
+                "row = tl.program_id(0)",
+                f"source = host + row * {len(host_numbers(formula))}",
+                f"target = block + row * {row_width}",
+                *(
+                    f"x_{name} = tl.load(source + {i}) if {name} is None else tl.load({name} + row).to(tl.float64)"
+                    for i, name in enumerate(ON_DEVICE)
+                ),
+                "scale = tl.load(source + 3) if grad_scale is None else tl.load(grad_scale).to(tl.float64)",
+                *loads,
+                *dialect.statements(statements, names),
+                "tl.store(target, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))",
+                "tl.store(target + 1, scale.to(tl.float32))",
+                "tl.store(target + 2, x_step.to(tl.int32).to(tl.float32, bitcast=True))",
+                *(
+                    line
+                    for i, (_, value) in enumerate(scalars)
+                    for line in (
+                        f"value{i} = {dialect.expression(value)}",
+                        f"tl.store(target + {SCALARS_AT + i}, tl.cast(value{i}, tl.float32))",
+                    )
+                ),
+            ]
+        ),
+    ]
+
+
+def _tile(formula: Formula) -> list[str]:
+    """One tile: everything between reading a gradient and writing a weight, in registers."""
+    constants = dict(formula.constants)
+    body, results = body_and_results(formula.update, formula.result_names, constants)
+    dialect = _Element(dict(formula.constants))
+    scalars = formula.scalar_names
+    loaded: set[str] = set()
+
+    def with_loads(lines: list[str]) -> list[str]:
+        """`lines`, preceded by loads of the scalars that they read first. Earlier loads would occupy registers."""
+        words = _words(" ".join(lines))
+        new = [name for name in scalars if f"x_{name}" in words and name not in loaded]
+        loaded.update(new)
+        return [*(f"x_{name} = tl.load(row + {SCALARS_AT + scalars.index(name)})" for name in new), *lines]
+
+    steps = [line for statement in body for line in with_loads(dialect.statements([statement], frozenset(scalars)))]
+    elements = elements_among(body, ("p", "g", *(state.name for state in formula.states)))
+    values = [
+        # A state may be a scalar: broadcast it, which stores need.
+        dialect.expression(result)
+        if reads(result, elements)
+        else f"tl.where(at >= 0, {dialect.expression(result)}, 0.0)"
+        for result in results
+    ]
+    states = list(enumerate(formula.states))
+    return [
+        "@jit",
+        f"def tile(main, out, grad, {_columns(formula)}row, start, n, first, MAIN: tl.constexpr, OUT: tl.constexpr, "
+        f"{_formats(formula)}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
+        "BLOCK: tl.constexpr, FULL: tl.constexpr):",
+        *_indented(
+            [
+                "at = start + tl.arange(0, BLOCK)",
+                "x_p = read_main(main, out, at, n, REMAINDER, FULL)",
+                "x_g = load(grad, at, n, FULL).to(tl.float32) * tl.load(row + 1)",
+                *(
+                    f"x_{state.name} = read_state(codes{i}, scales{i}, start, n, BLOCK, SCHEME{i}, {state.signed}, "
+                    "IEEE, FULL)"
+                    for i, state in states
+                ),
+                *steps,
+                # Written before the states are computed: the main then leaves its registers.
+                *with_loads([f"new_p = {values[0]}"]),
+                "step = tl.load(row + 2).to(tl.int32, bitcast=True)",
+                "write_main(main, out, new_p, at, n, first, step, MAIN, OUT, REMAINDER, STOCHASTIC_ROUNDING, FULL)",
+                *(
+                    line
+                    for i, state in states
+                    for line in (
+                        *with_loads([f"new_{i} = {values[1 + i]}"]),
+                        f"write_state(codes{i}, scales{i}, new_{i}, start, n, STATE{i}, BLOCK, SCHEME{i}, "
+                        f"{state.signed}, IEEE, FULL)",
+                    )
+                ),
+            ]
+        ),
+    ]
+
+
+def _sweep(formula: Formula, row_width: int) -> list[str]:
+    """One program per chunk. It writes nothing if the scalar block says to skip the step."""
+    states = range(len(formula.states))
+    formats = "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, SCALE{i}: tl.constexpr, " for i in states)
+    given = "".join(f"codes{i}, scales{i}, " for i in states)
+    kept = "".join(f"STATE{i}, SCHEME{i}, " for i in states)
+    call = (
+        f"tile(main, out, grad, {given}row, start, n, first, MAIN, OUT, {kept}"
+        "REMAINDER, STOCHASTIC_ROUNDING, IEEE, BLOCK, "
+    )
+    return [
+        "@jit",
+        "def sweep(records, grads, block, GRAD: tl.constexpr, MAIN: tl.constexpr, OUT: tl.constexpr, "
+        f"{formats}REMAINDER: tl.constexpr, STOCHASTIC_ROUNDING: tl.constexpr, IEEE: tl.constexpr, "
+        "WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr):",
+        *_indented(
+            [
+                "chunk = tl.program_id(0)",
+                "record = records + chunk * WIDTH",
+                "main = pointer(tl.load(record + 0), MAIN, E)",
+                "out = pointer(tl.load(record + 1), tl.int16 if REMAINDER else (MAIN if OUT is None else OUT), E)",
+                *(f"codes{i} = pointer(tl.load(record + {2 + i}), STATE{i}, E)" for i in states),
+                *(f"scales{i} = pointer(tl.load(record + SCALE{i}), tl.float32, 1)" for i in states),
+                "grad = pointer(tl.load(grads + chunk), GRAD, E)",
+                f"row = block + tl.load(record + WIDTH - 2) * {row_width}",
+                "first = tl.load(record + WIDTH - 1)",
+                "n = tl.where(tl.load(row) != 0.0, tl.load(record + WIDTH - 3), 0).to(tl.int32)",
+                "if n == CHUNK:",
+                "    for start in range(0, CHUNK, BLOCK):",
+                f"        {call}True)",
+                "else:",
+                "    for start in range(0, n, BLOCK):",
+                f"        {call}False)",
+            ]
+        ),
+    ]
+
+
+def _columns(formula: Formula) -> str:
+    return "".join(f"codes{i}, scales{i}, " for i in range(len(formula.states)))
+
+
+def _formats(formula: Formula) -> str:
+    return "".join(f"STATE{i}: tl.constexpr, SCHEME{i}: tl.constexpr, " for i in range(len(formula.states)))
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines]
+
+
+def _words(text: str) -> set[str]:
+    return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
 
 def update_(
@@ -41,7 +331,7 @@ def update_(
     if not launches:
         return
     device, kernels, of_codecs = launches[0].table.grads.device, kernels_of(formula), tuple(codecs.items())
-    with devices.launching_on(device):
+    with launching_on(device):
         rows = [
             (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
             for hyper, _ in batches

@@ -1,18 +1,27 @@
-"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices."""
+"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices.
+
+Here as torch operations, one matrix at a time so that it stays in the cache; `triton` has the version for GPUs.
+"""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.choice import NamedChoice
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.newton_schulz import EPS
-from opt_kernels.works import Hyper, Task, Work
-
-__all__ = ["MOMENTUM", "Adapt", "Decay", "Factors", "Inputs", "MuonStep", "Transform"]
-
+from opt_kernels.matrices.stacks import (
+    read_main,
+    read_state,
+    scaled_grads,
+    stacks,
+    weight_for,
+    write_main_,
+    write_state_,
+)
+from opt_kernels.works import Batch, Hyper, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
 
@@ -64,3 +73,68 @@ def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
     if isinstance(weight_decay, Tensor):
         return torch.where(weight_decay == 0, 0.0, weight_decay * main)
     return weight_decay * main if weight_decay else torch.zeros_like(main)
+
+
+def muon_(
+    batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+) -> None:
+    """Write `main`, `out`, `remainder` and the state `momentum_buffer` of every work; nothing if `skip` is set.
+
+        g <- grad_scale g          (g <- g + wd p with L2)
+        m <- m + (1 - mu)(g - m)
+        u <- g + mu (m - g)        with nesterov, else m
+        O <- adapt(transform(u))
+        p <- p - lr wd p - lr s e O    (p <- p - wd p - lr s e O with independent decay)
+
+    `transform` receives stacks of works of one layout, in the compute dtype and not normalised; `step.inputs` is
+    ignored.
+    """
+    for tasks in stacks(batches):
+        matrices = scaled_grads(tasks, grad_scale)
+        for grad, task in zip(matrices, tasks):
+            accumulate_(task, grad, step, skip)
+        for update, task in zip(step.transform(tasks, matrices, False), tasks):
+            if step.adapt_ is not None:
+                step.adapt_(task, update)
+            descend_(task, update, step, skip)
+
+
+def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -> None:
+    """Update the momentum, and turn `grad` (*shape), scaled and in the compute dtype, into u in place."""
+    hyper, work = task
+    if step.decay is Decay.L2:
+        grad.add_(decay_of(read_main(work), hyper.weight_decay))
+    stored = work.state[MOMENTUM]
+    in_place = skip is None and stored.dtype is grad.dtype
+    momentum = stored if in_place else read_state(work, MOMENTUM, step.codec)
+    momentum.lerp_(grad, weight_for(momentum, 1.0 - hyper.momentum))
+    if not in_place:
+        write_state_(work, MOMENTUM, step.codec, momentum, skip)
+    if step.nesterov:
+        grad.lerp_(momentum, weight_for(grad, hyper.momentum))
+    else:
+        grad.copy_(momentum)
+
+
+def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) -> None:
+    """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
+    hyper, work = task
+    _scale_(work, update, step.factors(work))
+    main = read_main(work) if skip is None else read_main(work).clone()
+    if step.decay is not Decay.L2:
+        main.mul_(1.0 - decay_rate(step.decay, hyper) * hyper.weight_decay)
+    write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
+
+
+def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:
+    """Multiply the rows of each split part of `update` (*shape) by the factor of the part."""
+    if len(factors) == 1:
+        update.mul_(factors[0])
+        return
+    sizes = work.matrix.split_rows
+    first = 0 if work.matrix.part is None else work.matrix.part.first_row
+    of_group = torch.arange(first, first + update.shape[-2], device=update.device).remainder_(sum(sizes))
+    scales = torch.full_like(of_group, factors[-1], dtype=update.dtype)
+    for factor, end in reversed(list(zip(factors[:-1], accumulate(sizes)))):
+        scales.masked_fill_(of_group < end, factor)
+    update.mul_(scales.unsqueeze(-1))

@@ -2,7 +2,8 @@
 
 A round is a batch of stacks that are in memory at the same time. A stack has the matrices of one shape. A slot is what
 is divided by one norm: a matrix, or a split part of one, whose rows need not be adjacent. The runs of a slot are
-consecutive in the chunk table, and every chunk record holds the number of its slot after the addresses."""
+consecutive in the chunk table, and every chunk record holds the number of its slot after the addresses.
+"""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
@@ -13,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.columns import lies_in_order, uniform
-from opt_kernels.backends.elements import LayoutError
+from opt_kernels.backends.elements import LayoutError, lies_in_order, uniform
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.launches import CALLS, Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec

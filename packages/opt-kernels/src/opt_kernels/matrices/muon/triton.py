@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels import devices
-from opt_kernels.backends.triton import scalars
+from opt_kernels.backends.tables import launching_on
+from opt_kernels.backends.triton import jit, scalars, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, triton_dtype
-from opt_kernels.backends.triton.jit import jit, tl
-from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, store
+from opt_kernels.backends.triton.lanes import decayed, load, nearest, pointer, read_main, store, write_main
 from opt_kernels.backends.triton.launches import Launches, launch_options
 from opt_kernels.backends.triton.quantize import GROUP, read_state, scheme, write_state
-from opt_kernels.backends.triton.storage import read_main, write_main
 from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.rounds import (
@@ -218,7 +216,7 @@ def descent_sweep(
 def muon_(
     batches: Sequence[Batch], step: MuonStep, *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
 ) -> None:
-    """Same as `torch_native.muon_`, on the device of the tensors, without synchronizing; CUDA graphs may capture it.
+    """Same as `matrices.muon.muon_`, on the device of the tensors, without synchronizing; CUDA graphs may capture it.
 
     There is one momentum launch per combination of dtypes, and one update launch per stack. `transform` receives
     matrices in the format that `step.inputs` returns. Raises LayoutError for a dtype that Triton cannot sweep or a
@@ -229,7 +227,7 @@ def muon_(
     for round_ in rounds(batches, step.inputs, step.factors):
         launches = swept(round_, hypers, SlotRuns(round_, step.codec))
         device = launches[0].table.grads.device
-        with devices.launching_on(device):
+        with launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
             u = _Inputs(round_, launches, step.codec)
             u.accumulate_(block, nesterov=step.nesterov, decay=step.decay)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels import devices
-from opt_kernels.backends.triton.jit import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
+from opt_kernels.backends.tables import launching_on
+from opt_kernels.backends.triton import HAS_DESCRIPTORS, INTERPRETED, TensorDescriptor, jit, tl
 from opt_kernels.backends.triton.lanes import nearest
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import tf32_products
@@ -165,7 +165,7 @@ def halved_product(
         "TILE": TILE, "TILE_K": tile_k, "PRECISION": input_precision(left.dtype), "num_warps": NUM_WARPS,
         "enable_fp_fusion": True,
     }  # fmt: skip
-    with devices.launching_on(left.device):
+    with launching_on(left.device):
         if through_descriptors(left, right):
             transposed = right.stride(-1) != 1
             boxes = (
