@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opt_kernels.backends import grad_stats
 from opt_kernels.backends.triton.launches import launch_options, sweeps
-from opt_kernels.backends.triton.scalars import fill_arguments
+from opt_kernels.backends.triton.scalars import numbers_on
 from opt_kernels.backends.triton.update import kernels_of, state_options, update_
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
@@ -200,7 +200,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     hyper = batches[0].hyper
     rows = [(hyper.lr, hyper.weight_decay, hyper.step, 1.0, *[read(hyper) for read in kernels.own])]
     block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=one.grad.device)
-    kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=None, device=one.grad.device))
+    kernels.fill[(len(rows),)](block, numbers_on(one.grad.device, rows), None)
     options = launch_options(formats, table) | state_options(formats, codecs) | {"STOCHASTIC_ROUNDING": False} | changed
     return lambda: kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
 

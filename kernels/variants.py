@@ -190,31 +190,25 @@ def small_kernels() -> Iterator[Variant]:
         aligned=("sums", "bounds", "totals"),
         shared_allowed=True,
     )
-    columns = {"lr": "*fp32", "weight_decay": "*fp32", "step": "*i64", "grad_scale": "*fp32", "skip": "*i1"}
+    arguments = {"block": "*fp32", "numbers": "*fp64"}
     hooked = {"adam-cautious-decay": with_hook(ADAM, CautiousDecay()), "move": MOVE}
     for name, formula in ({**FORMULAS} | hooked).items():
         yield Variant(
             name=f"scalars/{name}",
             kernel=kernels_of(formula).fill,
-            signature={"block": "*fp32", "host": "*fp64"} | columns,
+            signature=arguments | {"skip": "*i1"},
             constants={},
-            aligned=("block", "host"),
+            aligned=("block", "numbers"),
             targets=None if name == ADAM.name else FOR_ARITHMETIC,
         )
-    yield Variant(
-        name="scalars/device",
-        kernel=fill_scalars,
-        signature={"block": "*fp32", "host": "*fp64"} | columns,
-        constants={},
-        aligned=("block", "host"),
-    )
-    yield Variant(
-        name="scalars/host",
-        kernel=fill_scalars,
-        signature={"block": "*fp32", "host": "*fp64"},
-        constants=dict.fromkeys(columns),
-        aligned=("block", "host"),
-    )
+    for name, more, constants in (("skipped", {"skip": "*i1"}, {}), ("always", {}, {"skip": None})):
+        yield Variant(
+            name=f"scalars/{name}",
+            kernel=fill_scalars,
+            signature=arguments | more,
+            constants=constants,
+            aligned=("block", "numbers"),
+        )
 
 
 def syrk(dtype: torch.dtype, *, descriptors: bool, transposed: bool = True) -> Variant:

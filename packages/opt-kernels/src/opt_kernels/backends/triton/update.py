@@ -18,7 +18,7 @@ from opt_kernels.backends.tables import launching_on
 from opt_kernels.backends.triton.formats import LaunchFormats, rounds_stochastically, triton_dtype
 from opt_kernels.backends.triton.launches import cut_sweeps, launch_options, sweeps
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.backends.triton.scalars import fill_arguments
+from opt_kernels.backends.triton.scalars import CHANGING, numbers_on
 from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, assigned, scalar_expressions
@@ -26,7 +26,6 @@ from opt_kernels.formulas.translate import Dialect, body_and_results, elements_a
 from opt_kernels.works import Batch, Hyper
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
-ON_DEVICE = ("lr", "weight_decay", "step")  # numbers that may be device tensors
 
 HEADER = """
 from opt_kernels.backends.triton import jit, tl
@@ -150,38 +149,29 @@ def source_of(formula: Formula, row_width: int) -> str:
     )
 
 
-def host_numbers(formula: Formula) -> tuple[str, ...]:
-    """Names of the float64 columns that come from the host, before the formula's own: see `_fill`."""
-    return ("lr", "weight_decay", "step", "grad_scale", *_own(formula))
-
-
 def _own(formula: Formula) -> list[str]:
     constants = dict(formula.constants)
-    return [name for name in formula.number_names if name not in (*ON_DEVICE, *constants)]
+    return [name for name in formula.number_names if name not in (*CHANGING, *constants)]
 
 
 def _fill(formula: Formula, row_width: int) -> list[str]:
     statements, scalars = scalar_expressions(formula.scalars)
     dialect = _Scalar(dict(formula.constants))
-    loads = [f"x_{name} = tl.load(source + {4 + i})" for i, name in enumerate(_own(formula))]
+    columns = [*CHANGING, "grad_scale", *_own(formula)]  # of the numbers, float64
+    loads = [f"x_{name} = tl.load(source + {i})" for i, name in enumerate(columns) if name != "grad_scale"]
     names = frozenset(formula.number_names) | {*assigned(statements)}
     return [
         "@jit",
-        "def fill(block, host, lr, weight_decay, step, grad_scale, skip):",
+        "def fill(block, numbers, skip):",
         *_indented(
             [
                 "row = tl.program_id(0)",
-                f"source = host + row * {len(host_numbers(formula))}",
+                f"source = numbers + row * {len(columns)}",
                 f"target = block + row * {row_width}",
-                *(
-                    f"x_{name} = tl.load(source + {i}) if {name} is None else tl.load({name} + row).to(tl.float64)"
-                    for i, name in enumerate(ON_DEVICE)
-                ),
-                "scale = tl.load(source + 3) if grad_scale is None else tl.load(grad_scale).to(tl.float64)",
                 *loads,
                 *dialect.statements(statements, names),
                 "tl.store(target, 1.0 if skip is None else (tl.load(skip) == 0).to(tl.float32))",
-                "tl.store(target + 1, scale.to(tl.float32))",
+                f"tl.store(target + 1, tl.load(source + {len(CHANGING)}).to(tl.float32))",
                 "tl.store(target + 2, x_step.to(tl.int32).to(tl.float32, bitcast=True))",
                 *(
                     line
@@ -337,7 +327,7 @@ def update_(
             for hyper, _ in batches
         ]
         block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
-        kernels.fill[(len(rows),)](block, *fill_arguments(rows, skip=skip, device=device))
+        kernels.fill[(len(rows),)](block, numbers_on(device, rows), None if skip is None else skip.to(device))
         for formats, table, _ in launches:
             options = {**_options(formats, of_codecs, stochastic_rounding), **launch_options(formats, table)}
             kernels.sweep[(table.num_chunks,)](table.records, table.grads, block, **options)
