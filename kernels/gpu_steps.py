@@ -19,6 +19,7 @@ from opt_kernels.backends.triton.scalars import numbers_on
 from opt_kernels.backends.triton.update import kernels_of, state_options, update_
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import number_of
 from opt_kernels.matrices import Decay
 from opt_kernels.matrices.muon import Inputs, MuonStep
 from opt_kernels.matrices.muon import muon_ as muon_in_torch
@@ -198,7 +199,7 @@ def adam_launch(one: Work, dtype: torch.dtype, changed: dict[str, object]) -> Ca
     [(formats, table, _)] = sweeps(batches, codecs)
     kernels = kernels_of(ADAM)
     hyper = batches[0].hyper
-    rows = [(hyper.lr, hyper.weight_decay, hyper.step, 1.0, *[read(hyper) for read in kernels.own])]
+    rows = [(hyper.lr, hyper.weight_decay, hyper.step, 1.0, *[number_of(hyper, name, ADAM) for name in kernels.own])]
     block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=one.grad.device)
     kernels.fill[(len(rows),)](block, numbers_on(one.grad.device, rows), None)
     options = launch_options(formats, table) | state_options(formats, codecs) | {"STOCHASTIC_ROUNDING": False} | changed

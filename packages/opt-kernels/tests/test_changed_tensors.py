@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.hooks import CautiousUpdate
-from opt_kernels.optim import SGD, AdamW, Muon
+from opt_kernels.optim import AdamW, Muon
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -295,32 +295,6 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(build: str) -> 
         return params
 
     assert same(trained(usual=True), trained(usual=False))
-
-
-@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
-def test_a_state_that_was_taken_once_may_be_moved_at_any_time(name: str) -> None:
-    param = nn.Parameter(torch.ones(4))
-    param.grad = torch.ones(4)
-    optimizer = AdamW([param], lr=0.1, backend="triton")
-    optimizer.step()
-    taken = optimizer.state[param][name]
-    for _ in range(3):
-        optimizer.step()
-    before = taken
-    taken.data = torch.zeros(4)
-    optimizer.step()
-    assert optimizer.state[param][name] is before
-    assert before.count_nonzero() == 4
-
-
-def test_a_momentum_that_is_set_later_gets_its_buffer() -> None:
-    param = nn.Parameter(torch.ones(4))
-    optimizer = SGD([param], lr=0.1, backend="triton")
-    for momentum in (0.0, 0.0, 0.9, 0.9):
-        optimizer.param_groups[0]["momentum"] = momentum
-        param.grad = torch.ones(4)
-        optimizer.step()
-    assert torch.equal(optimizer.state[param]["momentum_buffer"], torch.full((4,), 1.9))
 
 
 def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted() -> None:

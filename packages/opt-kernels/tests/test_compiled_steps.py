@@ -103,15 +103,3 @@ def test_a_compiled_step_with_a_closure_is_the_step() -> None:
         return [*(step(closure).detach() for _ in range(3)), *params]
 
     assert all(map(torch.equal, trained(is_compiled=True), trained(is_compiled=False)))
-
-
-def test_a_copy_of_an_optimizer_steps_itself() -> None:
-    params = parameters()
-    optimizer = AdamW(params, lr=0.1)
-    copies, copied = deepcopy((params, optimizer))
-    before = [param.detach().clone() for param in params]
-    new_grads(copies, 0)
-    torch._dynamo.reset()
-    torch.compile(copied.step, backend="aot_eager")()
-    assert all(map(torch.equal, params, before))
-    assert not any(map(torch.equal, copies, before))

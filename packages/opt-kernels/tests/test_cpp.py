@@ -82,25 +82,6 @@ def test_the_cache_key_distinguishes_libraries(fresh: Path) -> None:
     assert len(list(fresh.glob("grad_stats-*.so"))) == 2
 
 
-LOADS = """
-from opt_kernels.backends.cpp import compiler
-assert compiler.usable()
-print(compiler.library(compiler.PROBE)._name)
-"""
-
-
-@needs_compiler
-def test_half_a_library_is_compiled_anew(fresh: Path) -> None:
-    # dlopen maps the file by its headers and ended the process with SIGBUS.
-    made = Path(in_another_process(LOADS).stdout.strip())
-    content = made.read_bytes()
-    made.write_bytes(content[: len(content) // 2])
-    again = in_another_process(LOADS)
-    assert again.returncode == 0, again.stderr
-    assert Path(again.stdout.strip()).read_bytes() == content
-    assert len(list(fresh.iterdir())) == 1
-
-
 @needs_compiler
 @pytest.mark.parametrize("percent", [0, 25, 75, 99])
 def test_a_library_that_is_cut_short_is_not_found(fresh: Path, percent: int) -> None:
@@ -324,21 +305,6 @@ def test_a_source_that_the_compiler_refuses_is_an_error_in_its_words(fresh: Path
     with pytest.raises(CompilerError, match="nothing"):
         library(source)
     assert not list(fresh.glob("*.so"))
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_compiler_that_does_not_work_is_reported_and_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho out of order >&2\ncase $1 in --version) exit 0;; esac\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    with caplog.at_level(logging.WARNING, logger="opt_kernels.backends.cpp.compiler"):
-        assert not usable()
-    [message] = caplog.messages
-    assert message.startswith("CPU steps run on torch's operations instead of compiled sweeps")
-    assert "broken: out of order" in message
 
 
 @pytest.mark.usefixtures("fresh")

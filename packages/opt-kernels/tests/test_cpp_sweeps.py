@@ -10,7 +10,6 @@ import pytest
 import torch
 from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, part, tensors, work_of
 
-from opt_kernels.backends import grad_stats
 from opt_kernels.backends.cpp import threads
 from opt_kernels.rules import Adam, ElementwiseRule, Lion
 from opt_kernels.works import Batch, Hyper, Work
@@ -115,15 +114,6 @@ def test_a_forked_process_may_make_the_first_step() -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("three_threads")
-def test_statistics_have_the_same_bits_on_any_number_of_threads() -> None:
-    grads = tensors(NUMEL, 5, 4097)
-    three = grad_stats(grads, backend="cpp").sum_of_squares
-    torch.set_num_threads(1)
-    assert torch.equal(grad_stats(grads, backend="cpp").sum_of_squares, three)
-
-
-@needs_compiler
 def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [Batch(HYPER, [work_of(100), work_of(7)]), Batch(Hyper(lr=0.5, step=9), [work_of(33)])]
     expected = [Batch(hyper, [work_of(work.grad.numel()) for work in works]) for hyper, works in batches]
@@ -139,20 +129,6 @@ def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPa
     for (_, ours), (_, theirs) in zip(batches, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert_same(one, other)
-
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_lost_number_stays_lost(bad: float) -> None:
-    for rule in (Adam(backend="cpp"), Lion(backend="cpp")):
-        work = work_of(70)
-        work.grad[65] = bad
-        rule.update_([Batch(HYPER, [work])])
-        assert work.main is not None
-        assert work.out is not None
-        assert bool(work.main[65].isnan()) is bool(work.out[65].isnan())
-        assert work.main[:65].isfinite().all()
-        assert rule.name == "lion" or work.main[65].isnan()
 
 
 @needs_compiler

@@ -2,33 +2,21 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from opt_kernels.backends import reference, torch_native
+from opt_kernels.backends import reference
 from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs import codec_for
 from opt_kernels.formulas import FORMULAS as REGISTERED
 from opt_kernels.formulas import (
     Formula,
-    Number,
-    State,
-    absolute,
-    exp,
-    fma,
-    log,
-    maximum,
-    minimum,
-    sign,
-    sqrt,
-    where,
 )
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
@@ -157,42 +145,6 @@ def test_the_compiled_sweep_rounds_stochastically_as_the_reference_does(step: in
     assert not torch.equal(nearest.main, compiled.main)
 
 
-def user_scalars(*, lr: float, gain: float, step: float) -> dict[str, float]:
-    rate = lr / step
-    return {"rate": rate, "gain": gain, "is_early": where(step < 3, 1.0, 0.0)}
-
-
-def user_update(p: Any, g: Any, trace: Any, peak: Any, third: Any, *, rate: Any, gain: Any, is_early: Any) -> Any:
-    trace = fma(gain, g, trace)
-    peak = maximum(peak, trace * trace)
-    if is_early != 0:
-        rate = rate * 0.5
-    third += where(g > 0, 1.0, -1.0)
-    return p - rate * sign(trace) / (sqrt(peak) + 1.0), trace, peak, third
-
-
-USER = Formula(
-    name="user",
-    states=(State(name="trace"), State(name="peak", signed=False), State(name="third")),
-    numbers=(Number("gain", 0.9, low=0.0),),
-    scalars=user_scalars,
-    update=user_update,
-)
-
-
-@pytest.mark.parametrize(
-    "run", [torch_native.update_, pytest.param(cpp.update_, marks=needs_compiler)], ids=["torch", "cpp"]
-)
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_formula_of_three_states_and_numbers_of_its_own_runs_everywhere(run: Callable[..., None], step: int) -> None:
-    hyper = Hyper(lr=0.1, step=step, own={"gain": 0.7})
-    work, codecs = work_of(USER, FORMATS["fp32"], STATES["8-bit"])
-    expected, _ = work_of(USER, FORMATS["fp32"], STATES["8-bit"])
-    reference.update_([Batch(hyper, [expected])], USER, codecs)
-    run([Batch(hyper, [work])], USER, codecs)
-    assert_same_numbers(work, expected)
-
-
 def no_scalars(*, lr: float) -> dict[str, float]:
     return {"lr": lr}
 
@@ -216,31 +168,3 @@ def test_a_rule_of_ones_own_may_have_the_name_of_ours(backend: str) -> None:
     main = torch.zeros(4)
     rule.update_([Batch(HYPER, [Work(grad=torch.ones(4), main=main, state=rule.init_state(main))])])
     assert torch.equal(main, torch.full((4,), -1e-2))
-
-
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "torch",
-        pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here")),
-        pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
-    ],
-)
-def test_functions_of_elements_have_the_same_bits_on_every_backend(backend: str) -> None:
-    """Exponentials of float32 differ between libraries; those of float64, rounded to float32, do not."""
-
-    def moved(backend: str) -> Tensor:
-        rule = elementwise(WAVES, backend=backend)
-        main = values(0, special=False)
-        rule.update_([Batch(HYPER, [Work(grad=values(1, special=False), main=main, state={})])])
-        return main
-
-    assert torch.equal(moved(backend), moved("reference"))
-
-
-def waves(p: Any, g: Any, *, lr: Any) -> Any:
-    x = minimum(absolute(g), 3.0)
-    return p - lr * (exp(x) - 1.0) / (exp(x) + 1.0) - lr * log(1.0 + x**2) - lr * x**3 / 3.0
-
-
-WAVES = Formula(name="waves", states=(), scalars=no_scalars, update=waves)

@@ -207,7 +207,7 @@ def test_functions_helpers_and_constants_are_those_of_plain_torch_on_every_backe
 
 @pytest.mark.needs_extra
 def test_a_backend_that_lacks_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("opt_kernels.backends.triton.kernels", exc_type=ImportError)
+    kernels = pytest.importorskip("opt_kernels.backends.triton.update", exc_type=ImportError)
     monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
     formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
     with pytest.raises(FormulaError, match="the triton backend has no tanh"):

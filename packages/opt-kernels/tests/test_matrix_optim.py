@@ -86,14 +86,6 @@ def test_training_resumes_where_it_was_saved(kind: str) -> None:
     assert train(other, resumed, 5) == train(net, optimizer, 5)
 
 
-def test_a_copy_of_an_optimizer_continues_identically() -> None:
-    net = model()
-    optimizer = MAKERS["muon"](net.parameters())
-    train(net, optimizer, 3)
-    net_copy, optimizer_copy = copy.deepcopy((net, optimizer))
-    assert train(net_copy, optimizer_copy, 3) == train(net, optimizer, 3)
-
-
 @pytest.mark.parametrize(("name", "peer"), [("adam", Adam), ("lion", Lion)])
 def test_what_is_no_matrix_moves_by_the_scalar_optimizer(name: str, peer: type[RuleOptimizer]) -> None:
     net, other = model(), model()
@@ -139,17 +131,6 @@ def test_a_group_may_give_stacks_of_matrices_to_muon() -> None:
     torch.testing.assert_close(norms, torch.full((3,), 4.0), rtol=0.05, atol=0)
 
 
-def test_a_group_may_split_its_fused_rows() -> None:
-    grad = torch.randn(12, 8)
-    moved: list[Tensor] = []
-    for group in ({"split_rows": (4, 1, 1)}, {}):
-        fused = nn.Parameter(torch.zeros(12, 8))
-        fused.grad = grad.clone()
-        Muon([{"params": [fused], **group}], lr=1.0).step()
-        moved.append(fused.detach())
-    assert not torch.allclose(moved[0], moved[1], atol=0.1)
-
-
 def test_a_group_may_have_heads_and_matrices_of_any_sizes() -> None:
     grad = torch.randn(12, 8)
 
@@ -193,19 +174,6 @@ def test_a_parameter_that_is_refused_is_named() -> None:
         SOAP(net.named_parameters())
 
 
-def test_options_of_muon_are_those_of_adaptive_muon() -> None:
-    grad, steps = torch.randn(8, 8), [(2.0, -1.5, 0.5)]
-
-    def rule(**options: Any) -> Any:
-        return AdaptiveMuon([nn.Parameter(grad.clone())], **options).rule.muon  # type: ignore[attr-defined]
-
-    assert rule().use_syrk
-    assert not rule(use_syrk=False).use_syrk
-    assert rule(coefficient_type="custom", custom_coefficients=steps).orthogonalization.schedule == tuple(steps) * 5
-    assert rule(weight_decay_method="independent").weight_decay_method is Decay.INDEPENDENT
-    assert Muon([nn.Parameter(grad.clone())], weight_decay_method="l2").rule.weight_decay_method is Decay.L2  # type: ignore[attr-defined]
-
-
 def test_muonh_keeps_the_norm_of_every_matrix_and_of_matrices_alone() -> None:
     net = model()
     norms = [float(p.detach().norm()) for p in net.parameters()]
@@ -223,15 +191,6 @@ def test_arguments_may_be_inspected_and_others_are_refused(cls: type[RuleOptimiz
     assert {"params", "lr", "weight_decay", "mains", "backend"} <= set(inspect.signature(cls).parameters)
     with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
         cls([nn.Parameter(torch.zeros(2, 2))], learning_rate=0.1)
-
-
-def test_a_preset_is_adaptive_muon_at_its_options() -> None:
-    weights = [nn.Parameter(torch.zeros(8, 12)) for _ in range(2)]
-    options = {"lr": 0.1, "weight_decay": 0.1, "moment2_method": "normuon", "scale_mode": "match_rms_adamw"}
-    for weight, optimizer in zip(weights, (NorMuon(weights[:1], lr=0.1), AdaptiveMuon(weights[1:], **options))):
-        weight.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
-        optimizer.step()
-    assert torch.equal(*weights)
 
 
 def test_parameters_may_be_added_and_gradients_missing() -> None:

@@ -125,19 +125,6 @@ def test_gradients_are_read_as_they_are_and_never_written(dtype: torch.dtype, sc
     torch.testing.assert_close(main, moved(EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
 
 
-def test_a_skip_flag_that_is_not_set_changes_nothing_about_a_step() -> None:
-    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    got, state = main.clone(), POLAR.init_state(main)
-    POLAR.update_([Batch(HYPER, [Work(grad=grad, main=got, state=state)])], skip=torch.tensor(0.0))
-    assert torch.equal(got, moved(POLAR, main, grad))
-
-
-def test_lr_and_weight_decay_may_be_device_scalars() -> None:
-    main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    scalars = replace(HYPER, lr=torch.tensor(0.1), weight_decay=torch.tensor(0.3))
-    torch.testing.assert_close(moved(POLAR, main, grad, hyper=scalars), moved(POLAR, main, grad), rtol=0, atol=1e-6)
-
-
 def test_coupled_weight_decay_goes_into_the_momentum() -> None:
     main, grad = tensor(24, 40), tensor(24, 40, seed=1)
     got = moved(replace(EXACT, weight_decay_method=Decay.L2), main, grad)

@@ -95,13 +95,6 @@ def test_a_momentum_that_was_switched_off_does_not_keep_a_state_from_loading():
     assert float(other.state[other.param_groups[0]["params"][0]]["step"]) == 4.0
 
 
-@pytest.mark.parametrize("kind", [torch.int32, torch.complex64], ids=str)
-def test_parameters_that_are_not_real_floats_are_refused(kind):
-    hint = "torch.view_as_real" if kind.is_complex else "exclude it from the optimizer"
-    with pytest.raises(ValueError, match=f"a parameter of {kind}: .*{hint}"):
-        optim.AdamW([nn.Parameter(torch.zeros(3, 3, dtype=kind), requires_grad=False)])
-
-
 @pytest.mark.parametrize("name", [*catalogue.__all__, *matrix_catalogue.__all__])
 def test_copies_go_on_as_the_original_does(name):
     optimizer = stepped(getattr(optim, name)([weights(3, 3)], lr=0.1))

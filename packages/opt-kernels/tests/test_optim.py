@@ -289,15 +289,6 @@ def test_an_illegal_option_is_refused(build: Callable[[Tensor], object], advice:
         build(nn.Parameter(torch.ones(2)))
 
 
-def test_a_state_dict_of_another_rule_is_refused() -> None:
-    param = nn.Parameter(torch.ones(2))
-    param.grad = torch.ones(2)
-    sgd = optim.SGD([param], momentum=0.9)
-    sgd.step()
-    with pytest.raises(optim.StateDictError, match="state 'exp_avg"):
-        optim.AdamW([param]).load_state_dict(sgd.state_dict())
-
-
 def test_a_state_dict_saved_with_amsgrad_is_refused() -> None:
     param = nn.Parameter(torch.ones(2))
     with pytest.raises(optim.StateDictError, match="amsgrad=True"):

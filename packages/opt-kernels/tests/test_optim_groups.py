@@ -24,13 +24,6 @@ def test_a_group_that_is_added_is_checked_too() -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_sparse_gradient_is_refused() -> None:
-    embedding = nn.Embedding(4, 3, sparse=True)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(ValueError, match="sparse=False"):
-        optim.AdamW(embedding.parameters()).step()
-
-
 def stepped(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], *, without: int | None = None) -> None:
     """One step with a gradient of ones for every parameter but the one `without`."""
     for index, param in enumerate(params):

@@ -124,17 +124,6 @@ def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_set
     assert settings() == before
 
 
-@pytest.mark.parametrize("user", USERS)
-def test_the_bases_of_soap_stay_orthogonal_where_the_user_allows_tf32(user: Callable[[], None]) -> None:
-    user()
-    with AsOnAGpu():
-        state = stepped(SOAPRule(), (64, 48), 15).state
-    for name in ("Q_L", "Q_R"):
-        q = state[name].double()
-        # A few units of float32; with TF32 products it is 5e-4.
-        assert float((q.mT @ q - torch.eye(len(q))).abs().max()) < 5e-6
-
-
 @needs_newer
 def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> None:
     with fp32_products(MatmulPrecision.HIGH):

@@ -105,7 +105,7 @@ def scalar_block(
     return block
 
 
-Row = tuple[float | Tensor, ...]  # lr, weight decay, step, gradient scale, then other numbers
+Row = tuple[Any, ...]  # lr, weight decay, step, gradient scale, then other numbers
 CHANGING = ("lr", "weight_decay", "step")  # the first numbers of a row, which would be constants of a captured graph
 _OF_HOST = frozenset({float, int})
 

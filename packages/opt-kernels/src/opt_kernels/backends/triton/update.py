@@ -5,9 +5,8 @@ proceed, the gradient scale, the step (an int32 in the float's bits), then the f
 """
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.formulas.formula import Formula, number_of
 from opt_kernels.formulas.syntax import FormulaError, assigned, scalar_expressions
 from opt_kernels.formulas.translate import Dialect, body_and_results, elements_among, reads
-from opt_kernels.works import Batch, Hyper
+from opt_kernels.works import Batch
 
 SCALARS_AT = 3  # lanes of a row before the formula's scalars
 
@@ -49,7 +48,7 @@ class Kernels(NamedTuple):
     fill: Any  # compiled-from-source functions have no type that a checker knows
     sweep: Any
     row_width: int  # float32 in a row of the scalar block
-    own: tuple[Callable[[Hyper], Any], ...]  # getters of the formula's own numbers, which `fill` reads last
+    own: tuple[str, ...]  # the numbers that `fill` reads after the common ones
 
 
 class _Triton(Dialect):
@@ -117,21 +116,7 @@ def kernels_of(formula: Formula) -> Kernels:
         width *= 2
     digest = "-".join(f"{name}={value}" for name, value in formula.constants)
     names = _executed(f"<opt_kernels formula {formula.name} {digest} {id(formula.update)}>", source_of(formula, width))
-    return Kernels(names["fill"], names["sweep"], width, tuple(_reader(name, formula) for name in _own(formula)))
-
-
-def _reader(name: str, formula: Formula) -> Callable[[Hyper], Any]:
-    """A getter of the number `name`, as `number_of` gives it."""
-    if name in ("eps", "momentum") and name not in formula.own_numbers:
-        return attrgetter(name)
-    beta = int(name[4:]) - 1 if name.startswith("beta") and name[4:].isdigit() else None
-
-    def read(hyper: Hyper) -> Any:
-        if beta is not None and name not in hyper.own and beta < len(hyper.betas):
-            return hyper.betas[beta]
-        return number_of(hyper, name, formula)
-
-    return read
+    return Kernels(names["fill"], names["sweep"], width, tuple(_own(formula)))
 
 
 def _executed(file: str, source: str) -> dict[str, Any]:
@@ -323,7 +308,7 @@ def update_(
     device, kernels, of_codecs = launches[0].table.grads.device, kernels_of(formula), tuple(codecs.items())
     with launching_on(device):
         rows = [
-            (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *[read(hyper) for read in kernels.own])
+            (hyper.lr, hyper.weight_decay, hyper.step, grad_scale, *(number_of(hyper, n, formula) for n in kernels.own))
             for hyper, _ in batches
         ]
         block = torch.empty((len(rows), kernels.row_width), dtype=torch.float32, device=device)
