@@ -19,7 +19,7 @@ from opt_distributed.comm.device import Graph
 from opt_kernels import optim
 from opt_kernels.backends import grad_stats
 from opt_kernels.formulas import NumberError
-from opt_kernels.optim import gradients, on_device
+from opt_kernels.optim import on_device, param_rows
 from opt_kernels.optim.on_device import CaptureError
 from opt_kernels.optim.param_rows import Steps
 
@@ -33,7 +33,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake accelerator that allows capture, with kernels as queued work."""
     queue_kernels(monkeypatch)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
-    monkeypatch.setattr(gradients, "grad_stats", partial(grad_stats, backend="triton"))
+    monkeypatch.setattr(param_rows, "grad_stats", partial(grad_stats, backend="triton"))
 
 
 Build = Callable[..., torch.optim.Optimizer]

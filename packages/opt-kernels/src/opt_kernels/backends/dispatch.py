@@ -83,10 +83,13 @@ def parse_backend(name: str | None) -> Backend | None:
 
 
 def check_backend(name: str | None, op: str) -> None:
-    """Raise BackendError for an unknown backend, and for one that the operation `op` has no version for."""
-    chosen = parse_backend(name)
-    if chosen is not None and chosen not in _VERSIONS[op]:
-        allowed = ", ".join(repr(backend.value) for backend in _VERSIONS[op])
+    """Raise BackendError for an unknown backend, and for one that the operation `op` has no version for.
+
+    An operation that is not in the table of versions is written in torch operations.
+    """
+    chosen, versions = parse_backend(name), _VERSIONS.get(op, (Backend.REFERENCE, Backend.TORCH))
+    if chosen is not None and chosen not in versions:
+        allowed = ", ".join(repr(backend.value) for backend in versions)
         raise BackendError(
             f"backend={name!r} is not available for {op!r}; pass one of {allowed}, or None to choose by device"
         )

@@ -170,7 +170,7 @@ class QuantizedTensor(Tensor):
 
         Args:
             values: of any float dtype; not modified.
-            recipe: "delayed", "tensorwise", "blockwise" or "mxfp8", see `opt_kernels.quantized.recipes`.
+            recipe: "delayed", "tensorwise", "blockwise" or "mxfp8", see `opt_kernels.quantized.scaled`.
             dtype: the dtype that the tensor appears to have. None: that of `values`.
             keep_initial: keep a copy of `values` until an optimizer has initialised its main values from it.
 

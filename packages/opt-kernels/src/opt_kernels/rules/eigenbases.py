@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.dispatch import BackendError
+from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.matrices.stacks import (
@@ -85,11 +85,7 @@ class EigenbasisRule(WholeMatrices):
     backend: str | None = None  # "reference", "torch"; None: by device
 
     def __post_init__(self) -> None:
-        if self.backend not in (None, "reference", "torch"):
-            raise BackendError(
-                f"backend={self.backend!r} is not available for {self.name!r}; pass one of 'reference', 'torch', or "
-                "None to choose by device"
-            )
+        check_backend(self.backend, self.name)
         if not 0.0 <= self.shampoo_beta < 1.0:
             raise ValueError(f"shampoo_beta is {self.shampoo_beta}, but must be in [0, 1); 0.95 is usual")
         if self.power_iterations < 1:

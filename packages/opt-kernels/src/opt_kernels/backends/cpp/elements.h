@@ -34,7 +34,7 @@ static inline void write(bfloat16 &to, float x) {
     to.bits = uint16_t(x == x ? rounded : 0x7FC0);
 }
 
-// The main of element i; a remainder and its weight are the halves of one word (codecs/remainder.py). Without
+// The main of element i; a remainder and its weight are the halves of one word (codecs/narrow.py). Without
 // an out its address is null, and nothing may be added to it.
 template <class Main, class Out>
 static inline float read_main(const Main *main, const Out *, int64_t i) { return read(main[i]); }

@@ -17,7 +17,7 @@ static inline void prefetch(const T *values, int64_t begin) {
     for (int64_t k = 0; k < GROUP * int64_t(sizeof(T)); k += 64) __builtin_prefetch(from + k);
 }
 
-// --- stochastic rounding: codecs/rounding.py --------------------------------------------------------------------------
+// --- stochastic rounding: codecs/narrow.py --------------------------------------------------------------------------
 
 static inline uint32_t mix(uint32_t x) {
     x = (x ^ (x >> 16)) * 0x7FEB352Du;
