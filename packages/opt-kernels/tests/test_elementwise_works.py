@@ -301,9 +301,6 @@ def test_stochastic_rounding_of_float16_is_refused() -> None:
 
 
 REFUSED: Mapping[str, tuple[Callable[[], Rule], type[Exception], str]] = {
-    "order": (lambda: Adam(order="apex"), ValueError, "pass 'torch' or 'te'"),
-    "backend": (lambda: Adam(backend="cuda"), ValueError, "'reference', 'torch', 'cpp', 'triton'"),
-    "signed codes of a square": (lambda: Adam(exp_avg_sq_dtype=torch.int8), CodecError, "uint8"),
     "unsigned codes of a mean": (lambda: Lion(exp_avg_dtype=torch.uint8), CodecError, "int8"),
     "dampened nesterov": (lambda: SGD(nesterov=True, dampening=0.1), ValueError, "dampening=0.0"),
     "nesterov without buffer": (lambda: SGD(nesterov=True, momentum_buffer=False), ValueError, "momentum_buffer=True"),

@@ -222,35 +222,29 @@ def test_bf16_parameters_with_mains_follow_fp32_ones(maker: Callable[..., RuleOp
     assert torch.equal(narrow, wide.detach().bfloat16()) or mains == "remainder"
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
-@pytest.mark.parametrize("decay", Decay)
-@pytest.mark.parametrize("make", [MuonRule, lambda **o: AdaptiveMuonRule(muon=MuonRule(**o))], ids=["muon", "adaptive"])
-def test_an_infinite_weight_stays_infinite_without_decay_on_every_backend(
-    make: Callable[..., Rule], decay: Decay, backend: str
-) -> None:
-    rule = make(backend=backend, weight_decay_method=decay)
-    main = torch.full((6, 4), torch.inf)
-    work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
-    rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.0), [work])])
-    assert bool((main == torch.inf).all())
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
-@pytest.mark.parametrize("decay", [Decay.DECOUPLED, Decay.INDEPENDENT])
-def test_an_infinite_weight_stays_infinite_with_decay_as_torchs(decay: Decay, backend: str) -> None:
+INFINITE: dict[str, tuple[Callable[..., Rule], float]] = {
+    **{f"muon, {decay.value}": (lambda d=decay, **o: MuonRule(weight_decay_method=d, **o), 0.0) for decay in Decay},
+    **{
+        f"adaptive, {decay.value}": (
+            lambda d=decay, **o: AdaptiveMuonRule(muon=MuonRule(weight_decay_method=d, **o)), 0.0
+        )
+        for decay in Decay
+    },
     # The reference and Triton took the decay off it, infinity less infinity.
-    rule = MuonRule(backend=backend, weight_decay_method=decay)
-    main = torch.full((6, 4), torch.inf)
-    work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
-    rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.1), [work])])
-    assert bool((main == torch.inf).all())
+    "decoupled decay": (lambda **o: MuonRule(weight_decay_method=Decay.DECOUPLED, **o), 0.1),
+    "independent decay": (lambda **o: MuonRule(weight_decay_method=Decay.INDEPENDENT, **o), 0.1),
+    "soap": (lambda **o: SOAPRule(), 0.0),
+}  # fmt: skip
 
 
-def test_an_infinite_weight_stays_infinite_in_soap_without_decay() -> None:
-    rule, main = SOAPRule(), torch.full((6, 4), torch.inf)
+@pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("triton", marks=NEEDS_TRITON)])
+@pytest.mark.parametrize("name", INFINITE)
+def test_an_infinite_weight_stays_infinite_as_torchs(name: str, backend: str) -> None:
+    make, decay = INFINITE[name]
+    rule, main = make(backend=backend), torch.full((6, 4), torch.inf)
     work = Work(grad=torch.randn(6, 4), main=main, state=rule.init_state(main))
     for step in (1, 2):
-        rule.update_([Batch(Hyper(lr=0.1, weight_decay=0.0, step=step), [work])])
+        rule.update_([Batch(Hyper(lr=0.1, weight_decay=decay, step=step), [work])])
     assert bool((main == torch.inf).all())
 
 

@@ -1,7 +1,6 @@
 """The drop-in optimizers: torch's behaviour, torch's state_dict, and what they add."""
 
 import copy
-import io
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,11 +26,6 @@ THEIRS: Mapping[str, Build] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
     "SGD without momentum": lambda p: torch.optim.SGD(p, lr=1e-2),
-}
-MAINS: Mapping[str, dict[str, Any]] = {
-    "param": {},
-    "float32": {"mains": "float32"},
-    "remainder": {"mains": "remainder"},
 }
 ON_OURS = pytest.mark.parametrize("build", OURS.values(), ids=OURS.keys())
 
@@ -77,28 +71,6 @@ def test_it_takes_torchs_steps(name: str) -> None:
     other = train(theirs, THEIRS[name](theirs.parameters()), 5)
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-KEPT = {"float32": (torch.float32, {})} | {f"bfloat16-{name}": (torch.bfloat16, kept) for name, kept in MAINS.items()}
-
-
-@ON_OURS
-@pytest.mark.parametrize(("dtype", "mains"), KEPT.values(), ids=KEPT.keys())
-def test_a_run_saved_and_loaded_goes_on_bit_for_bit(build: Build, dtype: torch.dtype, mains: dict[str, Any]) -> None:
-    straight = network(dtype)
-    expected = train(straight, build(straight.parameters(), **mains), 6)
-    first = network(dtype)
-    optimizer = build(first.parameters(), **mains)
-    train(first, optimizer, 3)
-    file = io.BytesIO()
-    torch.save([first.state_dict(), optimizer.state_dict()], file)
-    file.seek(0)
-    model, state = torch.load(file)
-    second = network(dtype)
-    second.load_state_dict(model)
-    resumed = build(second.parameters(), **mains)
-    resumed.load_state_dict(state)
-    assert_same(train(second, resumed, 3, first=3), expected)
 
 
 NARROW = {

@@ -17,7 +17,6 @@ from torch import Tensor
 import opt_kernels
 from opt_kernels import optim
 from opt_kernels.backends.cpp.compiler import usable
-from opt_kernels.codecs import join, split_
 from opt_kernels.formulas import FORMULAS, Formula, NumberError
 from opt_kernels.rules import ElementwiseRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
@@ -106,43 +105,6 @@ def test_narrow_states_stay_close(formula: Formula, narrow: str) -> None:
     assert (found.main - expected.main).abs().median() < 0.01 / 4
     if formula.name not in ("lion", "signum"):  # their signs survive
         assert not torch.equal(found.main, expected.main)
-
-
-@EVERY
-def test_a_remainder_is_a_float32_main(formula: Formula) -> None:
-    rule = elementwise(formula, backend="torch")
-    start = values(0)
-    out, remainder = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
-    split_(out, remainder, start)
-    plain = run(rule, work_of(rule, main=start), grad_scale=0.3)
-    joined = run(rule, work_of(rule, main=None, out=out, remainder=remainder), grad_scale=0.3)
-    assert plain.main is not None
-    assert torch.equal(join(out, remainder), plain.main)
-    assert all(torch.equal(a, b) for a, b in zip(plain.state.values(), joined.state.values(), strict=True))
-
-
-@EVERY
-def test_weights_are_rounded_stochastically(formula: Formula) -> None:
-    """bfloat16 weights of 1 move by less than half a unit a step: to nearest they would never move."""
-    rule = elementwise(formula, backend="torch", stochastic_rounding=True)
-    work = work_of(rule, main=torch.ones(NUMEL, dtype=torch.bfloat16))
-    for step in range(1, 5):
-        hyper = replace(hyper_of(rule, step), lr=1e-3, weight_decay=0.0)
-        rule.update_([Batch(hyper, [replace(work, grad=torch.ones(NUMEL))])])
-    assert work.main is not None
-    moved = (work.main != 1).float().mean()
-    assert 0 < moved < 1
-
-
-@EVERY
-def test_a_skipped_step_changes_nothing(formula: Formula) -> None:
-    rule = elementwise(formula, backend="torch")
-    work = run(rule, work_of(rule))
-    before = {name: tensor.clone() for name, tensor in written(work).items()}
-    rule.update_([Batch(hyper_of(rule, 4), [replace(work, grad=values(9))])], skip=torch.tensor(1))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in written(work).items())
-    rule.update_([Batch(hyper_of(rule, 4), [replace(work, grad=values(9))])], skip=torch.tensor(0))
-    assert not torch.equal(written(work)["main"], before["main"])
 
 
 # --- drop-ins --------------------------------------------------------------------------------------------------------

@@ -43,12 +43,3 @@ def test_rounds_of_the_same_tensors_may_differ() -> None:
         ]
         rule.update_([Batch(HYPER, works)])
     assert all(torch.equal(a, b) for one, other in zip(shared, fresh, strict=True) for a, b in zip(one, other))
-
-
-def test_gradients_that_moved_are_read_where_they_are() -> None:
-    shared, expected = tensors(), tensors()
-    for _ in range(3):
-        shared[0] = [grad.clone() for grad in shared[0]]
-        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), shared))])
-        PLAIN.update_([Batch(HYPER, works_of(MatrixSpec(), expected))])
-    assert all(map(torch.equal, shared[1], expected[1]))

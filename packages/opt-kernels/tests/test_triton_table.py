@@ -22,8 +22,6 @@ from opt_kernels.backends.triton.launches import (
     Extents,
     chunk_elements,
     chunk_records,
-    cut,
-    moved,
     record_width,
 )
 from opt_kernels.works import Hyper, Works
@@ -70,12 +68,6 @@ def test_every_element_is_in_exactly_one_chunk(numels: list[int], chunk: int) ->
     assert covered[::2] == [0, *covered[1:-1:2]][: len(covered[::2])]
 
 
-def test_gradients_have_the_order_of_the_records() -> None:
-    numels = (5000, 0, 1, 2048)
-    column = moved((1000, 2000, 3000, 4000), cut(numels, 2048), Column(item_bytes=2))
-    assert column.tolist() == [1000, 1000 + 4096, 1000 + 8192, 3000, 4000]
-
-
 @pytest.mark.parametrize(
     ("total", "processors", "expected"),
     [
@@ -87,19 +79,6 @@ def test_gradients_have_the_order_of_the_records() -> None:
 )
 def test_chunks_grow_with_the_work_and_shrink_with_the_processors(total: int, processors: int, expected: int) -> None:
     assert chunk_elements(total, processors=processors) == expected
-
-
-def test_a_table_is_built_once_for_the_same_tensors() -> None:
-    tables: DeviceTables[torch.Tensor] = DeviceTables(torch.device("cpu"), capacity=2)
-    built = []
-
-    def build() -> torch.Tensor:
-        built.append(1)
-        return torch.zeros(1)
-
-    first = tables.get("a", build)
-    assert tables.get("a", build) is first
-    assert len(built) == 1
 
 
 def test_the_table_that_was_unused_longest_makes_room() -> None:
@@ -175,7 +154,6 @@ def test_a_table_of_other_layouts_is_built_anew() -> None:
     assert tables.get("a", Table, of=[torch.zeros(3, 2)]) is not first
 
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.triton import launches, scalars  # noqa: E402
 
 pytestmark = pytest.mark.needs_extra
