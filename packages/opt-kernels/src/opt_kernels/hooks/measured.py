@@ -138,7 +138,8 @@ class HookedUpdate:
         row_means: Sequence[RowMeans | None] = (),  # of all works; None: its rows are whole; (): all are
     ) -> Begun:
         """The inputs of the bare rule, with weights of zero, that make it write directions. Modifies nothing."""
-        adds_decay = self._adds_decay(self.couples and not any(hook.decays for hook in self.hooks))
+        adds_decay = self.couples and not any(hook.decays for hook in self.hooks)
+        adds_decay = adds_decay or any(isinstance(hook, CoupledDecay) for hook in self.hooks)
         # A rule that maximizes negates its gradients.
         sign = -1.0 if getattr(self.rule, "maximize", False) else 1.0
         changes = self.centralizes or adds_decay
@@ -219,9 +220,6 @@ class HookedUpdate:
                 ratios = list((floor.ratio / moves_of(mask, sums, Hyper(lr=1.0), couples=False).rate).unbind())
             for work, update, ratio in zip(works, updates, ratios, strict=True):
                 raise_rows_(update, read_main(work), ratio)
-
-    def _adds_decay(self, couples: bool) -> bool:
-        return couples or any(isinstance(hook, CoupledDecay) for hook in self.hooks)
 
     def _hyper(self, hyper: Hyper) -> Hyper:
         """The numbers with which the bare rule runs."""

@@ -55,7 +55,7 @@ class CompilerError(RuntimeError):
 @cache
 def usable() -> bool:
     """Whether a working compiler is available. Logs a warning once if not."""
-    if _is_disabled():
+    if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
         return False
     probe = attempt(PROBE)
     wrong = [] if probe is None else _wrong_numbers(probe)
@@ -72,10 +72,6 @@ def _wrong_numbers(probe: ctypes.CDLL) -> list[str]:
     probe.numbers(inputs, results)
     expected = (0.0, 0.0, ctypes.c_float(5.0 / 49.0).value, 1.0)
     return [name for name, got, right in zip(names, results, expected) if got != right]
-
-
-def _is_disabled() -> bool:
-    return sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0"
 
 
 class Source(NamedTuple):

@@ -5,6 +5,7 @@ proceed, the gradient scale, the step (an int32 in the float's bits), then the f
 """
 
 import linecache
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ def _tile(formula: Formula) -> list[str]:
 
     def with_loads(lines: list[str]) -> list[str]:
         """`lines`, preceded by loads of the scalars that they read first. Earlier loads would occupy registers."""
-        words = _words(" ".join(lines))
+        words = set(re.findall(r"\w+", " ".join(lines)))
         new = [name for name in scalars if f"x_{name}" in words and name not in loaded]
         loaded.update(new)
         return [*(f"x_{name} = tl.load(row + {SCALARS_AT + scalars.index(name)})" for name in new), *lines]
@@ -278,10 +279,6 @@ def _formats(formula: Formula) -> str:
 
 def _indented(lines: Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]
-
-
-def _words(text: str) -> set[str]:
-    return set("".join(c if c.isalnum() or c == "_" else " " for c in text).split())
 
 
 def update_(
