@@ -25,9 +25,6 @@ def whole_stack(model: nn.Module) -> Any:
     return get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.01), [model])
 
 
-ON_BOTH = pytest.mark.parametrize("build", [drop_in, whole_stack])
-
-
 class Counted:
     """A compiler that runs what it is given, and counts the graphs."""
 
@@ -46,33 +43,6 @@ def made(build: Callable[[nn.Module], Any]) -> tuple[nn.Module, Any]:
         for param in model.parameters():
             param.fill_(0.5)
     return model, build(model)
-
-
-def trained(model: nn.Module, optimizer: Any, step: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The weights and what `step` returned, after three steps with another learning rate each."""
-    found = []
-    for number in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.25)
-        found.append(step(torch.full((3,), float(number))))
-    return [*found, *(param.detach().clone() for param in model.parameters())]
-
-
-@ON_BOTH
-def test_a_compiled_step_is_the_step(build: Callable[[nn.Module], Any]) -> None:
-    torch._dynamo.reset()
-    model, optimizer = made(build)
-    compiled = torch.compile(optimizer.step, backend=Counted())
-
-    def step(x: Tensor) -> Tensor:
-        compiled()
-        return x
-
-    found = trained(model, optimizer, step)
-    model, optimizer = made(build)
-    expected = trained(model, optimizer, lambda x: (optimizer.step(), x)[1])
-    assert all(map(torch.equal, found, expected))
 
 
 MODES = {
@@ -134,7 +104,7 @@ def test_the_stacks_compiled_step_has_the_weights_and_results_of_the_step(mode: 
     assert results == expected_results
 
 
-@ON_BOTH
+@pytest.mark.parametrize("build", [drop_in, whole_stack])
 def test_errors_of_a_compiled_step_are_those_of_the_step(build: Callable[[nn.Module], Any]) -> None:
     """Gradients stayed disabled in the whole process after such an error."""
     torch._dynamo.reset()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeferredComm, DeferredRank, HostReadError, run_deferred
-from fake_accelerator.memory import AtOnce
 from on_device import (
     SHAPES,
     SIZE,
@@ -24,7 +23,6 @@ from on_device import (
     launched,
     layouts,
     outcome,
-    sweep_stats,
     train_on_device,
     train_on_host,
 )
@@ -36,9 +34,8 @@ from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.pieces import BufferedGrads, CodedMain
+from opt_distributed.pieces import BufferedGrads
 from opt_distributed.pieces.counts import StepCount
-from opt_distributed.step import stats
 from opt_distributed.step.scaler import DynamicScaler
 from opt_stack import Optimizer
 
@@ -70,24 +67,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 def test_so_do_main_values_moments_and_gradients_in_other_formats(name: str, spread: Spread) -> None:
     case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
     assert_every_order_has_the_bits_of_a_cpu(case, use_precision_aware_optimizer=True, **FORMATS[name])
-
-
-def test_main_values_that_are_encoded_too_early_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, fields = (
-        replace(FLAT, numbers=Numbers.BF16),
-        {"use_precision_aware_optimizer": True, "main_params_dtype": FP16},
-    )
-    expected = run_threads(SIZE, partial(train_on_host, case, **fields))
-    open_ = CodedMain.open_
-
-    def late(main: CodedMain) -> torch.Tensor:
-        decoded = open_(main)
-        main.main = decoded.clone()  # encoded as it was before the update
-        return decoded
-
-    monkeypatch.setattr(CodedMain, "open_", late)
-    found = run_deferred(SIZE, partial(train_on_device, case, **fields), seed=0)
-    assert not all(map(equal, found, expected))
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -329,55 +308,3 @@ def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
     for seed in range(5):
         found = run_deferred(SIZE, lambda one: some_unused(one.comm), seed=seed)
         assert all(map(equal, found, expected))
-
-
-def test_the_two_halves_of_a_step_are_the_whole() -> None:
-    def rank_main(one: DeferredRank) -> tuple[Any, ...]:
-        model, optimizer = built(FLAT, one.comm)
-        launch_rules_(optimizer)
-        optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
-        halves = (optimizer.prepare_grads(), optimizer.clip_grad_norm(1.0), optimizer.count_zeros())
-        return (*halves, optimizer.step_with_ready_grads(), [param.detach().clone() for param in model.parameters()])
-
-    def on_host(comm: Comm) -> tuple[Any, ...]:
-        model, optimizer = built(FLAT, comm)
-        optimizer.stepper.limits = replace(optimizer.stepper.limits, max_norm=1.0)
-        optimizer.scale_loss(model(grads_of(0, comm.rank, SIZE, SHAPES))).backward()
-        success, norm, zeros = optimizer.step()
-        return False, norm, zeros, success, [param.detach().clone() for param in model.parameters()]
-
-    found, expected = run_deferred(SIZE, rank_main, seed=1), run_threads(SIZE, on_host)
-    assert repr(found) == repr(expected)
-
-
-@pytest.mark.parametrize("numbers", list(Numbers), ids=lambda numbers: numbers.value)
-def test_the_host_code_of_triton_kernels_reads_nothing(numbers: Numbers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under Triton's interpreter, on a device that runs everything at once."""
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-    launch = interpreter.GridExecutor.__call__
-
-    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
-        with AtOnce():  # it copies tensors to NumPy arrays and back, which a GPU does not
-            launch(kernel, *args, **kwargs)
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
-    monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
-    case = replace(FLAT, size=1, numbers=numbers, spread=Spread.REPLICATED)
-
-    def build(comm: Comm) -> tuple[nn.Module, Optimizer]:
-        model, optimizer = built(case, comm)
-        for unit in optimizer.stepper.units:
-            unit.rule = replace(unit.rule, backend="triton")
-        return model, optimizer
-
-    def on_device(one: DeferredRank) -> Trained:
-        model, optimizer = build(one.comm)
-        with one.device.host_reads_forbidden():
-            results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
-        return outcome(model, optimizer, results)
-
-    def on_host(comm: Comm) -> Trained:
-        model, optimizer = build(comm)
-        return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
-
-    assert all(map(equal, run_deferred(1, on_device, seed=0, eagerness=1.0), run_threads(1, on_host)))
