@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
@@ -27,7 +26,7 @@ from opt_checkpoint import (
     sharded_optimizer,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.safetensors import checkpoint_to_safetensors
+from opt_checkpoint.convert.safetensors_files import find_arrays
 from opt_checkpoint.convert.torch_files import (
     checkpoint_to_torch_file,
     torch_file_to_checkpoint,
@@ -89,58 +88,6 @@ def test_a_state_dict_becomes_a_checkpoint_that_any_sharding_loads(tmp_path: Pat
 def test_a_state_dict_without_names_needs_them(trained: Any) -> None:
     with pytest.raises(CheckpointingException, match="names no parameters"):
         torch_state_to_sharded(trained[1].state_dict())
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The format by its description, written apart from the code under test."""
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    assert length % 8 == 0
-    header = json.loads(raw[8 : 8 + length])
-    header.pop("__metadata__")
-    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64, "U8": torch.uint8, "F64": torch.float64}
-    tensors, end = {}, 0
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        start, stop = entry["data_offsets"]
-        assert start == end
-        end = stop
-        body = np.frombuffer(raw[8 + length + start : 8 + length + stop], dtype=np.uint8).copy()
-        values = torch.from_numpy(body) if len(body) else torch.empty(0, dtype=torch.uint8)
-        dtype = kinds[entry["dtype"]]
-        tensors[name] = (
-            values.view(dtype).view(entry["shape"]) if len(body) else torch.empty(entry["shape"], dtype=dtype)
-        )
-    assert len(raw) == 8 + length + end
-    return tensors
-
-
-def mixed() -> dict[str, torch.Tensor]:
-    return {
-        "a": torch.arange(7, dtype=torch.uint8), "b": torch.randn(3, 5).to(torch.bfloat16), "c": torch.randn(2, 2, 2),
-        "d": torch.arange(4), "e": torch.tensor(2.5, dtype=torch.float64), "f": torch.zeros(0, 3),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("shard_bytes", [10**9, 40, 1])
-def test_safetensors_hold_the_same_values_in_files_of_limited_size(tmp_path: Path, shard_bytes: int) -> None:
-    tensors = mixed()
-    save({k: sharded_like(f"m.{k}", t) for k, t in tensors.items()}, tmp_path / "x")
-    paths = checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out", prefix="m.", shard_bytes=shard_bytes)
-    files = [p for p in paths if p.suffix == ".safetensors"]
-    found = {k: t for p in files for k, t in read_safetensors(p).items()}
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[k], t) for k, t in tensors.items())
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(p.name for p in paths)
-    if len(files) > 1:
-        weight_map = json.loads(paths[-1].read_text())["weight_map"]
-        assert all(k in read_safetensors(tmp_path / "out" / file) for k, file in weight_map.items())
-
-
-def test_an_export_never_writes_over_a_folder(tmp_path: Path) -> None:
-    save({"a": sharded_like("a", torch.zeros(1))}, tmp_path / "x")
-    checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out")
-    with pytest.raises(CheckpointingException, match="out exists"):
-        checkpoint_to_safetensors(tmp_path / "x", tmp_path / "out")
 
 
 # ----- the command line
@@ -258,7 +205,7 @@ def test_convert_to_and_from(tmp_path: Path, trained: Any, capsys: pytest.Captur
         "optimizer.state.exp_avg.",
     )  # fmt: skip
     assert (code, text) == (0, f"{tmp_path / 's' / 'model.safetensors'}\n")
-    assert set(read_safetensors(tmp_path / "s" / "model.safetensors")) == {n for n, _ in model.named_parameters()}
+    assert set(find_arrays(tmp_path / "s")) == {n for n, _ in model.named_parameters()}
 
 
 def test_an_export_names_what_is_no_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from opt_checkpoint import (
     ObjectPath,
     ShardedTensor,
     TieredCheckpointManager,
-    async_save,
     committed_steps,
     load,
     load_optimizer,
@@ -59,19 +58,6 @@ def test_what_was_saved_is_loaded_bit_equal_from_every_kind_of_store(tmp_path: P
         assert_is_step(report.state, 3, 0, 1)
         assert report.missing == report.unexpected == ()
         assert verify_checkpoint(place) == []
-
-
-def _save_and_load(rank: int, size: int, folder: str, saves: bool) -> None:
-    place = bucket_in(folder) / "run/step"
-    if saves:
-        save(state_at(7, rank, size), place)
-    assert_is_step(load(state_at(0, rank, size, filled=False), place).state, 7, rank, size)
-
-
-def test_a_world_loads_what_another_world_saved(tmp_path: Path, ranks: RankPool) -> None:
-    for size in (3, 2):
-        ranks.run(size, _save_and_load, str(tmp_path), size == 3)
-    _save_and_load(0, 1, str(tmp_path), False)
 
 
 def _manage(rank: int, size: int, folder: str) -> list[int]:
@@ -162,39 +148,6 @@ def test_a_stock_directory_in_a_store_is_read(tmp_path: Path) -> None:
         assert torch.equal(loaded["w"], values)
     with pytest.raises(CheckpointNotFoundError, match=r"no manifest\.bin and no \.metadata"):
         read_index(bucket_in(tmp_path / "nothing"))
-
-
-def test_an_optimizer_and_its_model_go_on_from_a_store(bucket: ObjectPath) -> None:
-    torch.manual_seed(0)
-    model, other = torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(torch.randn(2, 8)).sum().backward()
-    optimizer.step()
-    save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, bucket)
-    again = torch.optim.AdamW(other.parameters(), lr=0.2)
-    load({"model": sharded_model(other)}, bucket)
-    load_optimizer(other, again, bucket)
-    assert torch.equal(other.weight, model.weight)
-    assert again.param_groups[0]["lr"] == 0.1
-    for a, b in zip(optimizer.state.values(), again.state.values(), strict=True):
-        assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_a_checkpoint_is_never_written_over(bucket: ObjectPath) -> None:
-    save(state_at(1, 0, 1), bucket)
-    with pytest.raises(CheckpointExistsError, match="never overwritten"):
-        save(state_at(2, 0, 1), bucket)
-    assert_is_step(load(state_at(0, 0, 1, filled=False), bucket).state, 1, 0, 1)
-
-
-def test_a_snapshot_in_the_background_keeps_the_values_of_the_call(bucket: ObjectPath) -> None:
-    weights = torch.arange(1_000_000.0)
-    handle = async_save({"w": sharded_like("w", weights)}, bucket)
-    weights.zero_()
-    handle.wait()
-    loaded = torch.zeros_like(weights)
-    load({"w": sharded_like("w", loaded)}, bucket)
-    assert torch.equal(loaded, torch.arange(1_000_000.0))
 
 
 def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPath) -> None:

@@ -132,16 +132,6 @@ def test_another_layout_is_refused_before_memory_is_written(tmp_path: Path, rank
     ranks.run(2, load_in_another_layout, str(tmp_path))
 
 
-def test_half_of_a_step_is_no_step(tmp_path: Path, ranks: RankPool) -> None:
-    """Rank 1 was killed before it wrote its part of step 2: its node has step 1, and rank 0 has both."""
-    ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
-    for node in (0, 1):
-        shutil.rmtree(parts_of(tmp_path, node, 2)[1])
-    found = resumed(ranks, 2, tmp_path)
-    assert found is not None
-    assert (found.step, found.passed_over) == (1, ("step 2 of the local tier: the parts of ranks [1] are on no node",))
-
-
 def test_parts_of_two_saves_of_one_step_are_not_mixed(tmp_path: Path, ranks: RankPool) -> None:
     ranks.run(2, save_steps, str(tmp_path), [1, 2], {"keep_local": 2})
     old = [tmp_path / f"old-{node}" for node in (0, 1)]

@@ -45,11 +45,19 @@ class Ranks:
         """Rank 0 of the group as a rank of the world."""
         return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """One exchange. Raises CheckpointFailedError for the timeouts and lost connections of gloo and nccl."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
         values = [value] * self.size
         if self.size > 1:
-            with _answered():
+            with self._answered():
                 dist.all_gather_object(values, value, group=self.group)
         return values
 
@@ -57,7 +65,7 @@ class Ranks:
         """Return the value of every rank on rank 0, and None on the others."""
         values = [value] * self.size if self.rank == 0 else None
         if self.size > 1:
-            with _answered():
+            with self._answered():
                 dist.gather_object(value, values, dst=self._first, group=self.group)
         return values
 
@@ -65,7 +73,7 @@ class Ranks:
         """Return the value that rank 0 passes for this rank; other ranks pass None."""
         received = [None if values is None else values[0]]
         if self.size > 1:
-            with _answered():
+            with self._answered():
                 given = None if values is None else list(values)
                 dist.scatter_object_list(received, given, src=self._first, group=self.group)
         return received[0]
@@ -74,18 +82,9 @@ class Ranks:
         """Return the value of rank 0."""
         box = [value]
         if self.size > 1:
-            with _answered():
+            with self._answered():
                 dist.broadcast_object_list(box, src=self._first, group=self.group)
         return box[0]
-
-
-@contextmanager
-def _answered() -> Iterator[None]:
-    """Raise CheckpointFailedError for the timeouts and lost connections of gloo and nccl."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointFailedError(f"a rank did not answer: {error}") from error
 
 
 def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:

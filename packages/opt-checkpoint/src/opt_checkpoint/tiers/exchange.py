@@ -220,21 +220,10 @@ class RanksInTurn(Ranks):
     turns: Turns = field(default_factory=lambda: Turns(lambda name: name))
     name: str = ""
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        with self.turns.turn(self.name):
-            return super().gather_objects(value)
-
-    def gather(self, value: Any) -> list[Any] | None:
-        with self.turns.turn(self.name):
-            return super().gather(value)
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        with self.turns.turn(self.name):
-            return super().scatter(values)
-
-    def broadcast(self, value: Any) -> Any:
-        with self.turns.turn(self.name):
-            return super().broadcast(value)
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        with self.turns.turn(self.name), super()._answered():
+            yield
 
 
 def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
