@@ -160,7 +160,7 @@ class LossyCalls(Calls):
 def bucket_in(folder: Path | str) -> ObjectPath:
     """A bucket whose objects are files, so that processes can share it; a checkpoint in it is not synced."""
     obstore = pytest.importorskip("obstore.store")
-    from opt_checkpoint.store.requests import Requests
+    from opt_checkpoint.store.paths import Requests
 
     return ObjectPath("bucket://files", str(folder).strip("/"), Requests(obstore.LocalStore("/")))
 

@@ -201,7 +201,7 @@ def _convert(options: argparse.Namespace) -> int:
     rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
     written = [target]
     if options.from_ == "torch":
-        of_params = foreign_files.read_names(options.names) if options.names else None
+        of_params = foreign_files.read_list(options.names, str, "names") if options.names else None
         torch_files.torch_file_to_checkpoint(source, target, names=of_params)
     elif options.from_ == "safetensors":
         safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=options.prefix)

@@ -35,7 +35,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.store import bucket as bucket_module
-from opt_checkpoint.store import requests, store_at
+from opt_checkpoint.store import paths, store_at
 from opt_checkpoint.store.bucket import COMMIT, encode_commit
 from opt_checkpoint.store.lease import LEASE, Process
 
@@ -65,7 +65,7 @@ def assert_resumes_from(bucket: ObjectPath, step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(paths.time, "sleep", lambda seconds: None)
 
 
 def test_a_request_that_fails_once_is_made_again(bucket: ObjectPath) -> None:
@@ -99,16 +99,16 @@ def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath) -> None:
 
 def test_an_upload_that_the_store_breaks_off_is_repeated(bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore closes the generator of the parts when it gives up."""
-    real, broken = requests.obstore.put, list[bytes]()
+    real, broken = paths.obstore.put, list[bytes]()
 
     def put_or_break(store: Any, key: str, parts: Any, **options: Any) -> Any:
         if options.get("use_multipart") and len(broken) < 2:
             broken.append(next(parts))
             parts.close()
-            raise requests.exceptions.GenericError("a part was refused")
+            raise paths.exceptions.GenericError("a part was refused")
         return real(store, key, parts, **options)
 
-    monkeypatch.setattr(requests.obstore, "put", put_or_break)
+    monkeypatch.setattr(paths.obstore, "put", put_or_break)
     save(state_at(1, 0, 1), bucket)
     assert len(broken) == 2
     assert verify_checkpoint(bucket) == []
@@ -376,15 +376,15 @@ def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
         lambda: CheckpointManager(url),
         lambda: load_optimizer(model, torch.optim.SGD(model.parameters()), url),
     ]
-    installed = requests._INSTALLED
-    requests._INSTALLED = rank != 1
+    installed = paths._INSTALLED
+    paths._INSTALLED = rank != 1
     try:
         for call in calls:
             with pytest.raises(CheckpointingException, match=r"rank 1: .*need obstore, which is not") as caught:
                 call()
             messages.append(str(caught.value))
     finally:
-        requests._INSTALLED = installed
+        paths._INSTALLED = installed
     return messages
 
 

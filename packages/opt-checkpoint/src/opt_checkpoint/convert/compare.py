@@ -48,7 +48,15 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
             yield Difference(key, f"{a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}")
         else:
             yield from _value_differences(first, second, key, rtol)
-    yield from _object_differences(first, second)
+    for key in sorted(first.objects.keys() | second.objects.keys()):
+        if key not in first.objects or key not in second.objects:
+            yield Difference(key, f"only in the {'first' if key in first.objects else 'second'}")
+            continue
+        try:
+            if fingerprint(read_object(first, key)) != fingerprint(read_object(second, key)):
+                yield Difference(key, "the stored objects differ")
+        except CheckpointCorruptError as error:
+            yield Difference(key, f"damaged: {error}")
 
 
 def _value_differences(first: CheckpointIndex, second: CheckpointIndex, key: str, rtol: float) -> Iterator[Difference]:
@@ -96,18 +104,6 @@ def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
     planner = ShardedLoadPlanner({"": wanted}, opened, strict="ignore_all", aliases={})
     carry_out_load(Ranks(), planner, reader_of(opened, "sizes"))
     return data
-
-
-def _object_differences(first: CheckpointIndex, second: CheckpointIndex) -> Iterator[Difference]:
-    for key in sorted(first.objects.keys() | second.objects.keys()):
-        if key not in first.objects or key not in second.objects:
-            yield Difference(key, f"only in the {'first' if key in first.objects else 'second'}")
-        else:
-            try:
-                if fingerprint(read_object(first, key)) != fingerprint(read_object(second, key)):
-                    yield Difference(key, "the stored objects differ")
-            except CheckpointCorruptError as error:
-                yield Difference(key, f"damaged: {error}")
 
 
 def read_whole(index: CheckpointIndex, key: str) -> Tensor:

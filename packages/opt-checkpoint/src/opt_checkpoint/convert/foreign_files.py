@@ -46,16 +46,22 @@ def load_torch_file(file: PathLike) -> Any:
         raise CheckpointCorruptError(f"{file} cannot be read by torch.load(weights_only=True): {cause}") from error
 
 
-def read_names(file: PathLike) -> list[str]:
-    """A JSON list of names.
+def read_list(file: PathLike, of: type[T], what: str) -> list[T]:
+    """A JSON list of values of one type; `what` names them in errors.
 
     Raises:
-        CheckpointingException: it is not a JSON list of names.
+        CheckpointingException: it is not such a list.
     """
-    names = _read_list(file, "names")
-    if not all(isinstance(name, str) for name in names):
-        raise CheckpointValueError(f"{file} is not a JSON list of names: {names!r:.200}")
-    return names
+    try:
+        rows = json.loads(Path(file).read_text())
+    except ValueError as error:
+        raise CheckpointValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise CheckpointValueError(f"{file} holds a {type(rows).__name__}, not a JSON list of {what}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, of):
+            raise CheckpointValueError(f"{file} is not a JSON list of {what}: entry {number} is {row!r:.200}")
+    return rows
 
 
 def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
@@ -65,22 +71,12 @@ def read_rows(file: PathLike, row: Callable[..., T]) -> list[T]:
         CheckpointingException: it is not a JSON list of objects, or an object has other fields.
     """
     made = []
-    for number, fields in enumerate(_read_list(file, "objects")):
+    for number, fields in enumerate(read_list(file, dict, "objects")):
         try:
             made.append(row(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}))
-        except (TypeError, AttributeError) as error:
+        except TypeError as error:
             raise CheckpointValueError(f"{file}: entry {number} is {fields!r:.200}: {error}") from None
     return made
-
-
-def _read_list(file: PathLike, of: str) -> list[Any]:
-    try:
-        rows = json.loads(Path(file).read_text())
-    except ValueError as error:
-        raise CheckpointValueError(f"{file} is not JSON: {error}") from None
-    if not isinstance(rows, list):
-        raise CheckpointValueError(f"{file} holds a {type(rows).__name__}, not a JSON list of {of}")
-    return rows
 
 
 def scratch_folder(target: AnyPath) -> tempfile.TemporaryDirectory[str]:

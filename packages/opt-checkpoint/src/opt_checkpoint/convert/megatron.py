@@ -39,19 +39,6 @@ _BUCKET_STATE = re.compile(r"(?:.*\.)?dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_
 _START_MULTIPLE = 64  # of elements, on which Megatron-Core's parameters start: longer gaps are not padding
 
 
-def sharding_type(index: CheckpointIndex, common: Any) -> str | None:
-    """The recorded format of the distributed optimizer's state; None if the optimizer has none.
-
-    Args:
-        index: a Megatron-Core directory.
-        common: its common state.
-    """
-    found = set(_values_of(common, "param_state_sharding_type"))
-    if not found and any(map(_BUCKET_STATE.fullmatch, index.tensors)):
-        return BUCKETS
-    return str(found.pop()) if len(found) == 1 else None
-
-
 def read_step(index: CheckpointIndex, common: Any) -> int | None:
     """The step count of the whole optimizer; None if none is stored.
 
@@ -109,10 +96,12 @@ def megatron_to_checkpoint(
         CheckpointingException: it is not a Megatron-Core directory, has a format that is not read, or needs `slots`.
     """
     index = read_index(source)
-    if index.kind is not Kind.MEGATRON and not any(map(_BUCKET_STATE.fullmatch, index.tensors)):
+    has_buckets = any(map(_BUCKET_STATE.fullmatch, index.tensors))
+    if index.kind is not Kind.MEGATRON and not has_buckets:
         raise CheckpointValueError(f"{source} was not written by Megatron-Core: it has no metadata.json")
     common = read_common(index)
-    form = sharding_type(index, common)
+    forms = set(_values_of(common, "param_state_sharding_type")) or ({BUCKETS} if has_buckets else set())
+    form = str(forms.pop()) if len(forms) == 1 else None  # of the optimizer; None if there is none
     if form is not None and form not in READABLE:
         raise CheckpointValueError(
             f"{source} stores its optimizer as {form}, which is not read; allowed: {', '.join(sorted(READABLE))}. "

@@ -75,7 +75,12 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
     for instance in sorted(_instances(rules, tensors, known), key=lambda i: i.rule.tied):
         rule, sides, names = instance.rule, instance.sides, instance.names
         sizes = _sizes_of(instance, tensors)
-        made = dict(_other_names(instance, sizes))
+        stack = sides[known].stack
+        made = {
+            (text, index): pattern.filled({**instance.common, **dict(zip(stack, map(str, index)))})
+            for text, (pattern, _) in sides[1 - known].patterns.items()
+            for index in itertools.product(*(range(sizes.stacks[name]) for name in stack))
+        }
         ours, theirs = (names, made) if known == 0 else (made, names)
         mapped.ours.update(sizes.described(0, sides, ours))
         if known == 1 or not rule.tied:
@@ -198,14 +203,6 @@ def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], know
             f"no rule names {', '.join(sorted(unmapped)[:_SHOWN])}{more}; add one, or leave them out by a rule"
         )
     return list(found.values())
-
-
-def _other_names(instance: _Instance, sizes: _Sizes) -> Iterator[tuple[tuple[str, Shape], str]]:
-    """The tensors of the other side, by pattern and numbers."""
-    stack = instance.sides[instance.known].stack
-    for text, (pattern, _) in instance.sides[1 - instance.known].patterns.items():
-        for index in itertools.product(*(range(sizes.stacks[name]) for name in stack)):
-            yield (text, index), pattern.filled({**instance.common, **dict(zip(stack, map(str, index)))})
 
 
 class _Sizes(NamedTuple):

@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,7 +217,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
             except OSError:  # another file system, or one without links
                 shutil.copyfile(source / file, out / link)
         values = {key: place for key, place in archives.objects.items() if key != COMMON_KEY}
-        values |= _write_values(out / _GROUPS_FILE, _group_values(saved, name))
+        values |= _write_values(out / _GROUPS_FILE, saved, name)
         stored |= {key: dcp.BytesStorageMetadata() for key in values}
         places |= {dcp.MetadataIndex(key): place for key, place in values.items()}
         storage = {index: _StorageInfo(files.get(p.file, p.file), p.start, p.nbytes) for index, p in places.items()}
@@ -226,25 +226,18 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
         out.rename(target)
 
 
-def _group_values(saved: SavedOptimizer, name: str) -> Iterator[tuple[str, Any]]:
-    """Every field of every group by number and by parameter, and the non-tensor states."""
+def _write_values(file: Path, saved: SavedOptimizer, name: str) -> dict[str, ByteRange]:
+    """Write every field of every group by number and by parameter, and the states that are no tensors, each as an
+    archive of `torch.save`; equal values are written once. Returns their places by key."""
+    values = {f"{name}.state.{p}.{state}": v for p, own in saved.plain_state.items() for state, v in own.items()}
     for number, (group, members) in enumerate(zip(saved.groups, saved.names, strict=True)):
-        for field, value in {**group, "params": list(members)}.items():
-            yield f"{name}.param_groups.{number}.{field}", value
-        for param in members:
-            for field, value in group.items():
-                yield f"{name}.param_groups.{param}.{field}", value
-    for param, states in saved.plain_state.items():
-        for state, value in states.items():
-            yield f"{name}.state.{param}.{state}", value
-
-
-def _write_values(file: Path, values: Iterator[tuple[str, Any]]) -> dict[str, ByteRange]:
-    """Write each value as an archive of `torch.save`; equal values are written once."""
+        for field, value in group.items():
+            values |= {f"{name}.param_groups.{of}.{field}": value for of in (number, *members)}
+        values[f"{name}.param_groups.{number}.params"] = list(members)
     places: dict[str, ByteRange] = {}
     first: dict[bytes, ByteRange] = {}
     with file.open("wb") as out:
-        for key, value in values:
+        for key, value in values.items():
             stream = io.BytesIO()
             torch.save(value, stream)
             raw = stream.getvalue()

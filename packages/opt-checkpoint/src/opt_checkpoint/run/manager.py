@@ -6,7 +6,7 @@ import logging
 import operator
 import uuid
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -215,22 +215,17 @@ class CheckpointManager(Closing):
                 f"step {strangers[0]} in {self.directory} was saved by another trainer since this manager was opened; "
                 f"a series has one trainer. Stop one of them, and open a new manager to continue the series"
             )
-        replace = step in steps and self.series.is_committed(step) and self._is_replaceable(step, left)
+        replace = step in steps and self.series.is_committed(step)
+        if replace and step not in (*left, *self._damaged, *self.series.abandoned()):
+            findings = verify_checkpoint(self.series.path(step))  # all of it, before the save is refused
+            replace = bool(findings)
+            for finding in findings[:1]:
+                logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), finding)
         how = SaveAs(uuid.uuid4().hex, replace=replace)
         left.get(step, set()).add(how.save_id)
         rollback = self.series.begin(step, how.save_id)
         self._known = known | {step}
         return how, rollback
-
-    def _is_replaceable(self, step: int, left: Collection[int]) -> bool:
-        """Whether an existing step was abandoned or is damaged."""
-        path = self.series.path(step)
-        if step in left or step in self._damaged or step in self.series.abandoned():
-            return True
-        findings = verify_checkpoint(path)  # all of it, before the save is refused
-        if findings:
-            logger.warning("%s is damaged (%s) and is saved again", path, findings[0])
-        return bool(findings)
 
     def wait(self) -> None:
         """Wait for the running save.

@@ -15,8 +15,7 @@ from contextlib import suppress
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
-from opt_checkpoint.store.paths import ObjectPath
-from opt_checkpoint.store.requests import Listed
+from opt_checkpoint.store.paths import Listed, ObjectPath
 from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there
 
 COMMIT = "commit.json"

@@ -103,7 +103,13 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
         folder: name of the folder.
         age: seconds since the last change in it.
     """
-    process = _process_in(lease)
+    process = None
+    try:
+        content = json.loads(lease)
+        host, boot, namespace, pid, started = (content[name] for name in Process._fields)
+        process = Process(str(host), str(boot), int(namespace), int(pid), str(started))
+    except (ValueError, KeyError, TypeError):  # damaged, as after a power loss
+        pass
     if process is not None and process.boot and (process.boot, process.namespace) == _machine():
         if process.pid == os.getpid():
             names = {thread.name for thread in threading.enumerate()}
@@ -113,13 +119,3 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
         return None
     who = f"process {process.pid} on {process.host}" if process is not None else "an unknown process"
     return f"{who}, which wrote {max(0.0, age):.0f} s ago"
-
-
-def _process_in(lease: bytes) -> Process | None:
-    """The process named in a lease; None if it is damaged, as after a power loss."""
-    try:
-        content = json.loads(lease)
-        host, boot, namespace, pid, started = (content[name] for name in Process._fields)
-        return Process(str(host), str(boot), int(namespace), int(pid), str(started))
-    except (ValueError, KeyError, TypeError):
-        return None
