@@ -32,22 +32,16 @@ ROOT = Path(__file__).parent
 GROUPS = nox.project.load_toml("pyproject.toml")["dependency-groups"]
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 TORCHES = ["2.6.0", "2.13.0", "newest"]
-FROM_THE_BOTTOM_UP = ("config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack")
-PACKAGES = [f"opt-{name}" for name in FROM_THE_BOTTOM_UP]
+PACKAGES = [f"opt-{n}" for n in ("config", "scheduler", "paramgroups", "kernels", "checkpoint", "distributed", "stack")]
 WITHOUT_TORCH = ["opt-scheduler"]
-# Each worker takes half of the files, in order, and then tests of the other's half.
-TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]
-# Each worker takes the next file, whole: worlds of ranks and compiled kernels, which some files make first, take
-# minutes, and no fixture is made twice.
+TWO_AT_A_TIME = ["pytest", "-n", "2", "--dist", "worksteal"]  # each worker takes half of the files, in order
+# Each worker takes the next file, whole, so that worlds of ranks and fixtures are made once.
 FILE_BY_FILE = ["pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-# What each run of `tests` writes: the tests that it ran, skipped and deselected. Judged only if this process ran all.
-OUTCOMES = ".nox/outcomes/{}.json"
+OUTCOMES = ".nox/outcomes/{}.json"  # the tests that each run of `tests` ran, skipped and deselected
 RECORDED: list[str] = []
-# All folders of tests, in parts that take less than an hour or two at night. Everything of them runs then, and whole.
+# What `nightly` runs: all folders of tests, in parts that take less than two hours; and other sessions.
 PARTS = {
-    "packages": [
-        f"packages/opt-{name}/tests" for name in ("config", "scheduler", "paramgroups", "distributed", "stack")
-    ],
+    "packages": [f"packages/opt-{n}/tests" for n in ("config", "scheduler", "paramgroups", "distributed", "stack")],
     "checkpoint": ["packages/opt-checkpoint/tests"],
     "kernels": ["packages/opt-kernels/tests", "kernels"],
     "device": [f"integration_tests/{name}" for name in ("device", "offload")],
@@ -56,12 +50,10 @@ PARTS = {
     "fuzz": ["integration_tests/fuzz"],
     "project": ["integration_tests/project"],
 }
-# What `nightly` runs besides: planted faults, and tests that need other environments.
 OTHER_NIGHTLY = ["planted", "trainers", "megatron", "jax", "s3", "checkout"]
 INSPECT_DIST = ["pytest", "--noconftest", "integration_tests/project/wheels.py"]
-# Of the requirements of PyPI's Linux wheels of torch, those that a run without a GPU never loads.
+# What PyPI's Linux wheels of torch require and a run without a GPU never loads.
 SKIP_ON_CPU = ["triton", *(f"nvidia-{name}{suffix}" for name in ("cusolver", "nvtx") for suffix in ("", "-cu12"))]
-
 # pyenv's shims answer only for the version in use; its real interpreters are one folder further.
 PYENV = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
 os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], *map(str, sorted(PYENV.glob("3.1?.*/bin")))])
@@ -120,27 +112,18 @@ def requirements(package: str) -> list[str]:
     return [name for name in PACKAGES if name == package or name in below]
 
 
-def install_packages(
-    session: nox.Session, *names: str, options: tuple[str, ...] = (), groups: tuple[str, ...] = ("test",)
-) -> None:
-    """Install each package with -e. Packages that are installed only as requirements would be copies."""
-    editable = [part for name in names for part in ("-e", f"packages/{name}")]
-    session.install(*options, *(line for group in groups for line in GROUPS[group]), *editable)
-
-
 def install(session: nox.Session, *names: str, groups: tuple[str, ...] = ("test",), torch: str = ">=2.6") -> None:
     """Install torch, unless no package needs it, and the packages; without names, all of them."""
     if names != tuple(WITHOUT_TORCH):
         install_torch(session, torch)
-    install_packages(session, *(names or PACKAGES), groups=groups)
+    # Packages that are installed only as requirements would be copies.
+    editable = [part for name in names or PACKAGES for part in ("-e", f"packages/{name}")]
+    session.install(*(line for group in groups for line in GROUPS[group]), *editable)
     reuse_bytecode(session)
 
 
 def reuse_bytecode(session: nox.Session) -> None:
-    """Copy what Python compiled in the newest other environment: torch's sources take ten seconds in each.
-
-    Python compares the size and time of a source with those in its compiled file, and replaces one that does not fit.
-    """
+    """Copy what Python compiled in the newest other environment; it replaces what does not fit its source."""
     for here in Path(session.virtualenv.location).glob("lib/python*/site-packages"):
         others = [torch.parent for torch in here.parents[3].glob(f"*/lib/{here.parent.name}/site-packages/torch")]
         newest = max(others, key=lambda site: (site != here, site.stat().st_ctime), default=here)
@@ -159,9 +142,6 @@ def uninstall_packages(session: nox.Session, *, before: str) -> None:
         install_torch(session)
 
 
-# --- what everybody runs ----------------------------------------------------------------------------------------------
-
-
 def run_recorded(session: nox.Session, name: str, *command: str, options: list[str]) -> None:
     """Run pytest, and record which tests it ran unless options select some."""
     session.run(*command, f"--outcomes={OUTCOMES.format(name)}", *options)
@@ -171,9 +151,8 @@ def run_recorded(session: nox.Session, name: str, *command: str, options: list[s
 @nox.session
 @nox.parametrize("package", [*PACKAGES, "all"], ids=[*PACKAGES, "all"])
 def tests(session: nox.Session, package: str) -> None:
-    """The tests: each package with only its declared dependencies, then everything together.
+    """The tests: each package with only its declared dependencies, then everything together. None may run nowhere.
 
-    If all of it ran, a test that was skipped everywhere is a failure: integration_tests/support/outcomes.py.
     `-- --changed` runs only the tests that name what was changed since `main`.
     """
     where = ["kernels", "integration_tests"] if package == "all" else [f"packages/{package}/tests"]
@@ -186,7 +165,6 @@ def tests(session: nox.Session, package: str) -> None:
         run_recorded(session, package, *TWO_AT_A_TIME, *where, options=options)
         return
     install(session, groups=("test", "kernels", "lint", "extras"))
-    session.run("lint-imports", "--no-cache")
     run_recorded(session, "together", *FILE_BY_FILE, *where, options=options)
     if "--changed" in session.posargs:
         return
@@ -268,10 +246,9 @@ def docs(session: nox.Session) -> None:
     install(session, groups=("test", "extras", "docs"))
     project = "integration_tests/project"
     readmes = [f"{project}/test_readme.py", *map(str, sorted(Path("packages").glob("*/tests/test_readme.py")))]
-    readmes += map(str, sorted(Path("packages").glob("*/tests/test_do*s.py")))  # test_documents and test_doctests
-    session.run(
-        "pytest", "-n", "2", "--nightly", f"{project}/test_docs.py", "-k", "not builds", *readmes, *session.posargs
-    )
+    readmes += [f"{project}/test_doctests.py", *map(str, sorted(Path("packages").glob("*/tests/test_documents.py")))]
+    chosen = [f"{project}/test_docs.py", "-k", "not builds", *readmes]
+    session.run("pytest", "-n", "2", "--nightly", *chosen, *session.posargs)
     session.run("sphinx-build", "-b", "html", "-W", "--keep-going", "docs", "site")
 
 
@@ -289,45 +266,27 @@ def quickstart(session: nox.Session) -> None:
 @nox.parametrize("torch", TORCHES)
 def matrix(session: nox.Session, torch: str) -> None:
     """All packages' tests on every python and torch. Versions that cannot be installed are skipped with the reason."""
+    spec = ">=2.6" if torch == "newest" else f"=={torch}"
     try:
-        install_torch(session, ">=2.6" if torch == "newest" else f"=={torch}")
+        install_torch(session, spec)
     except CommandFailed as failure:
-        session.skip(
-            f"torch {torch} cannot be installed on python {session.python}: {failure}. TORCH_SOURCE=pypi installs "
-            "PyPI's wheel, which on Linux loads about 3 GB of CUDA libraries, too"
-        )
-    install_packages(session, *PACKAGES)
+        session.skip(f"no torch {torch} on python {session.python}: {failure}; TORCH_SOURCE=pypi loads PyPI's, 3 GB")
+    install(session, torch=spec)
     session.run(*FILE_BY_FILE, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
 def minimums(session: nox.Session) -> None:
     """Every declared lower bound at once, torch 2.6.0 among them."""
-    install_torch(session, "==2.6.0")
-    install_packages(session, *PACKAGES, options=("--resolution=lowest-direct",))
+    session.env["UV_RESOLUTION"] = "lowest-direct"
+    install(session, torch="==2.6.0")
     session.run("uv", "pip", "list")
     session.run(*FILE_BY_FILE, "packages", "integration_tests", *session.posargs)
 
 
 @nox.session(default=False)
-def wheels(session: nox.Session) -> None:
-    """Builds every wheel, looks inside, and installs each alone: from `dist/` only, siblings included."""
-    dist = Path(session.create_tmp()) / "dist"
-    shutil.rmtree(dist, ignore_errors=True)
-    session.run("uv", "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", str(dist), "-q")
-    session.install(*GROUPS["test"])
-    session.run(*INSPECT_DIST, env={"OPT_STACK_DIST": str(dist)})
-    for package in PACKAGES:
-        uninstall_packages(session, before=package)
-        session.install("--find-links", str(dist), "--no-index", package)
-        module = package.replace("-", "_")
-        session.run("python", "-c", f"import {module}; print({module}.__name__, {module}.__version__)")
-
-
-@nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Build the files to publish into dist/. `-- --check` inspects and installs them, `--tag v0.1.0` checks the
-    version.
+    """Build the files to publish into dist/. `-- --check` inspects and installs them, `--tag v0.1.0` checks a version.
 
     On GitHub's CI, links in READMEs and project URLs point to the repository's page; OPT_STACK_URL sets another one.
     """
@@ -383,16 +342,17 @@ def trainers(session: nox.Session) -> None:
     """Inside Lightning, Accelerate, the HF Trainer and torchtitan: real installs, a toy model, save and resume."""
     install(session, groups=("test", "trainers", "kernels"))  # torchtitan imports triton
     session.run("pytest", "packages/opt-scheduler/tests_trainers", "integration_tests/trainers", *session.posargs)
-    program = "integration_tests/project/test_docs.py::test_the_program_for_the_trainer_trains"
-    session.run("pytest", "--nightly", program, *session.posargs)
+    docs = "integration_tests/project/test_docs.py"
+    session.run("pytest", "--nightly", f"{docs}::test_the_program_for_the_trainer_trains", *session.posargs)
 
 
 @nox.session(default=False)
 def jax(session: nox.Session) -> None:
     """Schedules under `jax.jit`, in optax and in Keras, with real installs."""
     install(session, "opt-scheduler", groups=("test", "jax"))
-    chosen = "jax or optax or array or readme or keras"
-    session.run("pytest", "packages/opt-scheduler/tests", "-k", chosen, *session.posargs, env={"KERAS_BACKEND": "jax"})
+    chosen = ["packages/opt-scheduler/tests", "integration_tests/project/test_doctests.py"]
+    chosen += ["-k", "jax or optax or array or readme or keras"]
+    session.run("pytest", *chosen, *session.posargs, env={"KERAS_BACKEND": "jax"})
 
 
 @nox.session(python="3.11", default=False)
@@ -415,9 +375,6 @@ def s3(session: nox.Session) -> None:
     install(session, "opt-checkpoint")
     session.install("obstore>=0.6", "moto[server]>=5")
     session.run("pytest", "packages/opt-checkpoint/tests_s3", *session.posargs)
-
-
-# --- figures -----------------------------------------------------------------------------------------
 
 
 @nox.session(default=False)

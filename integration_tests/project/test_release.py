@@ -170,5 +170,5 @@ def test_workflows_run_every_session_that_tests() -> None:
     assert named <= sessions
     assert named >= {*listed(noxfile, "nox.options.sessions")}
     # Everything runs in a workflow but figures, parts of other sessions, and what a maintainer does.
-    by_hand = "bench leaderboard numbers quickstart wheels changelog nightly"
+    by_hand = "bench leaderboard numbers quickstart changelog nightly"
     assert sessions - named == set(by_hand.split())

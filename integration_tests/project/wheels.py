@@ -1,4 +1,4 @@
-"""What each wheel must and must not contain; run by `nox -s wheels` and `nox -s release`, which build them first."""
+"""What each wheel must and must not contain; run by `nox -s release -- --check`, which builds them first."""
 
 import os
 import tarfile
