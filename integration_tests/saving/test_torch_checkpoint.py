@@ -1,83 +1,228 @@
-"""Over gloo processes: torch.distributed.checkpoint saves and reshards the state of these optimizers."""
+"""Over gloo processes: torch.distributed.checkpoint and opt_checkpoint save and reshard the state of our optimizers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from processes import Job, run_jobs
+from cut_ranks import Net
+from processes import Job, mesh_of, run_jobs
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
-from torch_checkpoint_ranks import (
-    AFTER,
-    BEFORE,
-    CONFIGS,
-    DROP_INS,
-    SHARDED,
-    Run,
-    broadcast_full,
-    finished,
-    finished_sharded,
-    full_state,
-    refusal_by_name,
-    resume,
-    resume_sharded,
-    round_trip_before_the_first_step,
-    save,
-    save_sharded,
-)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from opt_checkpoint import load_optimizer
+import opt_checkpoint
+from opt_checkpoint import sharded_model, sharded_optimizer
+from opt_config import OptimizerConfig
+from opt_kernels.optim import AdamW
+from opt_stack import get_optimizer
 
+SHAPES = {"column": (10, 10), "row": (6, 7), "qkv": (20, 3)}
+BEFORE, AFTER = 3, 2  # steps before a checkpoint and after it
+BASE: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0, "muon_fp32_matmul_prec": "highest"}
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"optimizer": "sgd"},
+    "muon": {"optimizer": "muon"},
+    "bf16": {"bf16": True},
+    "bf16, remainder": {"bf16": True, "use_precision_aware_optimizer": True, "store_param_remainders": True},
+}
+# Of parameters that torch did not shard: state cut over ranks. "dealt": a rank each keeps SOAP's factors of a matrix.
+SHARDED: Mapping[str, dict[str, Any]] = {
+    "flat shards": {"bf16": True, "use_distributed_optimizer": True},
+    "layer-wise": {"bf16": True, "optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
+}
+BY_RANK = {**SHARDED, "dealt": {"optimizer": "soap"}}
+DROP_INS: Mapping[str, dict[str, Any]] = {
+    "drop-in": {},
+    "drop-in, fp32 mains": {"mains": "float32"},
+    "drop-in, remainder": {"mains": "remainder"},
+    "drop-in, 8 bit": {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8},
+}
 KINDS = (*CONFIGS, *DROP_INS)
-RESHARDED = [kind for kind in KINDS if kind != "drop-in, 8 bit"]  # its blocks follow the shards: other roundings
+# Blocks of eight-bit state follow the shards: on other shards they round otherwise, by about one part in 127.
+RESHARDED = [kind for kind in KINDS if kind != "drop-in, 8 bit"]
 FLAT = ("adamw", "bf16", "drop-in")
 FLATTENED = StateDictOptions(flatten_optimizer_state_dict=True)
+Weights = dict[str, Tensor]
+
+
+class Run:
+    """A model, sharded by FSDP2 where there are ranks, and its optimizer; stepped on known gradients."""
+
+    def __init__(self, kind: str, *, seed: int = 0):
+        fields = {**CONFIGS, **BY_RANK}.get(kind)
+        is_bf16 = fields.get("bf16", False) if fields is not None else "mains" in DROP_INS[kind]
+        self.dtype, self.is_sharded = torch.bfloat16 if is_bf16 else torch.float32, kind not in SHARDED
+        self.model = self._laid_out(seed)
+        if fields is None:
+            self.optimizer: Any = AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1, **DROP_INS[kind])
+        else:
+            self.optimizer = get_optimizer(OptimizerConfig(**{**BASE, **fields}), [self.model], {})
+
+    def _laid_out(self, seed: int) -> Net:
+        net = Net(SHAPES, seed).to(self.dtype)
+        if self.is_sharded and dist.is_initialized():
+            fully_shard(net, mesh=mesh_of(dist.get_world_size()))
+        return net
+
+    def train(self, start: int, stop: int) -> "Run":
+        for step in range(start, stop):
+            grads = dict(self._laid_out(1 + step).named_parameters())
+            for name, param in self.model.named_parameters():
+                param.grad = grads[name].detach()
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return self
+
+    def finish(self) -> Weights:
+        """The weights after the last steps."""
+        self.train(BEFORE, BEFORE + AFTER)
+        found = {name: param.detach() for name, param in self.model.named_parameters()}
+        return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in found.items()}
+
+    def states(self, options: StateDictOptions | None = None) -> dict[str, Any]:
+        model, optim = get_state_dict(self.model, self.optimizer, options=options)
+        return {"model": model, "optim": optim}
+
+    def sharded(self) -> dict[str, Any]:
+        return {"model": sharded_model(self.model), "optimizer": sharded_optimizer(self.model, self.optimizer)}
+
+
+# --- what a rank does; a resuming run begins with another model and an optimizer without a step -----------------------
+
+
+def finished(kind: str) -> Weights:
+    return Run(kind).train(0, BEFORE).finish()
+
+
+def save(kind: str, path: str, options: StateDictOptions | None = None) -> None:
+    dcp.save(Run(kind).train(0, BEFORE).states(options), checkpoint_id=path)
+
+
+def resume(kind: str, path: str, options: StateDictOptions | None = None) -> Weights:
+    run = Run(kind, seed=50)
+    state = run.states(options)
+    dcp.load(state, checkpoint_id=path)
+    model, optim = state["model"], state["optim"]
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optim, options=options)
+    return run.finish()
+
+
+def save_with_ours(kind: str, path: str) -> None:
+    opt_checkpoint.save(Run(kind).train(0, BEFORE).sharded(), path)
+
+
+def resume_with_ours(kind: str, path: str) -> Weights:
+    run = Run(kind, seed=50)
+    opt_checkpoint.load({"model": sharded_model(run.model)}, path)
+    opt_checkpoint.load_optimizer(run.model, run.optimizer, path)
+    return run.finish()
+
+
+def broadcast_full(kind: str, cpu_offload: bool) -> tuple[dict[str, Any], Weights]:
+    """Rank 0's whole state, and the weights where it gave that to all."""
+    state = Run(kind).train(0, BEFORE).states(StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload))
+    again = Run(kind, seed=50)
+    given = state if dist.get_rank() == 0 else {"model": {}, "optim": {}}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(again.model, given["model"], options=options)
+    set_optimizer_state_dict(again.model, again.optimizer, given["optim"], options=options)
+    return state["optim"], again.finish()
+
+
+def round_trip_before_the_first_step(kind: str) -> Weights:
+    run = Run(kind)
+    set_optimizer_state_dict(run.model, run.optimizer, get_optimizer_state_dict(run.model, run.optimizer))
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    return run.train(0, BEFORE).finish()
+
+
+def refusal_by_name(kind: str) -> str:
+    """What torch's function for states by parameter name raises."""
+    run = Run(kind).train(0, BEFORE)
+    try:
+        get_optimizer_state_dict(run.model, run.optimizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def save_by_index(kind: str, path: str) -> None:
+    """As dcp takes any state dict."""
+    run = Run(kind).train(0, BEFORE)
+    dcp.save({"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}, checkpoint_id=path)
+
+
+def resume_by_index(kind: str, path: str) -> Weights | str:
+    """Weights after the last steps, or what dcp raised."""
+    run = Run(kind, seed=50)
+    state = {"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}
+    try:
+        dcp.load(state, checkpoint_id=path)
+    except CheckpointException as error:
+        return str(error)
+    run.model.load_state_dict(state["model"])
+    run.optimizer.load_state_dict(state["optim"])
+    return run.finish()
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("alone")
-    for kind in KINDS:
-        save(kind, str(folder / kind))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def worlds(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Three ranks save; two load that, and what one process saved."""
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """One process and three ranks save; two load both."""
     folder = tmp_path_factory.mktemp("worlds")
-    three = {f"save {kind}": Job(save, (kind, str(folder / kind))) for kind in KINDS}
-    three |= {f"save flat {kind}": Job(save, (kind, str(folder / f"flat {kind}"), True)) for kind in FLAT}
-    three |= {f"again {kind}": Job(resume, (kind, str(folder / kind))) for kind in KINDS}
-    three |= {f"finished {kind}": Job(finished, (kind,)) for kind in KINDS}
-    three |= {f"before {kind}": Job(round_trip_before_the_first_step, (kind,)) for kind in KINDS}
-    three |= {f"other {kind}": Job(save_sharded, (kind, str(folder / f"other {kind}"))) for kind in SHARDED}
-    results = run_jobs(3, three)
-    two = {f"resume {kind}": Job(resume, (kind, str(folder / kind))) for kind in KINDS}
-    two |= {f"resume flat {kind}": Job(resume, (kind, str(folder / f"flat {kind}"), True)) for kind in FLAT}
-    two |= {f"from alone {kind}": Job(resume, (kind, str(alone / kind))) for kind in KINDS}
-    two |= {f"full {kind}": Job(full_state, (kind, True)) for kind in FLAT}
-    two |= {f"broadcast {kind} {offload}": Job(broadcast_full, (kind, offload)) for kind in FLAT for offload in (0, 1)}
-    two["refused dealt"] = Job(refusal_by_name, ("dealt",))
+    at = lambda *words: str(folder / " ".join(words))
+    for kind in KINDS:
+        save(kind, at("alone", kind))
+    for kind in DROP_INS:
+        save_with_ours(kind, at("ours alone", kind))
+    three: dict[str, Job] = {}
+    two: dict[str, Job] = {}
+    for kind in KINDS:
+        three[f"save {kind}"] = Job(save, (kind, at(kind)))
+        three[f"again {kind}"] = Job(resume, (kind, at(kind)))
+        three[f"finished {kind}"] = Job(finished, (kind,))
+        three[f"before {kind}"] = Job(round_trip_before_the_first_step, (kind,))
+        two[f"resume {kind}"] = Job(resume, (kind, at(kind)))
+        two[f"from alone {kind}"] = Job(resume, (kind, at("alone", kind)))
+    for kind in DROP_INS:
+        two[f"save ours {kind}"] = Job(save_with_ours, (kind, at("ours", kind)))
+        two[f"ours {kind}"] = Job(resume_with_ours, (kind, at("ours", kind)))
+        two[f"ours from alone {kind}"] = Job(resume_with_ours, (kind, at("ours alone", kind)))
+    for kind in FLAT:
+        three[f"save flat {kind}"] = Job(save, (kind, at("flat", kind), FLATTENED))
+        two[f"resume flat {kind}"] = Job(resume, (kind, at("flat", kind), FLATTENED))
+        two |= {f"broadcast {kind} {offload}": Job(broadcast_full, (kind, offload)) for offload in (False, True)}
     for kind in SHARDED:
-        two[f"refused {kind}"] = Job(refusal_by_name, (kind,))
-        two[f"finished {kind}"] = Job(finished_sharded, (kind,))
-        two[f"save {kind}"] = Job(save_sharded, (kind, str(folder / kind)))
-        two[f"resume {kind}"] = Job(resume_sharded, (kind, str(folder / kind)))
-        two[f"other {kind}"] = Job(resume_sharded, (kind, str(folder / f"other {kind}")))
-    results |= run_jobs(2, two)
-    results |= {f"alone {kind}": [resume(kind, str(folder / kind))] for kind in RESHARDED}
-    return results
+        three[f"save other {kind}"] = Job(save_by_index, (kind, at("other", kind)))
+        two[f"other {kind}"] = Job(resume_by_index, (kind, at("other", kind)))
+        two[f"save {kind}"] = Job(save_by_index, (kind, at(kind)))
+        two[f"resume {kind}"] = Job(resume_by_index, (kind, at(kind)))
+        two[f"finished {kind}"] = Job(finished, (kind,))
+    two |= {f"refused {kind}": Job(refusal_by_name, (kind,)) for kind in BY_RANK}
+    found = run_jobs(3, three)
+    found |= run_jobs(2, two)
+    found |= {f"alone {kind}": [resume(kind, at(kind))] for kind in RESHARDED}
+    found |= {f"ours alone {kind}": [resume_with_ours(kind, at("ours", kind))] for kind in DROP_INS}
+    return found | {f"ours never left {kind}": [resume_with_ours(kind, at("ours alone", kind))] for kind in DROP_INS}
 
 
-def assert_all_equal(got: list[dict[str, torch.Tensor]], want: dict[str, torch.Tensor], *, rtol: float = 0) -> None:
+def assert_all_equal(got: list[Weights], want: Weights, *, rtol: float = 0) -> None:
     for of_rank in got:
         assert of_rank.keys() == want.keys()
         for name in want:
@@ -85,45 +230,34 @@ def assert_all_equal(got: list[dict[str, torch.Tensor]], want: dict[str, torch.T
 
 
 @pytest.mark.parametrize("kind", RESHARDED)
-@pytest.mark.parametrize("where", ["again", "resume", "from alone", "alone"])
-def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(
-    worlds: dict[str, list[Any]], where: str, kind: str
-) -> None:
+@pytest.mark.parametrize("where", ["again", "resume", "from alone", "alone", "before"])
+def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(worlds: Any, where: str, kind: str) -> None:
     # Products of gathered matrices may be summed in another order.
     assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
 
 
-def test_eight_bit_state_resumes_exactly_on_the_same_ranks(worlds: dict[str, list[Any]]) -> None:
+def test_eight_bit_state_resumes_exactly_on_the_same_ranks(worlds: Any) -> None:
     assert_all_equal(worlds["again drop-in, 8 bit"], worlds["finished drop-in, 8 bit"][0])
 
 
+@pytest.mark.parametrize("kind", DROP_INS)
+def test_ours_saves_drop_ins_alone_and_under_fsdp2_and_reshards_them(worlds: Any, kind: str) -> None:
+    """The state is local shards, while parameters are DTensors."""
+    assert_all_equal(worlds[f"ours never left {kind}"], finished(kind))
+    for where in ("ours", "ours from alone", "ours alone"):
+        assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-2 if "8 bit" in kind else 0)
+
+
 @pytest.mark.parametrize("kind", FLAT)
-def test_the_flattened_form_reshards_too(worlds: dict[str, list[Any]], kind: str) -> None:
+def test_flattened_and_broadcast_states_reshard_too(worlds: Any, kind: str) -> None:
     assert_all_equal(worlds[f"resume flat {kind}"], finished(kind))
-
-
-@pytest.mark.parametrize("kind", FLAT)
-@pytest.mark.parametrize("offload", [0, 1])
-def test_the_whole_state_of_rank_0_loads_by_broadcast(worlds: dict[str, list[Any]], kind: str, offload: int) -> None:
-    assert_all_equal(worlds[f"broadcast {kind} {offload}"], finished(kind))
-
-
-@pytest.mark.parametrize("kind", FLAT)
-def test_the_whole_state_has_the_shapes_of_whole_parameters(worlds: dict[str, list[Any]], kind: str) -> None:
-    state, elsewhere = worlds[f"full {kind}"][0]["state"], worlds[f"full {kind}"][1]
-    assert elsewhere == {}
-    assert {name: tuple(of["exp_avg"].shape) for name, of in state.items()} == {
-        "column.weight": (10, 10),
-        "row.weight": (6, 7),
-        "qkv.weight": (20, 3),
-        "vector.weight": (9,),
-    }
-    assert all(float(of["step"]) == 3.0 for of in state.values())
-
-
-@pytest.mark.parametrize("kind", RESHARDED)
-def test_a_round_trip_before_the_first_step_changes_nothing(worlds: dict[str, list[Any]], kind: str) -> None:
-    assert_all_equal(worlds[f"before {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
+    for offload in (False, True):
+        (whole, weights), (elsewhere, others) = worlds[f"broadcast {kind} {offload}"]
+        assert_all_equal([weights, others], finished(kind))
+        assert elsewhere == {} or not offload
+        shapes = {name: tuple(of["exp_avg"].shape) for name, of in whole["state"].items()}
+        assert shapes == {f"{name}.weight": shape for name, shape in {**SHAPES, "vector": (9,)}.items()}
+        assert all(float(of["step"]) == 3.0 for of in whole["state"].values())
 
 
 def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
@@ -133,51 +267,32 @@ def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
         set_optimizer_state_dict(run.model, run.optimizer, state, options=FLATTENED)
 
 
-def saved_without_choices(folder: Path, kind: str) -> dict[str, Any]:
-    """Save a run in `folder`, with a flattened state that has no record of choices. Return this state."""
-    run = Run(kind).train(0, BEFORE)
-    model, optim = get_state_dict(run.model, run.optimizer, options=FLATTENED)
-    older = {key: value for key, value in optim.items() if not key.endswith(".choices")}
-    assert len(older) < len(optim)
-    dcp.save({"model": model, "optim": older}, checkpoint_id=folder)
-    return older
-
-
 @pytest.mark.parametrize("kind", ["adamw", "bf16"])
 def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_documented(kind: str, tmp_path: Path) -> None:
     """The page on troubleshooting gives both ways to load it."""
-    saved, missing = saved_without_choices(tmp_path, kind), "param_groups.column.weight.choices"
+    state, missing = Run(kind).train(0, BEFORE).states(FLATTENED), "param_groups.column.weight.choices"
+    saved = {key: value for key, value in state["optim"].items() if not key.endswith(".choices")}
+    assert len(saved) < len(state["optim"])
+    dcp.save({"model": state["model"], "optim": saved}, checkpoint_id=tmp_path)
     by_file, in_memory = Run(kind, seed=50), Run(kind, seed=51)
-    model, present = get_state_dict(by_file.model, by_file.optimizer, options=FLATTENED)
+    present = by_file.states(FLATTENED)
     with pytest.raises(CheckpointException, match=f"Missing key in checkpoint state_dict: optim.{missing}"):
-        dcp.load({"optim": present}, checkpoint_id=tmp_path)
+        dcp.load({"optim": present["optim"]}, checkpoint_id=tmp_path)
     with pytest.raises(KeyError, match=missing):
         set_optimizer_state_dict(in_memory.model, in_memory.optimizer, saved, options=FLATTENED)
 
-    dcp.load({"model": model}, checkpoint_id=tmp_path)
-    by_file.model.load_state_dict(model)
-    load_optimizer(by_file.model, by_file.optimizer, tmp_path, at=("optim",))
-    in_memory.model.load_state_dict(model)
-    present = get_optimizer_state_dict(in_memory.model, in_memory.optimizer, options=FLATTENED)
-    set_optimizer_state_dict(in_memory.model, in_memory.optimizer, {**present, **saved}, options=FLATTENED)
-    resumed = [run.train(BEFORE, BEFORE + AFTER).weights() for run in (by_file, in_memory)]
-    assert_all_equal(resumed, finished(kind))
+    dcp.load({"model": present["model"]}, checkpoint_id=tmp_path)
+    by_file.model.load_state_dict(present["model"])
+    opt_checkpoint.load_optimizer(by_file.model, by_file.optimizer, tmp_path, at=("optim",))
+    in_memory.model.load_state_dict(present["model"])
+    complete = {**in_memory.states(FLATTENED)["optim"], **saved}
+    set_optimizer_state_dict(in_memory.model, in_memory.optimizer, complete, options=FLATTENED)
+    assert_all_equal([by_file.finish(), in_memory.finish()], finished(kind))
 
 
-@pytest.mark.parametrize("kind", [*SHARDED, "dealt"])
-def test_state_of_several_ranks_is_refused_by_parameter_name(worlds: dict[str, list[Any]], kind: str) -> None:
-    for message in worlds[f"refused {kind}"]:
-        assert "use optimizer.sharded_state_dict" in message
-
-
-@pytest.mark.parametrize("kind", SHARDED)
-def test_state_of_several_ranks_saved_by_index_loads_on_the_same_ranks(worlds: dict[str, list[Any]], kind: str) -> None:
-    assert_all_equal(worlds[f"resume {kind}"], worlds[f"finished {kind}"][0])
-
-
-@pytest.mark.parametrize("kind", SHARDED)
-def test_state_of_several_ranks_saved_by_index_is_refused_on_other_ranks(
-    worlds: dict[str, list[Any]], kind: str
-) -> None:
-    for message in worlds[f"other {kind}"]:
-        assert "Missing key in checkpoint state_dict" in message
+@pytest.mark.parametrize("kind", BY_RANK)
+def test_state_of_several_ranks_is_refused_by_name_and_goes_by_index_on_the_same_ranks(worlds: Any, kind: str) -> None:
+    assert all("use optimizer.sharded_state_dict" in message for message in worlds[f"refused {kind}"])
+    if kind in SHARDED:
+        assert_all_equal(worlds[f"resume {kind}"], worlds[f"finished {kind}"][0])
+        assert all("Missing key in checkpoint state_dict" in message for message in worlds[f"other {kind}"])
