@@ -32,7 +32,7 @@ EXCEPTIONS = {
     r"opt_distributed\.comm\.collectives\.(Pending|Sizes|DONE|zeros)": "what a double of a Comm takes and returns",
     r"opt_distributed\.comm\.device\.(Graph|Host|HostCopy)": "what a double of a device returns",
     r"opt_kernels\.backends\.cpp\.compiler\.usable": "whether there is a compiler decides what is skipped",
-    r"opt_config\.unsupported_fields": "the table of fields that only accept their default",
+    r"opt_config\.\w+\.UNSUPPORTED_DATA_PARALLEL_FIELDS": "the table of fields that only accept their default",
 }
 
 
