@@ -132,7 +132,7 @@ def reduced_later(source: QuantizedSource, values: Tensor) -> None:
 
 
 def a_skipped_update_is_quantised(patch: Patch) -> None:
-    patch.setattr(QuantizedMain, "close_", lambda main, *, skip=None: setattr(main, "is_moved", True))
+    patch.setattr(QuantizedMain, "close_", lambda main, *, skip=None: setattr(main, "is_updated", True))
 
 
 @pytest.mark.parametrize(

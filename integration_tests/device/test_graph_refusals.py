@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import (
-    CaptureError,
     DeferredRank,
     HostReadError,
     ReleasedError,
@@ -28,7 +27,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.comm import GraphError
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.piece import StepCount
 from opt_distributed.step import capture
 from opt_distributed.step.scaler import DynamicScaler
 from opt_kernels.backends import HyperTable
@@ -70,13 +69,6 @@ def results_are_read_from_the_graph(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostCopy, "__init__", init)
 
 
-def a_constant_is_uploaded_in_the_capture(patch: pytest.MonkeyPatch) -> None:
-    def of(constants: Any, key: Any) -> Any:
-        return lambda: lambda make: constants._device.upload(make())
-
-    patch.setattr(capture._Constants, "of", of)
-
-
 def a_count_is_read_in_the_capture(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepCount, "next", lambda count: int(count) + 1)
 
@@ -101,12 +93,6 @@ def test_a_fault_in_a_replay_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPa
     except (GraphError, HostReadError, ReleasedError):
         return
     assert not equal(found, expected) or did[-1] != "replay"
-
-
-def test_a_constant_that_is_uploaded_in_the_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_constant_is_uploaded_in_the_capture(monkeypatch)
-    with pytest.raises(CaptureError, match="a copy from the host while a graph is captured"):
-        run_deferred(SIZE, partial(train_with_graphs, FLAT), seed=0)
 
 
 def objecting(one: DeferredRank, *, object_: Any) -> list[tuple[str, str, bool]]:

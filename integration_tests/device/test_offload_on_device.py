@@ -20,12 +20,10 @@ from on_device import (
     train_on_host,
 )
 from parity import Case, Numbers, Spread, Wrapping
-from torch import Tensor
 
 from opt_distributed import run_threads
 from opt_distributed.comm.device import _DONE as DONE
-from opt_distributed.pieces import HostMain, HostSide, StepNumbers
-from opt_distributed.pieces.offload import OnHost
+from opt_distributed.pieces import HostMain, HostSide, StepNumbers, Update
 
 pytestmark = pytest.mark.usefixtures(launched.__name__, small_parts.__name__)
 
@@ -50,9 +48,9 @@ Patch = pytest.MonkeyPatch
 def the_host_does_not_wait_for_gradients(patch: Patch) -> None:
     wait = HostSide.wait
 
-    def early(side: HostSide, pieces: Any, grads: Any) -> OnHost:
+    def early(side: HostSide, update: Update) -> Update:
         side._arrived = DONE
-        return wait(side, pieces, grads)
+        return wait(side, update)
 
     patch.setattr(HostSide, "wait", early)
 
@@ -82,9 +80,9 @@ def nobody_waits_for_returned_parameters(patch: Patch) -> None:
 def parameters_are_returned_before_the_update(patch: Patch) -> None:
     wait, return_ = HostSide.wait, HostSide.return_
 
-    def early(side: HostSide, pieces: Any, grads: Any) -> OnHost:
-        return_(side, pieces)
-        return wait(side, pieces, grads)
+    def early(side: HostSide, update: Update) -> Update:
+        return_(side, update.ready.pieces)
+        return wait(side, update)
 
     patch.setattr(HostSide, "wait", early)
     patch.setattr(HostSide, "return_", lambda side, pieces: None)
@@ -93,10 +91,10 @@ def parameters_are_returned_before_the_update(patch: Patch) -> None:
 def gradients_are_given_back_while_they_are_copied(patch: Patch) -> None:
     fetch = HostSide.fetch_
 
-    def of_copies(side: HostSide, pieces: Any, grads: Any, scale_of_slot: Any, skip: Tensor) -> None:
+    def of_copies(side: HostSide, update: Update) -> None:
         with side.device.on(side.device._compute):
-            copies = [grad.clone() for grad in grads]
-        fetch(side, pieces, copies, scale_of_slot, skip)
+            copies = [grad.clone() for grad in update.ready.grads]
+        fetch(side, update._replace(ready=update.ready._replace(grads=copies)))
 
     patch.setattr(HostSide, "fetch_", of_copies)
 

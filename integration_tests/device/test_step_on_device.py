@@ -35,7 +35,7 @@ from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.pieces import BufferedGrads
-from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.piece import StepCount
 from opt_distributed.step.scaler import DynamicScaler
 from opt_stack import Optimizer
 

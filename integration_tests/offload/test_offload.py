@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import Alone
+from opt_distributed.pieces import Update
 from opt_kernels import hooks
 from opt_stack import Optimizer, get_optimizer
 from opt_stack.building import build
@@ -150,7 +151,7 @@ def test_copies_run_on_the_side_stream_if_requested(overlap: bool) -> None:
             unit = optimizer.stepper.units[-1]
             with torch.no_grad():
                 ready, skip = unit.ready(pytest.fail), torch.zeros((), dtype=torch.bool)
-                unit.begin_(ready, optimizer.param_groups, scale_of_slot=[1.0, 1.0], skip=skip)
+                unit.begin_(Update(ready, optimizer.param_groups, [1.0, 1.0], skip))
                 queues.clear()
                 unit.host.return_(unit.pieces)
         return queues

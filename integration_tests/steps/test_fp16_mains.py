@@ -13,7 +13,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Comm
 from opt_distributed.pieces import CodedMain
-from opt_distributed.step import piece_runs
+from opt_distributed.step import unit as unit_of_a_step
 from opt_stack import Optimizer, get_optimizer
 
 FP16_MAINS = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
@@ -55,7 +55,7 @@ def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, opt
         opened -= main.target.numel()
         close_(main, skip=skip)
 
-    monkeypatch.setattr(piece_runs, "DECODED_NUMEL", 500)
+    monkeypatch.setattr(unit_of_a_step, "DECODED_NUMEL", 500)
     monkeypatch.setattr(CodedMain, "open_", opening)
     monkeypatch.setattr(CodedMain, "close_", closing)
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False, dtype=torch.bfloat16) for _ in range(8)])

@@ -3,7 +3,7 @@
 import gc
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
+from layouts import SPREADS, config
 from on_device import SHAPES, SIZE, built, launch_rules_, launched
-from parity import Case, Numbers, Spread, Wrapping, grads_of
+from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
+from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, ReplicaError
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.pieces.counts import StepCount
-from opt_distributed.step import outcome
+from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.pieces.piece import StepCount
+from opt_distributed.step import verdict
 from opt_distributed.step.scaler import DynamicScaler
-from opt_stack import Optimizer
+from opt_stack import Optimizer, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 ORDERS = range(4)
@@ -30,9 +33,12 @@ CASE = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", cl
 GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "graph"])
 
 
-def begun(one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN) -> tuple[nn.Module, Optimizer]:
+def begun(
+    one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN, guards: Sequence[Any] = ()
+) -> tuple[nn.Module, Optimizer]:
     """After three good steps, the last of them a replay where there are graphs; the scale has grown once."""
     model, optimizer = built(replace(CASE, wrapping=wrapping), one.comm, optimizer_cuda_graph=graphs)
+    optimizer.stepper.guards.extend(guards)
     launch_rules_(optimizer)
     for step in (0, 2, 3):
         backward(model, optimizer, step, one)
@@ -226,12 +232,12 @@ def refused() -> list[Optimizer]:
 
 def test_the_end_of_the_process_warns_of_a_refused_last_step() -> None:
     kept = refused()
-    found = messages(outcome._warn_at_exit)
+    found = messages(verdict._warn_at_exit)
     assert len(found) == len(kept) == SIZE
     assert all(re.match(f"the interpreter exits: {REFUSED}", one) for one in found)
 
 
-@pytest.mark.parametrize("then", [outcome.warn_of_deleted, outcome._warn_at_exit])
+@pytest.mark.parametrize("then", [verdict.warn_of_deleted, verdict._warn_at_exit])
 def test_a_refused_last_step_of_a_deleted_optimizer_is_reported_later(
     then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +310,7 @@ class MyGuard:
 
     num_flags = 1
 
-    def __init__(self, number: float):
+    def __init__(self, number: float = 0.0):
         self.number = number
 
     def flags(self) -> list[float]:
@@ -318,10 +324,11 @@ class MyGuard:
 
 
 @GRAPHS
-def test_a_guard_of_ones_own_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: bool) -> None:
+def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: bool) -> None:
     def rank_main(one: DeferredRank) -> tuple[str, float, bool]:
-        model, optimizer = begun(one, graphs=graphs)
-        optimizer.stepper.guards.append(MyGuard(7.0 + 5 * one.rank))
+        guard = MyGuard()
+        model, optimizer = begun(one, graphs=graphs, guards=[guard])
+        guard.number = 7.0 + 5 * one.rank
         scale = optimizer.stepper.scaler.state_dict()
         before = [param.detach().clone() for param in model.parameters()]
         backward(model, optimizer, 4, one, bad=True)
@@ -334,3 +341,56 @@ def test_a_guard_of_ones_own_refuses_a_step_on_every_rank_and_leaves_the_loss_sc
     expected = [(f"1 rank(s) have seen a number above 10; here {7.0 + 5 * rank}", True, True) for rank in range(SIZE)]
     for seed in ORDERS:
         assert run_deferred(SIZE, rank_main, seed=seed) == expected
+
+
+def one_rank_has_another_guard(optimizer: Optimizer, rank: int, step: int) -> None:
+    if step == rank == 0:
+        optimizer.stepper.guards.append(MyGuard())
+
+
+def one_rank_appends_a_guard_later(optimizer: Optimizer, rank: int, step: int) -> None:
+    if (step, rank) == (1, 0):
+        optimizer.stepper.guards.append(MyGuard())
+
+
+def with_flags(flags: Callable[[], list[float]]) -> Callable[[Optimizer, int, int], None]:
+    def change(optimizer: Optimizer, rank: int, step: int) -> None:
+        if step == 0:
+            optimizer.stepper.guards.append(MyGuard())
+        elif rank == 0:
+            vars(optimizer.stepper.guards[-1])["flags"] = flags
+
+    return change
+
+
+def broken() -> list[float]:
+    raise ZeroDivisionError("a guard divides by zero")
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "says"),
+    [
+        (one_rank_has_another_guard, 0, ("ranks have different guards, by type and number of flags",) * 2),
+        (one_rank_appends_a_guard_later, 1, ("guards were changed after the first step", "1 other rank")),
+        (with_flags(broken), 1, ("a guard divides by zero", "1 other rank")),
+        (with_flags(lambda: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
+    ],
+)
+def test_what_is_wrong_with_a_guard_of_one_rank_is_an_error_on_every_rank(
+    change: Callable[[Optimizer, int, int], None], at: int, says: tuple[str, str]
+) -> None:
+    def rank_main(comm: ThreadComm) -> bool:
+        model = Net(torch.float32, SHAPES)
+        optimizer = get_optimizer(config(**SPREADS["flat"]), [model], {}, pg_collection=roles_over(comm))
+        for step in range(2):
+            change(optimizer, comm.rank, step)
+            model(grads_of(step, comm.rank, comm.size, SHAPES)).backward()
+            before = [param.detach().clone() for param in model.parameters()]
+            if step == at:
+                with pytest.raises(Exception, match=says[comm.rank]):
+                    optimizer.step()
+                return all(map(torch.equal, before, model.parameters()))
+            optimizer.step()
+        return False
+
+    assert run_threads(2, rank_main) == [True, True]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from opt_config import DynamicScale
-from opt_distributed.pieces.counts import StepCount
+from opt_distributed.pieces.piece import StepCount
 from opt_distributed.step import Limits, StepResult
 from opt_distributed.step.scaler import DynamicScaler
 from opt_distributed.step.verdict import Report, clip_coefficients, decide

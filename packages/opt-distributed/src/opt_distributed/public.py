@@ -24,9 +24,9 @@ from opt_distributed.layout import (
 )
 from opt_distributed.pieces.dtensor import PlacementError
 from opt_distributed.saving.piece_state import StateError
-from opt_distributed.step.guards.equal_groups import HyperError
-from opt_distributed.step.outcome import StepResult
+from opt_distributed.step.guards.groups import HyperError
 from opt_distributed.step.stepper import Stepper
+from opt_distributed.step.verdict import StepResult
 
 __all__ = [
     "Alone", "CollectiveError", "Comm", "ComputeLayout", "DistributedDataParallel", "GradientError", "HyperError",

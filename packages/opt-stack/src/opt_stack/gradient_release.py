@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from opt_config import ConfigError, NoScale
 from opt_distributed.buffers import StorageError
-from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, check_dense
+from opt_distributed.pieces import OwnedPiece, OwnGrads, Ready, Update, check_dense
 from opt_distributed.step import StepResult, Unit
 from opt_kernels.backends import grad_stats
 from opt_kernels.rules import ElementwiseRule, Needs
@@ -116,7 +116,7 @@ class GradientRelease:
                 "backward cannot accumulate; call step() after every backward pass, or do not release gradients"
             )
         if not self._updated:
-            self.optimizer.stepper.check_groups(self.optimizer.param_groups)
+            self.optimizer.stepper.usable_groups.check(self.optimizer.param_groups)
         self._updated.add(piece.param)
         found = grad_stats([grad], count_zeros=False)
         self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)
@@ -131,7 +131,7 @@ class GradientRelease:
         # Backward may still need the old value, for example through a detached view. The version makes that an error.
         torch.autograd.graph.increment_version(piece.param)
         scales = [1.0] * (1 + piece.norm_slot)
-        unit.update_(Ready([piece], [grad]), self.optimizer.param_groups, scale_of_slot=scales, skip=skip)
+        unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
 
 
 class _Hook:

@@ -314,7 +314,7 @@ class Optimizer(GradientStatistics, StateDicts):
         for piece in pieces:
             piece.main.set_(found[piece.id].flatten()[piece.of_param].view(piece.main.shape))
         self._restart_averages()
-        self.stepper.publish_set_()
+        self.stepper.publish_main_values_()
 
     def _restart_averages(self) -> None:
         for unit, piece in self._held.values():

@@ -3,7 +3,7 @@
 `SyncedBuffer` is one of them as a `Source` of the step.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
@@ -261,10 +261,12 @@ class Chunk(Protocol):
 
 
 class SyncedBuffer:
-    """One buffer of a wrapped chunk: a `Source` whose gradients are means already."""
+    """One buffer of a wrapped chunk: a `Source` whose gradients are means already.
+
+    A parameter without a gradient has zeros in the buffer, on every rank.
+    """
 
     grad_scale = 1.0
-    unresolved: Sequence[ParamId] = ()  # a parameter without a gradient has zeros in the buffer, on every rank
 
     def __init__(
         self,
@@ -286,17 +288,6 @@ class SyncedBuffer:
     def reduce_(self) -> None:
         """Complete the reduction of all gradients of the chunk. A second call in an iteration does nothing."""
         self._chunk.finish_grad_sync()
-
-    def flags(self) -> Tensor:
-        """(0,) float64."""
-        return torch.empty(0, dtype=torch.float64)
-
-    def resolve_(self, flags: Tensor) -> None:
-        """Do nothing: every parameter has a gradient."""
-
-    def unused(self) -> Collection[ParamId]:
-        """None: zeros in the buffer are gradients."""
-        return ()
 
     def moved(self) -> ParamId | None:
         """A parameter that has left the buffer; None if all are in it."""

@@ -29,11 +29,6 @@ def local(tensor: Tensor) -> Tensor:
     return found.to_local() if isinstance(found, DTensor) else found
 
 
-def local_numel(tensor: Tensor) -> int:
-    """Elements of this rank's part."""
-    return local(tensor).numel()
-
-
 def laid_out_like(part: Tensor, param: Tensor) -> Tensor:
     """Wrap `part` as the local part of a DTensor with `param`'s mesh and placements, sharing memory.
 
@@ -106,12 +101,14 @@ def local_address(param: Tensor) -> int:
     return param._local_tensor.data_ptr()
 
 
-def local_grad(param: Tensor) -> Tensor:
-    """This rank's part of a DTensor parameter's gradient, with the placements of the parameter.
+def local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of a DTensor parameter's gradient, with the placements of the parameter; None without one.
 
     A gradient with other placements, such as Partial, is redistributed first.
     """
     grad = param.grad
+    if grad is None:
+        return None
     assert isinstance(param, DTensor)
     assert isinstance(grad, DTensor)
     if grad.placements != param.placements:

@@ -1,16 +1,21 @@
-"""Main values, which a rule updates: the parameter itself, an fp32 copy, or a bf16 parameter with a remainder.
+"""Main values, which a rule updates: the parameter itself, an fp32 copy, a bf16 parameter with a remainder, or codes.
 
 A remainder of 8 bits takes one byte an element. With 8-bit moments and gradient release, training takes five bytes a
-parameter, as with FlashOptim (arXiv 2602.23349).
+parameter, as with FlashOptim (arXiv 2602.23349). Main values in host memory are in `offload`, those of fp8 parameters
+in `quantized`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from opt_kernels.codecs import join, split_
+from opt_kernels.backends import in_memory_order
+from opt_kernels.codecs import StateCodec, codec_for, join, split_
+
+FP16 = codec_for("main_params", torch.float16, signed=True)
 
 
 class Numbers(Enum):
@@ -20,10 +25,10 @@ class Numbers(Enum):
     FP32_COPY = auto()  # an fp32 copy, which is rounded to the parameter
     REMAINDER = auto()  # the bf16 parameter and the lower 16 bits of the fp32 value
     SHORT_REMAINDER = auto()  # the bf16 parameter and 8 more bits: 24 bits in all
-    FP16_SCALED = auto()  # fp16 codes with a scale for each block; see `coded_main`
+    FP16_SCALED = auto()  # fp16 codes with a scale for each block; see `CodedMain`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Main:
     """The main values of one piece of a parameter. `target` is the piece itself: a view of the parameter's memory."""
 
@@ -31,6 +36,11 @@ class Main:
     target: Tensor
     copy: Tensor | None = None  # FP32_COPY: fp32, the target's shape
     remainder: Tensor | None = None  # REMAINDER: int16; SHORT_REMAINDER: int8; the target's shape
+
+    @property
+    def updated(self) -> "Main":
+        """The main values that a rule updates: these, or those in host memory that stand behind them."""
+        return self
 
     @property
     def main(self) -> Tensor | None:
@@ -52,7 +62,7 @@ class Main:
         return tuple(tensor for tensor in (self.copy, self.remainder) if tensor is not None)
 
     def value(self) -> Tensor:
-        """The exact main values: their memory, or a new fp32 tensor if they are joined from two halves."""
+        """The exact main values: their memory, or a new fp32 tensor if they are joined or decoded."""
         if self.remainder is not None:
             return join(self.target, self.remainder)
         main = self.main
@@ -77,6 +87,92 @@ class Main:
         if self.remainder is not None:
             self.remainder.zero_()
 
+    def extra(self) -> Mapping[str, Tensor]:
+        """The further tensors of an fp8 parameter that a checkpoint must hold, sharing memory; empty for others."""
+        return {}
+
+    def restore_(self, saved: Mapping[str, Tensor]) -> None:
+        """Load `extra`, as saved with the main values that were set before. If any was not saved, reset all to zero."""
+
+
+class OpenedMain(Main):
+    """Main values that a rule updates between `open_` and `close_`, which stores them."""
+
+    __slots__ = ()
+
+    @property
+    def out(self) -> None:
+        return None  # `close_` writes the parameter
+
+    def open_(self) -> Tensor:
+        """Return the fp32 values, which a rule updates until `close_`."""
+        raise NotImplementedError
+
+    def close_(self, *, skip: Tensor | None = None) -> None:
+        """Store the updated values. Nothing changes if `skip`, 0-d bool on the device, is set."""
+        raise NotImplementedError
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CodedMain(OpenedMain):
+    """Main values in scaled fp16: half the memory of an fp32 copy, decoded to fp32 (`copy`) during an update.
+
+    The codes are fp16, with an fp32 scale (a power of two) for each 128 elements. (Megatron-Core keeps one scale for
+    each tensor, max |x| / 32752, so that its values depend on how the tensor is cut over ranks.) The parameter is
+    rounded from the values of the codes, not from those that the rule computed, so that a run that loads a checkpoint
+    continues with the same parameter.
+
+    An element is off by at most 2**-11 of itself, or by 2**-39 of the largest of its 128, whichever is larger. An
+    infinite or NaN element makes all 128 NaN.
+    """
+
+    codes: Tensor  # (target.numel(),) fp16
+    scales: Tensor  # (ceil(target.numel() / 128),) fp32
+
+    @classmethod
+    def of(cls, target: Tensor) -> "CodedMain":
+        """Create the main values of `target` from its present values."""
+        numel, device = target.numel(), target.device
+        made = cls(
+            numbers=Numbers.FP16_SCALED,
+            target=target,
+            codes=torch.zeros(numel, dtype=FP16.dtype, device=device),
+            scales=torch.zeros(-(-numel // FP16.block), dtype=torch.float32, device=device),
+        )
+        made.reload_()
+        return made
+
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.codes, self.scales
+
+    def value(self) -> Tensor:
+        return values_of(FP16, self.codes, self.scales).view(self.target.shape)
+
+    def open_(self) -> Tensor:
+        self.copy = self.value()
+        return self.copy
+
+    @torch.no_grad()
+    def close_(self, *, skip: Tensor | None = None) -> None:
+        assert self.copy is not None
+        values, self.copy = self.copy.reshape(-1), None
+        memory = self.codes, self.scales, self.target
+        before = None if skip is None else [tensor.clone() for tensor in memory]
+        FP16.encode_(self.codes, self.scales, values)
+        self.target.copy_(self.value())
+        if before is not None and skip is not None:
+            for tensor, kept in zip(memory, before, strict=True):
+                tensor.copy_(torch.where(skip, kept, tensor))
+
+    @torch.no_grad()
+    def set_(self, value: Tensor) -> None:
+        encode_again_(FP16, self.codes, self.scales, value.reshape(-1).float())
+        self.target.copy_(self.value())
+
+    @torch.no_grad()
+    def reload_(self) -> None:
+        encode_again_(FP16, self.codes, self.scales, self.target.detach().reshape(-1).float())
+
 
 @torch.no_grad()
 def make_main(numbers: Numbers, target: Tensor) -> Main:
@@ -92,4 +188,37 @@ def make_main(numbers: Numbers, target: Tensor) -> Main:
             dtype = torch.int16 if numbers is Numbers.REMAINDER else torch.int8
             return Main(numbers, target, remainder=torch.zeros_like(target, dtype=dtype))
         case Numbers.FP16_SCALED:
-            raise ValueError("main values that are decoded are made by CodedMain.of")
+            return CodedMain.of(target)
+
+
+def values_of(codec: StateCodec, codes: Tensor, scales: Tensor) -> Tensor:
+    """Decode `codes`, of dense memory, to a new fp32 tensor of their shape and strides: blocks are runs of memory."""
+    values = torch.empty_like(codes, dtype=torch.float32)
+    codec.decode_(in_memory_order(values), in_memory_order(codes), scales)
+    return values
+
+
+def encode_again_(codec: StateCodec, codes: Tensor, scales: Tensor, values: Tensor) -> None:
+    """Encode `values` to `codes` and `scales`. Values that were decoded from the same blocks are kept exactly.
+
+    The scale of a block follows from its largest value. If the first encoding rounded that value up to a power of two,
+    it now requires twice the scale, and the smallest codes would lose a bit. So values are also encoded with the
+    largest one reduced by a factor of 1 - 2**-20, which is rounded up again; each block keeps the more exact result.
+    """
+    codec.encode_(codes, scales, values)
+    is_exact = values_of(codec, codes, scales) == values
+    if is_exact.all():
+        return
+    magnitudes = _rows(values.abs(), codec.block)
+    is_largest = (magnitudes == magnitudes.amax(1, keepdim=True)).view(-1)[: len(values)]
+    reduced = torch.where(is_largest, values * (1 - 2.0**-20), values)
+    codec.encode_(codes, scales, reduced)
+    is_exact_reduced = values_of(codec, codes, scales) == values
+    keeps = _rows(is_exact, codec.block).sum(1) >= _rows(is_exact_reduced, codec.block).sum(1)
+    keeps = keeps.repeat_interleave(codec.block)[: len(values)]
+    codec.encode_(codes, scales, torch.where(keeps, values, reduced))
+
+
+def _rows(flat: Tensor, block: int) -> Tensor:
+    """View a flat tensor as one row for each block; the last row is padded with zeros."""
+    return torch.cat([flat, flat.new_zeros(-len(flat) % block)]).view(-1, block)

@@ -8,15 +8,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from opt_config import ConfigError
+from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.mesh import tensor_peers_outside
 from opt_distributed.pieces.dtensor import local, local_address, local_grad
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamId, ParamMeta
 
 Run = tuple[ParamId, slice]
 """Flat elements of a (local) parameter, which this rank owns."""
@@ -25,7 +28,6 @@ ReadGrads = Callable[[], Sequence[Tensor | None]]
 """Returns the reduced gradients of runs in this step, None for one without. It may return the same list every time."""
 
 ALONE = Alone()
-_NONE: frozenset[ParamId] = frozenset()
 _GRAD = attrgetter("grad")
 
 
@@ -40,8 +42,7 @@ class Publisher(Protocol):
 class Source(Publisher, Protocol):
     """One set of parameters whose gradients are reduced together and whose new values are published together.
 
-    In a step: `reduce_`; the readers; `resolve_` with the `flags` summed over data-parallel ranks; `unused`;
-    `publish_`.
+    In a step: `reduce_`; the readers; `publish_`.
     """
 
     @property
@@ -58,26 +59,6 @@ class Source(Publisher, Protocol):
         """Complete the reduction of this step's gradients over the data-parallel ranks."""
         ...
 
-    @property
-    def unresolved(self) -> Sequence[ParamId]:
-        """Parameters (n,) that may have a gradient on some ranks only; empty if that cannot happen."""
-        ...
-
-    def flags(self) -> Tensor:
-        """(n,) float64, on the host: 1 for each unresolved parameter that has a gradient on this rank, else 0."""
-        ...
-
-    def resolve_(self, flags: Tensor) -> None:
-        """Receive the flags summed over ranks, (n,) on the device.
-
-        The host reads them only if an unresolved parameter has no gradient on this rank.
-        """
-        ...
-
-    def unused(self) -> Collection[ParamId]:
-        """Parameters whose readers return zeros because no rank has a gradient. They keep their values and state."""
-        ...
-
     def moved(self) -> ParamId | None:
         """A parameter on this rank that is no longer in the memory that updates write to; None if all are."""
         ...
@@ -90,28 +71,7 @@ class Source(Publisher, Protocol):
         ...
 
 
-class Settled:
-    """A source of gradients that are final where they are, and whose new values need not be sent."""
-
-    unresolved: Sequence[ParamId] = ()
-
-    def reduce_(self) -> None:
-        return None
-
-    def flags(self) -> Tensor:
-        return torch.empty(0, dtype=torch.float64)
-
-    def resolve_(self, flags: Tensor) -> None:
-        return None
-
-    def unused(self) -> Collection[ParamId]:
-        return _NONE  # readers return None for these
-
-    def publish_(self) -> None:
-        return None
-
-
-class OwnGrads(Settled):
+class OwnGrads:
     """Gradients that are used where autograd left them, without a reduction.
 
     Either no other rank contributes to them, or they are reduced already, for example by torch's own
@@ -131,31 +91,24 @@ class OwnGrads(Settled):
     ):
         self.params, self.memory, self.comm = params, memory, comm
         self.grad_scale = 1.0 / num_replicas
-        first = next(iter(params.values()))
-        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
+        self._converted = _converted(params)
+
+    def reduce_(self) -> None:
+        return None
 
     def moved(self) -> ParamId | None:
-        if self.memory is not None:
-            return self.memory.moved()
-        return self._converted.first()
+        return self._converted.first() if self.memory is None else self.memory.moved()
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         params = [self.params[id] for id, _ in runs]
-        parts = [
-            (place, of_param)
-            for place, (param, (_, of_param)) in enumerate(zip(params, runs, strict=True))
-            if of_param != slice(0, param.numel())
-        ]
-
-        if not parts:
-            return ReadWhole(params)
+        parts = [at for at, (id, of_param) in enumerate(runs) if of_param != slice(0, self.params[id].numel())]
 
         def read() -> list[Tensor | None]:
             grads: list[Tensor | None] = list(map(_GRAD, params))
-            for place, of_param in parts:
-                grad = grads[place]
+            for at in parts:
+                grad = grads[at]
                 if grad is not None and not is_sparse(grad):
-                    grads[place] = grad.reshape(-1)[of_param]
+                    grads[at] = grad.reshape(-1)[runs[at][1]]
             return grads
 
         return read
@@ -165,21 +118,10 @@ class OwnGrads(Settled):
             self.memory.gather_(self.comm)
 
 
-class ReadWhole:
-    """Returns the gradients that autograd left at these parameters."""
-
-    def __init__(self, params: Sequence[Tensor]):
-        self.params = list(params)
-
-    def __call__(self) -> list[Tensor | None]:
-        return list(map(_GRAD, self.params))
-
-
 def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
     """Raise SparseGradientError, which names the first of these parameters with a sparse gradient."""
     for id, grad in zip(ids, grads, strict=True):
-        if is_sparse(grad):
-            assert grad is not None
+        if grad is not None and is_sparse(grad):
             raise SparseGradientError(id.name, grad.layout)
 
 
@@ -188,7 +130,12 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-class LaidOutGrads(Settled):
+def _converted(params: Mapping[ParamId, nn.Parameter]) -> Converted:
+    first = next(iter(params.values()))
+    return Converted(params, dtype=stored_dtype(first), device=first.device)
+
+
+class LaidOutGrads:
     """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
 
     If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
@@ -207,14 +154,11 @@ class LaidOutGrads(Settled):
     ):
         self.params = params
         self._addresses = [local_address(param) for param in params.values()]
-        by_groups: dict[tuple[Comm, ...], list[ParamId]] = {}
+        by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
         for id, comms in (replicas or {}).items():
             if comms:
-                by_groups.setdefault(comms, []).append(id)
-        self._averages = [
-            AveragedReplicas({id: params[id] for id in ids}, comms, dtype=dtype) for comms, ids in by_groups.items()
-        ]
-        self._average_of = {id: average for average in self._averages for id in average.params}
+                by_groups.setdefault(comms, {})[id] = params[id]
+        self._averages = [AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
 
     def reduce_(self) -> None:
         for average in self._averages:
@@ -225,17 +169,19 @@ class LaidOutGrads(Settled):
         return next((id for (id, param), address in addresses if local_address(param) != address), None)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
-        reads = [self._reader_of(id) for id, _ in runs]
-        return lambda: [read() for read in reads]
+        averages = {id: average for average in self._averages for id in average.params}
+        found = [(id, self.params[id], averages.get(id)) for id, _ in runs]
 
-    def _reader_of(self, id: ParamId) -> Callable[[], Tensor | None]:
-        if id in self._average_of:
-            return self._average_of[id].reader(id)
-        param = self.params[id]
-        return lambda: None if param.grad is None else local_grad(param)
+        def read() -> list[Tensor | None]:
+            return [local_grad(param) if average is None else average.grad(id) for id, param, average in found]
+
+        return read
+
+    def publish_(self) -> None:
+        return None
 
 
-class ReducedMainGrads(Settled):
+class ReducedMainGrads:
     """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
 
     They are final: means, or sums that were divided by the number of tokens. The step neither reduces nor scales them,
@@ -246,8 +192,10 @@ class ReducedMainGrads(Settled):
 
     def __init__(self, params: Mapping[ParamId, nn.Parameter]):
         self.params = params
-        first = next(iter(params.values()))
-        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
+        self._converted = _converted(params)
+
+    def reduce_(self) -> None:
+        return None
 
     def moved(self) -> ParamId | None:
         return self._converted.first()
@@ -265,6 +213,9 @@ class ReducedMainGrads(Settled):
             )
         return grad if of_param == slice(0, param.numel()) else grad.reshape(-1)[of_param]
 
+    def publish_(self) -> None:
+        return None
+
 
 class AveragedReplicas:
     """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
@@ -278,7 +229,7 @@ class AveragedReplicas:
         shapes = [local(param).shape for param in params.values()]
         numels = [math.prod(shape) for shape in shapes]
         device = local(next(iter(params.values()))).device
-        self._queues = devices.device_of(device)
+        self._accelerator = devices.device_of(device)
         self._all = torch.zeros(sum(numels) + len(params), dtype=dtype, device=device)
         *parts, self._flags = torch.split(self._all, [*numels, len(params)])
         self._places = {id: part.view(shape) for id, part, shape in zip(params, parts, shapes, strict=True)}
@@ -293,10 +244,10 @@ class AveragedReplicas:
         """
         self._all.zero_()
         for id, param in self.params.items():
-            if param.grad is not None:
-                self._places[id].copy_(local_grad(param))
+            if (grad := local_grad(param)) is not None:
+                self._places[id].copy_(grad)
         has_gradient = [param.grad is not None for param in self.params.values()]
-        self._flags.copy_(self._queues.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
+        self._flags.copy_(self._accelerator.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
         for comm in self.comms:
             try:
                 comm.all_reduce_(self._all)
@@ -306,9 +257,9 @@ class AveragedReplicas:
         self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
         self._all.div_(math.prod(comm.size for comm in self.comms))
 
-    def reader(self, id: ParamId) -> Callable[[], Tensor | None]:
-        """Create the reader of the mean, in the local part's shape; it returns None if no replica has a gradient."""
-        return lambda: self._places[id] if id in self._used else None
+    def grad(self, id: ParamId) -> Tensor | None:
+        """The mean, in the local part's shape; None if no replica has a gradient."""
+        return self._places[id] if id in self._used else None
 
 
 class BufferedGrads:
@@ -317,15 +268,18 @@ class BufferedGrads:
     If state is sharded, this rank keeps its shards of the sums, and new values are gathered once all are updated. If it
     is replicated, every rank updates everything, and nothing is gathered. `num_replicas` counts dense replicas, for
     experts too (see `OwnGrads`).
+
+    A parameter may have a gradient on some ranks only: others reduce zeros. The step sums `has_grads` over ranks and
+    passes the sums to `resolve_`. Parameters that no rank has used are `unused`: they keep their values and state.
     """
 
     def __init__(self, reduced: ReducedGrads, memory: ParamAndGradBuffer, axes: Axes, *, num_replicas: int):
         self.reduced, self.memory, self.axes = reduced, memory, axes
         self.params = memory.params
         self.grad_scale = 1.0 / num_replicas
-        self.unresolved: Sequence[ParamId] = [slot.id for slot in memory.layout.slots()]
+        self.ids = [slot.id for slot in memory.layout.slots()]
         self.uses_of_peers: Mapping[ParamId, Tensor] = {}  # by marked parameter: peers with a gradient, on the device
-        self._unused = _NONE
+        self.unused: Collection[ParamId] = frozenset()  # in this step
 
     def reduce_(self) -> None:
         """See `Source`.
@@ -333,35 +287,22 @@ class BufferedGrads:
         Raises:
             SparseGradientError: a gradient is sparse. The reduction is complete, with zeros in its place.
         """
-        grads = {id: self.params[id].grad for id in self.unresolved}
+        grads = {id: self.params[id].grad for id in self.ids}
         self.reduced.reduce_({id: None if is_sparse(grad) else grad for id, grad in grads.items()})
         check_dense(grads.keys(), grads.values())
 
-    def flags(self) -> Tensor:
-        return torch.tensor(self._has_gradient(), dtype=torch.float64)
-
-    def resolve_(self, flags: Tensor) -> None:
-        self._unused = _NONE
-        if not all(self._has_gradient()):
-            self._unused = frozenset(id for id, count in zip(self.unresolved, flags.tolist(), strict=True) if not count)
-
-    def owned(self, id: ParamId) -> list[slice]:
-        """The flat elements of a parameter whose sums this rank has: none, or one run."""
-        layout = self.memory.layout
-        rank = self.axes.dp.rank if layout.num_shards > 1 else 0
-        return [owned.piece.of_param for owned in layout.owned(rank) if owned.piece.id == id]
-
-    def lacking(self) -> ParamId | None:
-        """A parameter that has no gradient on this rank; None if all have one."""
-        return next((id for id in self.unresolved if self.params[id].grad is None), None)
-
-    def _has_gradient(self) -> list[bool]:
-        """Whether each unresolved parameter has a gradient here or on a peer; the host waits only if not here."""
+    def has_grads(self) -> list[bool]:
+        """For each of `ids`, whether it has a gradient here or on a peer; the host waits only if not here."""
         uses = self.uses_of_peers
-        return [self.params[id].grad is not None or (id in uses and bool(uses[id])) for id in self.unresolved]
+        return [self.params[id].grad is not None or (id in uses and bool(uses[id])) for id in self.ids]
 
-    def unused(self) -> Collection[ParamId]:
-        return self._unused
+    def resolve_(self, counts: Tensor) -> None:
+        """Receive the number of ranks with a gradient of each of `ids`, (n,) on the device.
+
+        The host reads them only if a parameter has no gradient on this rank.
+        """
+        read = () if all(self.has_grads()) else zip(self.ids, counts.tolist(), strict=True)
+        self.unused = frozenset(id for id, count in read if not count)
 
     def moved(self) -> ParamId | None:
         return self.memory.moved()
@@ -372,3 +313,78 @@ class BufferedGrads:
 
     def publish_(self) -> None:
         self.memory.gather_(self.axes.dp)
+
+
+class PeerSums:
+    """Completes the gradients of plain modules, as `finalize_model_grads` completes those of wrapped ones.
+
+    Sums the reduced gradients of marked parameters over tensor-parallel ranks and stages, in every step.
+    It writes the buffers of the reduction, not `param.grad`, so that a step may be repeated.
+    """
+
+    def __init__(
+        self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
+    ):
+        self._peers, self._qk_layernorm = Peers.of_roles(roles), qk_layernorm
+        self._marked: dict[BufferedGrads, list[ParamMeta]] = {}
+        ids = marked_ids(metas, roles, qk_layernorm=qk_layernorm)
+        for source in sources:
+            if isinstance(source, BufferedGrads) and not ids.isdisjoint(source.params):
+                self._marked[source] = [metas[id] for id in source.ids if id in ids]
+
+    def add_(self) -> None:
+        """Sum the reduced gradients, and which ranks have one: a peer may have used a parameter that this rank did not.
+
+        Collective. Raises CollectiveError if a sum failed, or exceeded the timeout of its group.
+        """
+        if not self._marked:
+            return
+        parts, uses = [], []
+        for source, marked in self._marked.items():
+            layout = source.memory.layout
+            runs = {
+                piece.id: piece.of_param
+                for _, piece in layout.owned(source.axes.dp.rank if layout.num_shards > 1 else 0)
+            }
+            parts += [Part(meta, source.reduced.piece(meta.id, runs[meta.id])) for meta in marked if meta.id in runs]
+            for meta in marked:
+                param = source.params[meta.id]
+                uses.append(Part(meta, torch.full((1,), float(param.grad is not None), device=param.device)))
+        sum_over_peers_(parts, self._peers, qk_layernorm=self._qk_layernorm)
+        sum_over_peers_(uses, self._peers, qk_layernorm=self._qk_layernorm)
+        for source in self._marked:
+            source.uses_of_peers = {meta.id: count for meta, count in uses if meta.id in source.params}
+
+
+def marked_ids(metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool) -> frozenset[ParamId]:
+    """Parameters whose gradients are complete only after a sum or mean over peers."""
+    num_chunks = len({id.chunk for id in metas})
+    return frozenset(
+        id for id, meta in metas.items() if marks_of(meta, roles, qk_layernorm=qk_layernorm, num_chunks=num_chunks)
+    )
+
+
+def check_marks(
+    params: Mapping[ParamId, nn.Parameter], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
+) -> None:
+    """Check that the step can complete the gradients of plain parameters.
+
+    Raises:
+        ConfigError: the peers of a marked parameter are unknown, or it is a DTensor whose mesh does not contain them.
+    """
+    for id in params:
+        for mark in marks_of(metas[id], roles, qk_layernorm=qk_layernorm):
+            axes = roles.expert if metas[id].is_expert else roles.dense
+            if metas[id].is_dtensor and (
+                mark.role not in ("tp", "expt_tp") or tensor_peers_outside(params[id], axes.tp)
+            ):
+                raise ConfigError(
+                    f"{str(id)!r} is a DTensor marked {mark.attr}: its gradient would not be summed over the group "
+                    f"{mark.role}, which is not part of its mesh; use a mesh with these ranks, or a plain parameter"
+                )
+            if mark.comm is None:
+                raise ConfigError(
+                    f"{str(id)!r} is marked {mark.attr}, but the group {mark.role} is not given, so that copies of it "
+                    f"would diverge; pass pg_collection=opt_stack.ProcessGroups({mark.role}=..., ...), with None if "
+                    "this rank holds the only copy"
+                )

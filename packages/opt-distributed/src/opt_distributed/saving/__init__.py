@@ -5,11 +5,12 @@ from opt_distributed.saving.piece_state import (
     STEP,
     PieceState,
     check_state,
+    decoded,
+    kept_states,
     load_state_,
     read_state,
     reset_state_,
 )
-from opt_distributed.saving.saved_states import decoded, kept_states
 from opt_distributed.saving.sharded import check_loaded, read_piece
 
 __all__ = [

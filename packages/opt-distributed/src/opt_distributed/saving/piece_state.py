@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from opt_distributed.pieces.dtensor import PlacementError, is_dtensor, laid_out_like, local_part, part_of_mesh
-from opt_distributed.pieces.mains import Numbers
+from opt_distributed.pieces.mains import Numbers, encode_again_, values_of
 from opt_distributed.pieces.piece import OwnedPiece
-from opt_distributed.pieces.quantized import QuantizedMain, extra_of
-from opt_distributed.saving.saved_states import decoded, is_by_part, kept_states, saves_values, store_
 from opt_distributed.step.unit import Unit
+from opt_kernels.backends import in_memory_order
+from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.works import StateKind, StateSpec
 
 MAIN = "fp32_param"  # Megatron-Core's name for the main values of a 16-bit parameter
@@ -83,7 +83,7 @@ def read_state(unit: Unit, piece: OwnedPiece, *, copies_main: bool = False) -> d
         if copies_main and spec is _OF_MAIN:
             value = value.detach().clone()
         state[saved_name] = laid_out_like(value, piece.param) if _is_like_param(piece, spec) else value
-    state.update(extra_of(piece.main))
+    state.update(piece.main.extra())
     has_parts = any(saved_name != spec.name for spec, saved_name in entries)
     return PieceState(state) if has_parts else state
 
@@ -109,7 +109,7 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
             "fp32 weights, or pass main_values='parameters' to load_state_dict and call "
             "reload_model_params(fp32_state_dict) after it"
         )
-    known = {STEP, *extra_of(piece.main), *(_key(entry, saved) for entry in (*entries, main))}
+    known = {STEP, *piece.main.extra(), *(_key(entry, saved) for entry in (*entries, main))}
     unknown = [name for name in saved if name not in known]
     if unknown:
         raise StateError(
@@ -120,32 +120,48 @@ def check_state(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any], *, need
         _saved_value(unit, piece, entry, saved)
 
 
-@torch.no_grad()
 def load_state_(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> None:
     """Set the whole state of a piece from `saved`, or to the state before the first step if `saved` is empty.
 
     Values are converted to the declared dtype of each state, never to that of the parameter. Saved main values are also
     written to the parameter: an fp32 parameter continues from the fp32 main values of a 16-bit run.
     """
-    if saved:
-        piece.step = int(saved.get(STEP, 0))
-    else:
-        reset_state_(unit, piece)
-    for entry in _entries(unit, piece) if saved else ():
-        value = _saved_value(unit, piece, entry, saved)
-        if entry.spec is _OF_MAIN or value is None:
-            continue
-        if saves_values(piece):
-            store_(unit, piece, entry.spec.name, value)
-        else:
-            piece.state[entry.spec.name].copy_(value)
+    found = {entry.spec.name: _saved_value(unit, piece, entry, saved) for entry in _entries(unit, piece) if saved}
     main = _saved_value(unit, piece, _main_entry(piece), saved)
+    state = {name: value for name, value in found.items() if value is not None and name != MAIN}
+    extra = {name: saved[name] for name in piece.main.extra() if name in set(saved)}
+    step = int(saved.get(STEP, 0)) if saved else None
+    set_piece_(unit, piece, main, state, extra, step=step, is_decoded=saves_values(piece))
+
+
+@torch.no_grad()
+def set_piece_(
+    unit: Unit,
+    piece: OwnedPiece,
+    main: Tensor | None,  # main values; None: those of the parameter
+    state: Mapping[str, Tensor],
+    extra: Mapping[str, Tensor],  # of an fp8 parameter
+    *,
+    step: int | None,  # None: the state is as before the first step
+    is_decoded: bool,  # whether `state` has values where the piece has codes
+) -> None:
+    """Set everything that is kept for a piece."""
     if main is None:
         piece.main.reload_()
     else:
         piece.main.set_(main)
-    if isinstance(piece.main, QuantizedMain):
-        piece.main.restore_({name: saved[name] for name in extra_of(piece.main) if name in set(saved)})
+    piece.main.restore_(extra)
+    if step is None:
+        reset_state_(unit, piece)
+        return
+    piece.step = step
+    for name, value in state.items():
+        target, codec = piece.state[name], _codec(unit, name) if is_decoded else None
+        if codec is None:
+            target.copy_(value.view(target.shape))
+        else:
+            values = torch.empty_like(target, dtype=torch.float32).copy_(value.view(target.shape))
+            encode_again_(codec, in_memory_order(target), piece.state[scale_name(name)], in_memory_order(values))
 
 
 def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
@@ -153,6 +169,37 @@ def reset_state_(unit: Unit, piece: OwnedPiece) -> None:
     piece.step = 0
     for name, fresh in unit.fresh_state(piece).items():
         piece.state[name].copy_(fresh)
+
+
+def kept_states(unit: Unit, piece: OwnedPiece) -> Iterator[StateSpec]:
+    """The states that a rule keeps for a piece on this rank, except block scales: values are saved decoded."""
+    for spec in unit.rule.state_specs:
+        if spec.kind is not StateKind.BLOCK_SCALES and spec.name in piece.state:
+            yield spec
+
+
+def saves_values(piece: OwnedPiece) -> bool:
+    """Whether a state_dict has decoded values instead of codes and scales: where another optimizer may have other
+    blocks, because they are runs of a rank's part, or of memory that is not in the order of elements."""
+    return is_dtensor(piece.param) or not all(state.is_contiguous() for state in piece.state.values())
+
+
+def is_by_part(spec: StateSpec, piece: OwnedPiece) -> bool:
+    """Whether a state depends on how the piece's rows are split, so that no other split may load it."""
+    return spec.by_part and bool(piece.matrix.split_rows)
+
+
+def _codec(unit: Unit, name: str) -> StateCodec | None:
+    """The codec of a state that is stored in scaled blocks; None if its memory holds the values themselves."""
+    found = unit.rule.codecs.get(name)
+    return found if found is not None and found.block else None
+
+
+def decoded(unit: Unit, piece: OwnedPiece, spec: StateSpec) -> Tensor:
+    """The values of one state: its own memory, or a new fp32 tensor if it is stored as codes."""
+    codec = _codec(unit, spec.name)
+    codes = piece.state[spec.name]
+    return codes if codec is None else values_of(codec, codes, piece.state[scale_name(spec.name)])
 
 
 def _entries(unit: Unit, piece: OwnedPiece) -> Iterator[_Entry]:

@@ -27,9 +27,7 @@ from opt_checkpoint import (
 from opt_checkpoint.state import SPLIT_MARK
 from opt_distributed.pieces.mains import Numbers
 from opt_distributed.pieces.piece import OwnedPiece
-from opt_distributed.pieces.quantized import QuantizedMain, extra_of
-from opt_distributed.saving.piece_state import MAIN, STEP, StateError
-from opt_distributed.saving.saved_states import decoded, is_by_part, kept_states, store_
+from opt_distributed.saving.piece_state import MAIN, STEP, StateError, decoded, is_by_part, kept_states, set_piece_
 from opt_distributed.step.unit import Unit
 from opt_kernels.works import StateKind
 from opt_kernels.works import StateSpec as Declared
@@ -56,7 +54,7 @@ class SavedPiece:
         described: dict[str, ShardedBase] = {}
         for name, tensor in self.tensors.items():
             saved_name = self.saved_names.get(name, name)
-            if name in extra_of(self.piece.main):
+            if name in self.piece.main.extra():
                 described[name] = self._extra(param, name)
             elif name not in self.of_whole:
                 described[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
@@ -75,29 +73,22 @@ class SavedPiece:
         extra.optional = True  # checkpoints of runs without fp8 parameters lack it
         return extra
 
-    @torch.no_grad()
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
         """Set the piece from loaded tensors, by the names of `sharded`.
 
         Main values that were not saved are read from the parameter. If a state was not saved, all state and the count
         of steps are as before the first step.
         """
-        piece = self.piece
-        if MAIN in loaded:
-            piece.main.set_(loaded[MAIN].view(piece.main.shape))
-        else:
-            piece.main.reload_()
-        if isinstance(piece.main, QuantizedMain):
-            piece.main.restore_({name: loaded[name] for name in extra_of(piece.main) if name in loaded})
-        names = [spec.name for spec in kept_states(self.unit, piece)]
-        if any(name not in loaded for name in (*names, STEP)):
-            piece.step = 0
-            for name, fresh in self.unit.fresh_state(piece).items():
-                piece.state[name].copy_(fresh)
-        else:
-            piece.step = int(loaded[STEP])
-            for name in names:
-                store_(self.unit, piece, name, loaded[name])
+        piece, names = self.piece, [spec.name for spec in kept_states(self.unit, self.piece)]
+        set_piece_(
+            self.unit,
+            piece,
+            loaded[MAIN].view(piece.main.shape) if MAIN in loaded else None,
+            {name: loaded[name] for name in names if name in loaded},
+            {name: loaded[name] for name in piece.main.extra() if name in loaded},
+            step=int(loaded[STEP]) if all(name in loaded for name in (*names, STEP)) else None,
+            is_decoded=True,
+        )
 
 
 def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None:
@@ -126,7 +117,7 @@ def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
             saved.saved_names[spec.name] = spec.name + SPLIT_MARK + piece.matrix.split_name
     if piece.main.numbers is not Numbers.DIRECT:
         saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
-    for name, tensor in extra_of(piece.main).items():
+    for name, tensor in piece.main.extra().items():
         # Each tensor-parallel rank scales its own part, so that scales are meaningless for a part of another size.
         of_part = LayoutBound(fingerprint=f"fp8tp{piece.part.rpartition('of')[2]}") if piece.part else PerParam()
         # A copy, because loading the parameter itself quantises it, which writes this memory.

@@ -3,19 +3,18 @@
 For packages that build a `Stepper`; `stepper` is the file to read first.
 """
 
+from opt_distributed.step.guards.groups import CHOICES
 from opt_distributed.step.guards.guard import Refusal
-from opt_distributed.step.guards.usable_groups import CHOICES
 from opt_distributed.step.guards.written_replicas import WrittenReplicas
 from opt_distributed.step.hooked import CutParams, CutRows
-from opt_distributed.step.hyper import read_hyper
-from opt_distributed.step.peer_sums import PeerSums, check_marks, marked_ids
 from opt_distributed.step.scaler import Scaler, scaler_of
 from opt_distributed.step.spans import profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
-from opt_distributed.step.stepper import Limits, Stepper, StepResult
-from opt_distributed.step.unit import Unit
+from opt_distributed.step.stepper import Stepper
+from opt_distributed.step.unit import Unit, read_hyper
+from opt_distributed.step.verdict import Limits, StepResult
 
 __all__ = [
-    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "PeerSums", "Refusal", "Scaler", "StepResult", "Stepper",
-    "Unit", "WrittenReplicas", "check_marks", "marked_ids", "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
+    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "Refusal", "Scaler", "StepResult", "Stepper", "Unit",
+    "WrittenReplicas", "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
 ]  # fmt: skip

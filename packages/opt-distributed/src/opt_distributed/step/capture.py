@@ -9,7 +9,6 @@ a capture freezes and what stays live. If something frozen has changed, one step
 one captures again. Reductions and gathers stay outside, because they overlap with backward and forward passes.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -20,17 +19,13 @@ from torch import Tensor
 from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
-from opt_distributed.pieces.piece import Ready
+from opt_distributed.pieces.piece import Groups, Ready
 from opt_distributed.pieces.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
-from opt_distributed.step.guards.guard import Groups
-from opt_distributed.step.hyper import FIELDS
 from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.stats import Upload
-from opt_distributed.step.unit import Unit
+from opt_distributed.step.unit import FIELDS, Unit
 from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
-from opt_paramgroups import ParamId
 
 T = TypeVar("T")
 MANY_MISSES = 10  # successive steps without a graph, after which a warning says so
@@ -58,7 +53,13 @@ class Recorded(Generic[T]):
         is_known, self._last = self._last == key, key
         if not is_known:  # the first run compiles kernels and builds tables, which a capture must not do
             self._captured = None
-            self._miss()
+            self._num_misses += 1
+            if self._num_misses == MANY_MISSES:
+                _LOG.warning(
+                    "the last %d steps ran without their graph: before each of them, memory of gradients, parameters "
+                    "or states has moved, or an entry of param_groups that is not a number has changed",
+                    MANY_MISSES,
+                )
             return work()
         self._num_misses = 0
         with self._graph.capture():
@@ -66,18 +67,9 @@ class Recorded(Generic[T]):
         self._graph.replay()
         return self._captured[1]
 
-    def _miss(self) -> None:
-        self._num_misses += 1
-        if self._num_misses == MANY_MISSES:
-            _LOG.warning(
-                "the last %d steps ran without their graph: before each of them, memory of gradients, parameters or "
-                "states has moved, or an entry of param_groups that is not a number has changed",
-                MANY_MISSES,
-            )
 
-
-Work = Callable[[list[Ready], Tensor, Groups, Upload], Verdict]
-"""Statistics, verdict, loss scale and updates of a step, given gradients, flags, groups and a way to upload numbers."""
+Work = Callable[[list[Ready], Tensor, Groups], Verdict]
+"""Statistics, verdict, loss scale and updates of a step, given gradients, flags and groups."""
 
 
 class CapturedStep:
@@ -87,92 +79,51 @@ class CapturedStep:
         """Raises GraphError if the device does not support graphs."""
         self.units, self.device, self.scaler = units, device, scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
-        self._queues = devices.device_of(device)
-        self._recorded: Recorded[Verdict] = Recorded(self._queues)
+        self._accelerator = devices.device_of(device)
+        self._recorded: Recorded[Verdict] = Recorded(self._accelerator)
         own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
-        self._table = HyperTable((*FIELDS, *own), device=device, upload=self._queues.upload, choosing=choosing)
-        self._constants = _Constants(self._queues)
+        self._table = HyperTable((*FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing)
         self._grads = [_StableGrads() for _ in units]
         self._memory = [tensor for unit in units for tensor in unit.memory()]  # that updates write
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
-        id = self._lacking(ready)
-        if id is None:
-            return None
-        return UnusableGradientError(
-            f"{str(id)!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
-            "parameters every time; freeze those that are not used, or turn graphs off"
-        )
-
-    def _lacking(self, ready: Sequence[Ready]) -> ParamId | None:
-        for source in self._buffered:
-            if (id := source.lacking()) is not None:
-                return id
+        lacking = [id for source in self._buffered for id in source.ids if source.params[id].grad is None]
         for unit, of_unit in zip(self.units, ready, strict=True):
             if of_unit.pieces is not unit.pieces:
                 there = {piece.id for piece in of_unit.pieces}
-                return next(piece.id for piece in unit.pieces if piece.id not in there)
-        return None
+                lacking += [piece.id for piece in unit.pieces if piece.id not in there]
+        if not lacking:
+            return None
+        return UnusableGradientError(
+            f"{str(lacking[0])!r} has no gradient: a step as a graph (optimizer_cuda_graph=True) updates the same "
+            "parameters every time; freeze those that are not used, or turn graphs off"
+        )
 
     def step(self, work: Work, ready: Sequence[Ready], flags: Tensor, groups: Groups, limits: Limits) -> Verdict:
         """Do `work`, or replay it. If gradients are lacking, `flags` must say that this rank refuses the step.
 
         The tensors of the result are valid until the next call.
         """
-        is_complete = self._lacking(ready) is None
+        is_complete = self.lacking(ready) is None
         ready = [grads.kept(of_unit) for grads, of_unit in zip(self._grads, ready, strict=True)]
         self._table.refresh_(groups)
-        self.scaler.stay_on(self._queues)
+        self.scaler.stay_on(self._accelerator)
         if not is_complete:
-            return work(ready, flags, self._table.groups, lambda make: self._queues.upload(make()))
-        key = (self._key(ready, limits), addresses([flags]), len(flags))
-        upload = self._constants.of(key)
-        return self._recorded(lambda: work(ready, flags, self._table.groups, upload()), key)
-
-    def _key(self, ready: Sequence[Ready], limits: Limits) -> Hashable:
-        """Everything that a capture freezes. Counts are compared by identity: loading state replaces them."""
-        counts = [count for unit, of_unit in zip(self.units, ready, strict=True) for count in unit.counts(of_unit)]
+            return work(ready, flags, self._table.groups)
+        # Everything that a capture freezes. Counts are compared by identity: loading state replaces them.
+        counts = [run.count for unit, of_unit in zip(self.units, ready, strict=True) for run in unit.runs(of_unit)]
         for count in counts:
             count.stay_on(self.device)
-        factor = self.scaler.factor
-        scale = factor.data_ptr() if isinstance(factor, Tensor) else factor
         grads = [grad for of_unit in ready for grad in of_unit.grads]
-        return tuple(counts), addresses([*grads, *self._memory]), scale, self._table.frozen, limits
+        key = tuple(counts), addresses([*grads, *self._memory, flags]), self._table.frozen, limits
+        return self._recorded(lambda: work(ready, flags, self._table.groups), key)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """The present addresses of these tensors."""
     return tuple(map(Tensor.data_ptr, tensors))
-
-
-class _Constants:
-    """Host tensors that are the same in every run of captured work; they are uploaded in the first."""
-
-    def __init__(self, device: Device):
-        self._device = device
-        self._key: Hashable = None
-        self._uploaded: list[Tensor] = []
-
-    def of(self, key: Hashable) -> Callable[[], Upload]:
-        """Return a function that begins a run and returns its `Upload`. Runs with equal keys make the same uploads."""
-        if key != self._key:
-            self._key, self._uploaded = key, []
-        uploaded = self._uploaded
-
-        def begin() -> Upload:
-            numbers = itertools.count()
-
-            def upload(make: Callable[[], Tensor]) -> Tensor:
-                number = next(numbers)
-                if number == len(uploaded):
-                    uploaded.append(self._device.upload(make()))
-                return uploaded[number]
-
-            return upload
-
-        return begin
 
 
 class _StableGrads:
@@ -188,13 +139,10 @@ class _StableGrads:
             return ready
         grads = list(ready.grads)
         for at in moving:
-            if at not in self._copies or not _are_alike(self._copies[at], grads[at]):
-                self._copies[at] = torch.empty_like(grads[at])
+            copy, grad = self._copies.get(at), grads[at]
+            if copy is None or copy.dtype is not grad.dtype or copy.shape != grad.shape:
+                self._copies[at] = torch.empty_like(grad)
         torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
         for at in moving:
             grads[at] = self._copies[at]
         return ready._replace(grads=grads)
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype is other.dtype and one.shape == other.shape

@@ -1,7 +1,7 @@
 """Loss scaling: none, constant, or dynamic with hysteresis. The state is on the device of the step."""
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -78,80 +78,65 @@ class DynamicScaler:
     full window of steps without overflow grows the scale and resets the count.
 
     The host knows the state until a device first decides whether a step overflowed. From then on the state is a tensor
-    on the device, and reading it waits.
+    on the device, always the same one, and reading it waits.
     """
 
     def __init__(self, rule: DynamicScale):
         self.rule = rule
-        self._known: _State | None = _State(float(rule.initial), 0, rule.hysteresis)
-        self._on_device: Tensor | None = None  # (4,) float64: the state and 1 / scale, if `_known` is None
-        self._stays = False  # whether `_on_device` is always the same tensor
+        self._known: list[float] | None = [float(rule.initial), 0.0, float(rule.hysteresis)]
+        self._on_device: Tensor | None = None  # (3,) float64, the state if `_known` is None
 
     @property
-    def state(self) -> "_State":
-        """The state, on the host."""
+    def state(self) -> list[float]:
+        """The scale; steps without overflow since it last grew or one was seen; overflows until it backs off."""
         if self._known is not None:
             return self._known
         assert self._on_device is not None
-        state = _State.of(self._on_device)
-        if not self._stays:  # replays change it without the host, so it must not be cached
-            self._known = state
-        return state
+        return cast(list[float], self._on_device.tolist())
 
     @property
     def scale(self) -> float:
-        return self.state.scale
+        return self.state[0]
 
     @property
     def factor(self) -> float | Tensor:
         if self._known is not None:
-            return self._known.scale
+            return self._known[0]
         assert self._on_device is not None
-        return self._on_device[0]
+        return self._on_device[0].clone()  # autograd may keep it beyond the next step
 
     @property
     def inverse(self) -> float | Tensor:
-        if self._known is not None:
-            return 1.0 / self._known.scale
-        assert self._on_device is not None
-        return self._on_device[3].clone() if self._stays else self._on_device[3]
+        return 1.0 / self.factor
 
+    @torch.no_grad()
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         if not isinstance(found_inf, Tensor):
-            before = torch.tensor(self.state.numbers, dtype=torch.float64)
-            self._known = _State.of(_rescaled(before, torch.tensor(found_inf), None, self.rule))
+            before = torch.tensor(self.state, dtype=torch.float64)
+            self._known = _rescaled(before, torch.tensor(found_inf), None, self.rule).tolist()
             return
-        after = self._updated_on_device(found_inf, unless)
-        if self._stays and self._known is None:
-            assert self._on_device is not None
-            self._on_device.copy_(after)
-        else:
-            self._on_device, self._known, self._stays = after, None, False
+        if self._known is not None:  # without a copy from the host, for which it would wait
+            before = torch.stack([torch.full_like(found_inf, x, dtype=torch.float64) for x in self._known])
+            self._keep_on_device(before)
+        assert self._on_device is not None
+        self._on_device.copy_(_rescaled(self._on_device, found_inf, unless, self.rule))
 
-    @torch.no_grad()
     def stay_on(self, device: Device) -> None:
         if self._known is not None:
-            state = device.upload(torch.tensor(self._known.numbers, dtype=torch.float64))
-            self._on_device = self._on_device.copy_(state) if self._stays and self._on_device is not None else state
-            self._known = None
-        if not self._stays:
-            assert self._on_device is not None
-            self._on_device, self._stays = self._on_device.clone(), True
+            self._keep_on_device(device.upload(torch.tensor(self._known, dtype=torch.float64)))
 
     @torch.no_grad()
-    def _updated_on_device(self, found_inf: Tensor, unless: Tensor | None) -> Tensor:
-        """The next state, in a new tensor, so that a copy of the scaler keeps its state."""
-        if self._known is not None:
-            numbers = self._known.numbers
-            before = torch.stack([torch.full_like(found_inf, one, dtype=torch.float64) for one in numbers])
+    def _keep_on_device(self, state: Tensor) -> None:
+        if self._on_device is None:
+            with torch.inference_mode(False):  # a step outside of inference mode must be able to write it, too
+                self._on_device = state.clone()
         else:
-            assert self._on_device is not None
-            before = self._on_device
-        return _rescaled(before, found_inf, unless, self.rule)
+            self._on_device.copy_(state)
+        self._known = None
 
     def state_dict(self) -> dict[str, Any]:
         scale, clean, forgiven = self.state
-        return {"scale": scale, "growth_tracker": clean, "hysteresis_tracker": forgiven}
+        return {"scale": scale, "growth_tracker": int(clean), "hysteresis_tracker": int(forgiven)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set scale and both counts. Accepts tensors of one element: Megatron-Core saves its scale as one.
@@ -162,41 +147,20 @@ class DynamicScaler:
         scale = float(state["scale"])
         if not 0 < scale < math.inf:
             raise ValueError(f"scale={scale}: a loss scale must be a finite number above 0")
-        self._known = _State(scale, int(state["growth_tracker"]), int(state["hysteresis_tracker"]))
-
-
-class _State(NamedTuple):
-    """The state of a dynamic scale."""
-
-    scale: float
-    growth_tracker: int  # steps without overflow since the scale last grew or an overflow was seen
-    hysteresis_tracker: int  # overflows until the scale backs off
-
-    @classmethod
-    def of(cls, numbers: Tensor) -> "_State":
-        """Read the state of a device."""
-        scale, clean, forgiven, _ = numbers.tolist()
-        return cls(scale, int(clean), int(forgiven))
-
-    @property
-    def numbers(self) -> tuple[float, float, float, float]:
-        """The state as a device keeps it, with 1 / scale."""
-        return self.scale, self.growth_tracker, self.hysteresis_tracker, 1.0 / self.scale
+        self._known = [scale, float(int(state["growth_tracker"])), float(int(state["hysteresis_tracker"]))]
 
 
 def _rescaled(before: Tensor, found_inf: Tensor, unless: Tensor | None, rule: DynamicScale) -> Tensor:
-    """The next state (4,) of the scale, as `before`, in new memory. Nothing changes if `unless` is true."""
+    """The next state (3,) of the scale, as `before`, in new memory. Nothing changes if `unless` is true."""
     where = torch.where
-    scale, clean, forgiven, _ = before.unbind()
+    scale, clean, forgiven = before.unbind()
     grows = clean + 1 >= rule.window
     backed_off = (scale * rule.backoff).clamp(min=rule.minimum)
-    grown = where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale))
     after = torch.stack(
         [
-            grown,
+            where(found_inf, where(forgiven <= 1, backed_off, scale), where(grows, scale * rule.growth, scale)),
             where(found_inf | grows, 0.0, clean + 1),
             where(found_inf, forgiven - 1, where(grows, float(rule.hysteresis), forgiven)),
-            1.0 / grown,
         ]
     )
     return after if unless is None else where(unless, before, after)

@@ -1,10 +1,8 @@
 """The statistics of a step: norms, overflow and zeros, with every element counted once, in one reduction."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +12,9 @@ from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
-from opt_distributed.pieces.sources import Source
+from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step.verdict import times
 from opt_kernels.backends import grad_stats
-
-Upload = Callable[[Callable[[], Tensor]], Tensor]
-"""Uploads the host tensor that a function returns to the device of the step, without blocking the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +28,16 @@ class Family:
         """Whether the ranks of `comm` are exactly those that hold these parameters."""
         return self.axes.dp.size == comm.size and self.axes.inter.size == 1
 
+    @property
+    def unresolved(self) -> list[BufferedGrads]:
+        """Sources whose parameters may have a gradient on some ranks only."""
+        return [source for source in self.sources if isinstance(source, BufferedGrads)]
+
+
+def host_flags(families: Iterable[Family]) -> list[float]:
+    """Whether each parameter of the unresolved sources has a gradient on this rank."""
+    return [float(has) for family in families for source in family.unresolved for has in source.has_grads()]
+
 
 def reduce_stats(
     families: Sequence[Family],
@@ -43,51 +48,65 @@ def reduce_stats(
     num_slots: int,
     count_zeros: bool,
     flags: Tensor,
-    upload: Upload,
     instances: Comm = ALONE,
 ) -> Tensor:
-    """Sum the statistics of all ranks in one float64 all-reduce. No two ranks count the same element.
+    """Sum the statistics of all ranks in one float64 all-reduce.
 
-    The all-reduce includes the sources' flags, if all ranks hold the parameters. If only some do, these exchange flags
-    first. Zeros that stand for missing gradients are not counted: each source reports their number with its flags.
+    The all-reduce includes `has_grads` of the sources, so that each knows which parameters no rank has used. Where only
+    some ranks hold the parameters, or if zeros are counted, these exchange `has_grads` before: zeros that stand for
+    missing gradients are not counted.
 
     Norms and zeros count one copy of each element. Infinities and NaNs are counted in every copy that may differ, so
     that a NaN on a rank whose copy is not counted stops the step as well.
 
-    `flags` (n,) are those of the guards, float64 on the device, and are summed with the rest; first over `instances`,
-    the ranks in this one's place in all optimizer instances, which must refuse the same steps. `upload` copies other
-    numbers of the host to the device, which are the same at every step in which the same parameters have gradients. The
-    host reads nothing, except in `Source.resolve_`.
+    `flags` (n + m,) are float64 on the device: those of the guards, then `host_flags`. Guards' flags are summed with
+    the rest; first over `instances`, the ranks in this one's place in all optimizer instances, which must refuse the
+    same steps. The host reads nothing, except in `BufferedGrads.resolve_`.
 
     Returns (num_slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
-    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of `flags`.
+    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of the
+    guards' flags.
 
     Raises:
         CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
+    numels = [len(source.ids) for family in families for source in family.unresolved]
+    of_guards, *of_sources = torch.split(flags, [len(flags) - sum(numels), *numels])
     if instances.size > 1:
-        flags = flags.clone()
-        _sum_(flags, instances)
-    local = torch.cat([_swept(ready, device=device, num_slots=num_slots, count_zeros=count_zeros), flags])
-    if not [source for family in families for source in family.sources if source.unresolved]:
-        _sum_(local, everyone)
-        return local
-    shared = [source for family in families if family.is_on_all_of(everyone) for source in family.sources]
+        of_guards = of_guards.clone()
+        _sum_(of_guards, instances)
+    joined: list[tuple[BufferedGrads, Tensor]] = []  # whose flags are in the one all-reduce
     for family in families:
-        if not family.is_on_all_of(everyone):
-            counts = _resolve_with_(family.sources, [family.axes.dp, family.axes.inter], local[:0], upload).counts
-            numels = _numels(family.sources, ready) if count_zeros else []
-            if numels:
-                _subtract_unused_(local[num_slots + 1], upload(partial(host_numbers, numels)), counts)
-    numels = _numels(shared, ready) if count_zeros else []
-    if numels:
-        local = torch.cat([local, upload(lambda: host_numbers(numels))])
-    summed, counts = _resolve_with_(shared, [everyone], local, upload)
-    if not numels:
-        return summed
-    sums, numels_of_all = torch.split(summed, [summed.numel() - len(numels), len(numels)])
-    _subtract_unused_(sums[num_slots + 1], numels_of_all, counts)
-    return sums
+        with_flags = [(source, of_sources.pop(0)) for source in family.unresolved]
+        if family.is_on_all_of(everyone) and not count_zeros:
+            joined += with_flags
+        elif with_flags:
+            _resolve_(with_flags, flags[:0], [family.axes.dp, family.axes.inter])
+    swept = _swept(used(families, ready) if count_zeros else ready, device, num_slots, count_zeros=count_zeros)
+    return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
+
+
+def _resolve_(of_sources: Sequence[tuple[BufferedGrads, Tensor]], numbers: Tensor, comms: Sequence[Comm]) -> Tensor:
+    """Sum `numbers` (n,) and the sources' flags over `comms`, one all-reduce each; pass the sources their sums."""
+    joined = torch.cat([numbers, *(of_source for _, of_source in of_sources)])
+    for comm in comms if joined.numel() else ():
+        _sum_(joined, comm)
+    summed, *counts = torch.split(joined, [len(numbers), *(len(of_source) for _, of_source in of_sources)])
+    for (source, _), count in zip(of_sources, counts, strict=True):
+        source.resolve_(count)
+    return summed
+
+
+def used(families: Sequence[Family], ready: Sequence[Ready]) -> Sequence[Ready]:
+    """Drop the pieces of parameters that no rank has used, once that is resolved."""
+    unused = {id for family in families for source in family.unresolved for id in source.unused}
+    if not unused:
+        return ready
+    kept = []
+    for of_unit in ready:
+        pairs = [pair for pair in zip(of_unit.pieces, of_unit.grads, strict=True) if pair[0].id not in unused]
+        kept.append(Ready([piece for piece, _ in pairs], [grad for _, grad in pairs]))
+    return kept
 
 
 class HostNumbers:
@@ -101,9 +120,9 @@ class HostNumbers:
     def write_(self, numbers: Sequence[float]) -> Tensor:
         """Return (len(numbers),) float64: the same tensor at every call, unless the length has changed."""
         if self._place is None or len(numbers) != len(self._numbers):
-            self._place = self._device.upload(host_numbers(numbers)).clone()
+            self._place = self._device.upload(torch.tensor(numbers, dtype=torch.float64)).clone()
         elif numbers != self._numbers:
-            self._place.copy_(self._device.upload(host_numbers(numbers)))
+            self._place.copy_(self._device.upload(torch.tensor(numbers, dtype=torch.float64)))
         self._numbers = numbers
         return self._place
 
@@ -146,21 +165,13 @@ def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
     return sum(everyone.gather_objects(local))
 
 
-Counted = Mapping[Source, Mapping[int, list[Tensor]]]
-"""The gradients that this rank counts, by source and norm slot."""
-
-
-def _by_source(ready: Iterable[Ready]) -> Counted:
+def _by_source(ready: Iterable[Ready]) -> Mapping[Source, Mapping[int, list[Tensor]]]:
+    """The gradients that this rank counts, by source and norm slot."""
     found: dict[Source, dict[int, list[Tensor]]] = {}
     for of_kind, grads in _by_kind(ready):
         if of_kind.counted:
             found.setdefault(of_kind.source, {}).setdefault(of_kind.norm_slot, []).extend(grads)
     return found
-
-
-def _uncounted_copies(ready: Iterable[Ready]) -> list[Tensor]:
-    """Gradients of which another rank counts a copy. The local copy may differ, so it is checked for NaNs, too."""
-    return [grad for of_kind, grads in _by_kind(ready) if of_kind.inspected and not of_kind.counted for grad in grads]
 
 
 def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
@@ -170,47 +181,6 @@ def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
             yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
 
 
-class _Resolved(NamedTuple):
-    """Sums over ranks."""
-
-    summed: Tensor  # (n,) of the given numbers
-    counts: Tensor | None  # (unresolved parameters,): ranks that have a gradient of each; None without such parameters
-
-
-def _resolve_with_(sources: Sequence[Source], comms: Sequence[Comm], numbers: Tensor, upload: Upload) -> _Resolved:
-    """Sum `numbers` (n,) and the sources' flags over `comms` in one all-reduce each; pass the sources their sums."""
-    sizes = [len(source.unresolved) for source in sources]
-    joined = numbers
-    if any(sizes):
-        joined = torch.cat([numbers, upload(lambda: torch.cat([source.flags() for source in sources]))])
-    if joined.numel():
-        for comm in comms:
-            _sum_(joined, comm)
-    if not any(sizes):
-        return _Resolved(joined, None)
-    summed, *of_sources = torch.split(joined, [numbers.numel(), *sizes])
-    for source, own in zip(sources, of_sources, strict=True):
-        if own.numel():
-            source.resolve_(own)
-    return _Resolved(summed, joined[numbers.numel() :])
-
-
-def _numels(sources: Sequence[Source], ready: Sequence[Ready]) -> list[float]:
-    """The number of elements that this rank counts of each unresolved parameter."""
-    counted = {p.id: g.numel() for one in ready for p, g in zip(one.pieces, one.grads, strict=True) if p.counted}
-    return [counted.get(id, 0) for source in sources for id in source.unresolved]
-
-
-def _subtract_unused_(zeros: Tensor, numels: Tensor, counts: Tensor | None) -> None:
-    """Subtract from `zeros` the elements of parameters that have no gradient on any rank."""
-    assert counts is not None
-    zeros.sub_((numels * (counts == 0)).sum())
-
-
-def host_numbers(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def _sum_(x: Tensor, comm: Comm) -> None:
     try:
         comm.all_reduce_(x)
@@ -218,7 +188,7 @@ def _sum_(x: Tensor, comm: Comm) -> None:
         raise CollectiveError(f"sum of the statistics: {error}") from error
 
 
-def _swept(ready: Sequence[Ready], *, device: torch.device, num_slots: int, count_zeros: bool) -> Tensor:
+def _swept(ready: Sequence[Ready], device: torch.device, num_slots: int, *, count_zeros: bool) -> Tensor:
     """(num_slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
     entries: list[list[Tensor]] = [[] for _ in range(num_slots + 2)]  # whose sums are the numbers
     for source, of_slots in _by_source(ready).items():
@@ -227,7 +197,9 @@ def _swept(ready: Sequence[Ready], *, device: torch.device, num_slots: int, coun
             entries[slot].append(times(found.sum_of_squares.to(device), source.grad_scale**2))
             entries[-2].append(found.nonfinite.to(device))
             entries[-1].append(found.zeros.to(device))
-    if copies := _uncounted_copies(ready):
+    # Another rank counts these; the local copies may differ.
+    copies = [grad for kind, grads in _by_kind(ready) if kind.inspected and not kind.counted for grad in grads]
+    if copies:
         entries[-2].append(grad_stats(copies, count_zeros=False).nonfinite.to(device))
     sums = [sum(of_entry[1:], of_entry[0]).double() if of_entry else None for of_entry in entries]
     return torch.stack([torch.zeros((), dtype=torch.float64, device=device) if s is None else s for s in sums])

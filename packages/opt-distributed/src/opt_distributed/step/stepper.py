@@ -29,29 +29,26 @@ from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm
-from opt_distributed.pieces.piece import Ready
-from opt_distributed.pieces.quantized import quantized_sources
+from opt_distributed.pieces.piece import Groups, Ready, Update
+from opt_distributed.pieces.quantized import QuantizedSource
+from opt_distributed.pieces.sources import PeerSums
 from opt_distributed.step.capture import CapturedStep
-from opt_distributed.step.guards.equal_groups import EqualGroups
-from opt_distributed.step.guards.guard import Groups, Guard, Inputs
-from opt_distributed.step.guards.params_in_place import ParamsInPlace
-from opt_distributed.step.guards.usable_grads import UsableGrads
-from opt_distributed.step.guards.usable_groups import UsableGroups
-from opt_distributed.step.outcome import Outcome, StepResult, warn_of_deleted
-from opt_distributed.step.peer_sums import PeerSums
+from opt_distributed.step.guards.groups import EqualGroups, UsableGroups
+from opt_distributed.step.guards.guard import Guard, GuardError, Inputs, ParamsInPlace, UsableGrads, agreed_guards
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
 from opt_distributed.step.stats import (
     Family,
     HostNumbers,
-    Upload,
     counted_grads,
+    host_flags,
     reduce_norm,
     reduce_stats,
     reduce_zeros,
+    used,
 )
 from opt_distributed.step.unit import Unit, begin_units_
-from opt_distributed.step.verdict import Limits, Report, Verdict, decide
+from opt_distributed.step.verdict import Limits, Outcome, Report, StepResult, Verdict, decide, warn_of_deleted
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
 
@@ -60,7 +57,7 @@ class _Prepared(NamedTuple):
     """The gradients between `prepare_grads` and `step_with_ready_grads`."""
 
     verdict: Verdict
-    ready: list[Ready]  # one for each unit
+    ready: Sequence[Ready]  # one for each unit
     max_norm: float  # to which gradients are clipped
 
 
@@ -93,14 +90,18 @@ class Stepper:
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
         self.inputs = Inputs()
         self._sources = [source for family in families for source in family.sources]
-        self._applied = sorted({piece.group for unit in units for piece in unit.pieces})
-        self._usable_groups = UsableGroups(self.inputs, self._applied)
-        self.guards: list[Guard] = [UsableGrads(self.inputs), self._usable_groups, ParamsInPlace(self._sources)]
+        rules = {piece.group: unit.rule for unit in units for piece in unit.pieces}
+        self._local_rules = dict(sorted(rules.items()))  # by the indices of this rank's groups
+        self.usable_groups = UsableGroups(self.inputs, self._local_rules)
+        self._usable_grads = UsableGrads(self.inputs)
+        # Equal on every rank, and fixed when the first step begins.
+        self.guards: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(self._sources)]
+        self._guards: tuple[Guard, ...] = ()  # those of the first step
         # Called when a step begins, with the outcome of the step before, also of one that an error refused. Collective.
         self.at_start: list[Callable[[Outcome | None], None]] = []
         self._before: Outcome | None = None
-        self._queues = devices.device_of(device)
-        self._flags = HostNumbers(self._queues)
+        self._accelerator = devices.device_of(device)
+        self._flags = HostNumbers(self._accelerator)
         self._prepared: _Prepared | None = None
         self._captured = CapturedStep(self.units, self._sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
@@ -108,20 +109,12 @@ class Stepper:
     def compare_groups(self, groups: Groups) -> None:
         """Let every step compare the numbers of `groups` between ranks, and their other entries with the present ones.
         Collective: all ranks call it."""
-        self._usable_groups.compare(groups, {piece.group: unit.rule for unit in self.units for piece in unit.pieces})
+        self.usable_groups.compare(groups)
         own = {name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())}
         peers = self.everyone if self.everyone.size > 1 else self.instances  # instances of one rank each
-        equal = EqualGroups(self.inputs, groups, applied=self._applied, own=own, everyone=peers)
+        equal = EqualGroups(self.inputs, groups, local=self._local_rules, own=own, everyone=peers)
         if equal.num_flags:
             self.guards.append(equal)
-
-    def accept_loaded(self, groups: Groups) -> None:
-        """Accept entries without effect that a load has checked and written to `groups`."""
-        self._usable_groups.accept_loaded(groups)
-
-    def check_groups(self, groups: Groups) -> None:
-        """Raise the errors of `UsableGroups.check`."""
-        self._usable_groups.check(groups)
 
     @torch.no_grad()
     def step(self, groups: Groups) -> StepResult:
@@ -135,8 +128,8 @@ class Stepper:
                 prepared = self._decide(ready, flags)
                 # On a CPU, the errors of guards are raised here. A device skips updates by the verdict. A guard that
                 # refuses the groups has replaced them in `inputs`, so that this rank can join collectives.
-                if self._queues.is_asynchronous or self._read().success:
-                    self._update_(prepared, self.inputs.groups)
+                if self._accelerator.is_asynchronous or self._read().success:
+                    self._update_(prepared, self.inputs.groups, then=self._publish)
             else:
                 self._replay_(self._captured, ready, flags)
         outcome = self._outcome()
@@ -166,7 +159,7 @@ class Stepper:
         Raises:
             RuntimeError: `prepare_grads` was not called before, or returned True.
             CollectiveError: a peer was lost while parameters were gathered; names the step and the collective.
-            ValueError: those of `check_groups`.
+            ValueError: those of `UsableGroups.check`.
         """
         if self._prepared is None or self._read().overflow:
             raise RuntimeError(
@@ -175,9 +168,9 @@ class Stepper:
         prepared, self._prepared = self._prepared, None  # an update that raises half-way must not be made again
         success = self._read().success
         if success:
-            self.check_groups(groups)
+            self.usable_groups.check(groups)
             with self._naming_the_step():
-                self._update_(prepared, groups)
+                self._update_(prepared, groups, then=self._publish)
         return success
 
     # --- a step, part by part ---------------------------------------------------------------------------------------
@@ -193,12 +186,13 @@ class Stepper:
         if before is not None and before.is_unread:
             before.read()
         self.num_begun += 1
+        self._guards = self._guards or agreed_guards(self.guards, self.everyone, self.instances)
         self.inputs.groups, self.inputs.refused = groups, None
         self._reduce_()
         ready = [unit.ready(self._refuse) for unit in self.units]
         if self._captured is not None:
             self._refuse(self._captured.lacking(ready))
-        return ready, [flag for guard in self.guards for flag in guard.flags()]
+        return ready, self._ask_guards()
 
     def _reduce_(self) -> None:
         """Complete the reductions. A rank that refuses its gradients joins all of them."""
@@ -211,21 +205,46 @@ class Stepper:
             if self.peer_sums is not None:
                 self.peer_sums.add_()
 
-    def _refuse(self, error: UnusableGradientError | None) -> None:
+    def _ask_guards(self) -> list[float]:
+        """Return the flags of all guards: as many in every step, and on every rank."""
+        if tuple(self.guards) != self._guards:
+            self._refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
+        flags = [self._ask(guard) for guard in self._guards]
+        flags[self._guards.index(self._usable_grads)] = self._ask(
+            self._usable_grads
+        )  # which tells of guards that failed
+        return [flag for of_guard in flags for flag in of_guard]
+
+    def _ask(self, guard: Guard) -> list[float]:
+        """Return this rank's flags; zeros if the guard fails, for which every rank refuses the step."""
+        try:
+            flags = list(guard.flags())
+            if len(flags) != guard.num_flags:
+                raise GuardError(f"{type(guard).__name__} has {len(flags)} flags, but num_flags={guard.num_flags}")
+        except Exception as error:
+            self._refuse(error.with_traceback(None))  # its frames may keep parameters alive
+            return [0.0] * guard.num_flags
+        return flags
+
+    def _refuse(self, error: Exception | None) -> None:
         self.inputs.refused = self.inputs.refused or error
 
-    def _decide(self, ready: list[Ready], flags: list[float]) -> _Prepared:
+    def _decide(self, ready: Sequence[Ready], flags: list[float]) -> _Prepared:
         """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
         with self.spans("optimizer-unscale-and-check-inf"):
-            verdict = self._judge(ready, self._flags.write_(flags), lambda make: self._queues.upload(make()))
+            verdict = self._judge(ready, self._on_device(flags))
         self._note(verdict, flags)
-        if self._queues.is_asynchronous:
+        if self._accelerator.is_asynchronous:
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
         else:
             self.scaler.update(self._read().overflow)
-        return _Prepared(verdict, self._used(ready), self.limits.max_norm)
+        return _Prepared(verdict, used(self.families, ready), self.limits.max_norm)
 
-    def _judge(self, ready: list[Ready], flags: Tensor, upload: Upload) -> Verdict:
+    def _on_device(self, flags: list[float]) -> Tensor:
+        """The flags of the guards, then those of the sources."""
+        return self._flags.write_([*flags, *host_flags(self.families)])
+
+    def _judge(self, ready: Sequence[Ready], flags: Tensor) -> Verdict:
         """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing."""
         inv_scale = self.scaler.inverse
         numbers = reduce_stats(
@@ -236,37 +255,37 @@ class Stepper:
             num_slots=len(self.limits.slots),
             count_zeros=self.limits.count_zeros,
             flags=flags,
-            upload=upload,
             instances=self.instances,
         )
-        return decide(numbers, self.guards, inv_scale=inv_scale, limits=self.limits)
+        return decide(numbers, self._guards, inv_scale=inv_scale, limits=self.limits)
 
-    def _update_(self, prepared: _Prepared, groups: Groups, *, publishes: bool = True) -> None:
-        """Clip, update each unit, and publish what it completes."""
+    def _update_(self, prepared: _Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
+        """Clip, and update each unit; then call `then` with it."""
         verdict, ready, max_norm = prepared
         with self.spans("optimizer-clip-main-grad"):
             scales: Sequence[float | Tensor] = verdict.scales(max_norm, self.limits.clips)
         skip: Tensor | None = verdict.skip
-        if not self._queues.is_asynchronous:
+        if not self._accelerator.is_asynchronous:
             scales, skip = [float(scale) for scale in scales], None
-        begun = begin_units_(self.units, ready, groups, scale_of_slot=scales, skip=skip, device=self.device)
-        for unit, of_unit, of_hooks in zip(self.units, ready, begun, strict=True):
+        updates = [Update(of_unit, groups, scales, skip) for of_unit in ready]
+        begun = begin_units_(self.units, updates, device=self.device)
+        for unit, update, of_hooks in zip(self.units, updates, begun, strict=True):
             with self.spans("optimizer-inner-step"):
-                unit.update_(of_unit, groups, scale_of_slot=scales, skip=skip, begun=of_hooks)
-            if publishes:
-                self._publish(unit)
+                unit.update_(update, of_hooks)
+            if then is not None:
+                then(unit)
 
-    def _replay_(self, captured: CapturedStep, ready: list[Ready], flags: list[float]) -> None:
+    def _replay_(self, captured: CapturedStep, ready: Sequence[Ready], flags: list[float]) -> None:
         """A step whose work on the device is a graph, except at first and after something frozen has changed."""
 
-        def work(ready: list[Ready], flags: Tensor, groups: Groups, upload: Upload) -> Verdict:
-            verdict = self._judge(ready, flags, upload)
+        def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
+            verdict = self._judge(ready, flags)
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
-            self._update_(_Prepared(verdict, ready, self.limits.max_norm), groups, publishes=False)
+            self._update_(_Prepared(verdict, ready, self.limits.max_norm), groups)
             return verdict
 
         with self.spans("optimizer-inner-step"):
-            verdict = captured.step(work, ready, self._flags.write_(flags), self.inputs.groups, self.limits)
+            verdict = captured.step(work, ready, self._on_device(flags), self.inputs.groups, self.limits)
         self._note(verdict, flags)
         for unit in self.units:
             self._publish(unit)
@@ -275,11 +294,6 @@ class Stepper:
         with self.spans("params-all-gather"):
             for source in unit.completes:
                 source.publish_()
-
-    def _used(self, ready: list[Ready]) -> list[Ready]:
-        """Drop pieces whose gradients are zeros because no rank has a gradient of the parameter."""
-        unused = {id for source in self._sources for id in source.unused()}
-        return [of_unit.without(unused) for of_unit in ready] if unused else ready
 
     @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
@@ -294,9 +308,15 @@ class Stepper:
 
     def _note(self, verdict: Verdict, flags: list[float]) -> None:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
-        is_unread = self._queues.is_asynchronous and (self._has_others or any(flags))
-        guards, step, queues = tuple(self.guards), self.num_begun, self._queues
-        self.last = self._before = Outcome(verdict, guards, step=step, device=queues, owner=self, is_unread=is_unread)
+        is_unread = self._accelerator.is_asynchronous and (self._has_others or any(flags))
+        self.last = self._before = Outcome(
+            verdict,
+            self._guards,
+            step=self.num_begun,
+            device=self._accelerator,
+            owner=self,
+            is_unread=is_unread,
+        )
 
     def _outcome(self) -> Outcome:
         assert self.last is not None
@@ -387,13 +407,13 @@ class Stepper:
         return self._prepared
 
     @torch.no_grad()
-    def publish_set_(self) -> None:
+    def publish_main_values_(self) -> None:
         """Quantise fp8 parameters from main values that were set outside of a step, and publish all. Collective.
 
         Raises CollectiveError if a peer is lost.
         """
-        for unit in self.units:
-            for fp8 in quantized_sources(unit.completes):
-                fp8.share_extra_()
+        for source in (source for unit in self.units for source in unit.completes):
+            if isinstance(source, QuantizedSource):
+                source.share_extra_()
         for unit in self.units:
             self._publish(unit)

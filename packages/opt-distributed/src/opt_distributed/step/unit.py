@@ -1,7 +1,13 @@
-"""`Unit`: one rule, and the pieces of parameters on this rank that it updates."""
+"""`Unit`: one rule, and the pieces of parameters on this rank that it updates.
+
+A *run* is the pieces that are updated with the same hyper-parameters, the same number of updates before, and gradients
+of one scale: one `Batch` for the rule.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -9,33 +15,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.stored import SparseGradientError, UnusableGradientError
-from opt_distributed.pieces.counts import StepCount
+from opt_distributed.buffers.stored import SparseGradientError
 from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
+from opt_distributed.pieces.mains import CodedMain, OpenedMain
 from opt_distributed.pieces.offload import HostSide
-from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, kinds_of
-from opt_distributed.pieces.sources import Publisher, ReadGrads, ReadWhole, Source, check_dense, is_sparse
+from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, StepCount, Update, kinds_of
+from opt_distributed.pieces.sources import Publisher, ReadGrads, Source, check_dense, is_sparse
 from opt_distributed.step.hooked import (
     CutParams,
     CutRows,
     HookedStep,
-    LocalRows,
-    ScaledBatches,
     add_over_ranks_,
-    begin_,
     means_of_pieces,
     means_over_ranks,
     means_to_host,
 )
-from opt_distributed.step.hyper import read_hyper
-from opt_distributed.step.piece_runs import PieceRun, runs_of
 from opt_distributed.step.verdict import times
-from opt_kernels.hooks import HookedUpdate
+from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.rules import Needs, Rule
-from opt_kernels.works import Batch
+from opt_kernels.works import Batch, Hyper, Works
 from opt_paramgroups import ParamId
 
-_COUNT, _LAYOUT = attrgetter("count"), attrgetter("layout")
+DECODED_NUMEL = 1 << 25
+"""Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
+FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
+"""Entries of a parameter group that are read in every step."""
+NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
+_COUNT, _LAYOUT, _SOURCE = attrgetter("count"), attrgetter("layout"), attrgetter("source")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,21 +56,26 @@ class Unit:
     cut: Sequence[CutParams] = ()  # parameters of which other ranks own parts, if hooks read norms
     cut_rows: Sequence[CutRows] = ()  # parameters whose rows span ranks, if hooks read rows of gradients
     host: HostSide | None = None  # if state is in host memory: copies gradients there, and parameters back
-    read_grads: ReadGrads = field(init=False)  # of all pieces
+    _readers: Sequence[ReadGrads] = field(init=False)  # of all pieces, in order
     _kinds: Kinds = field(init=False)  # of all pieces
-    _runs: list[PieceRun] = field(init=False, default_factory=list)  # of all pieces
+    _runs: "list[PieceRun]" = field(init=False, default_factory=list)  # of all pieces
     _counts: list[StepCount] = field(init=False, default_factory=list)  # of all pieces, when `_runs` were made
 
     def __post_init__(self) -> None:
-        self.read_grads = _reader(self.pieces)
         self._kinds = kinds_of(self.pieces)
+        self._readers = [
+            source.reader([(piece.id, piece.of_param) for piece in pieces])
+            for source, pieces in groupby(self.pieces, key=_SOURCE)
+        ]
 
-    def ready(self, refuse: Callable[[UnusableGradientError], None]) -> Ready:
+    # --- a step, part by part ---------------------------------------------------------------------------------------
+
+    def ready(self, refuse: Callable[[Exception], None]) -> Ready:
         """Read the gradients: the pieces that have one. Zeros in place of a gradient that no rank has are included.
 
         Pieces with sparse gradients are left out, after a call of `refuse`.
         """
-        found = self.read_grads()
+        found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
             try:
@@ -77,137 +88,103 @@ class Unit:
             return Ready(self.pieces, grads, self._kinds)
         return Ready([piece for piece, grad in zip(self.pieces, found, strict=True) if grad is not None], grads)
 
-    @property
-    def begins(self) -> bool:
-        """Whether `begin_` does anything, or takes part in a collective."""
-        return self.host is not None or isinstance(self.rule, HookedUpdate) or bool(self.cut) or bool(self.cut_rows)
-
     @torch.no_grad()
-    def begin_(
-        self,
-        ready: Ready,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        scale_of_slot: Sequence[float | Tensor],
-        skip: Tensor | None = None,
-        row_means: Mapping[ParamId, Tensor] = MappingProxyType({}),  # of parameters whose rows span ranks
-    ) -> HookedStep | None:
+    def begin_(self, update: Update, row_means: Mapping[ParamId, Tensor] = NO_MEANS) -> HookedStep | None:
         """Compute the directions of the ready pieces, if hooks read their norms; writes the rule's states.
 
         If the unit is in host memory, this queues the copies to it, and waits for them only if there are such hooks.
+        `row_means` are those of parameters whose rows span ranks.
         """
-        if self.host is None:
-            return self._begin_(ready, groups, scale_of_slot, skip, row_means)
-        assert skip is not None
-        self.host.fetch_(ready.pieces, ready.grads, scale_of_slot, skip)
+        if self.host is not None:
+            self.host.fetch_(update)
         if not isinstance(self.rule, HookedUpdate):
             return None
-        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
-        here = Ready(ready.pieces, grads) if proceeds else Ready((), ())
-        row_means = means_to_host(row_means, here.pieces, self.host.device)
-        with self.host.device.on_host():
-            return self._begin_(here, self.host.numbers_of(groups), scales, None, row_means)
+        begun, ids = [], []
+        if self.host is not None:
+            row_means = means_to_host(row_means, update.ready.pieces, self.host.device)
+        with self._where_it_is(update) as here:
+            for scale, runs in self._calls(here):
+                pieces = [piece for run in runs for piece in run.pieces]
+                means = means_of_pieces(self.cut_rows, pieces, row_means) if self.cut_rows else ()
+                found = self.rule.begin(self._batches(runs, here), grad_scale=scale, row_means=means)
+                update_(
+                    self.rule.rule, found.directions, grad_scale=found.grad_scale, stages=self.stages, skip=here.skip
+                )
+                begun.append((found, self.rule.sums(found)))
+                ids += [piece.id for piece in pieces]
+            none = torch.empty(0, NUM_SUMS, dtype=torch.float64)
+            sums = torch.cat([of_call for _, of_call in begun]) if begun else none
+        if self.host is not None and self.cut:  # they are reduced on the device
+            sums = self.host.device.upload(sums)
+        return HookedStep(self.rule, [found for found, _ in begun], tuple(ids), sums)
 
-    def _begin_(
-        self,
-        ready: Ready,
-        groups: Sequence[Mapping[str, Any]],
-        scale_of_slot: Sequence[float | Tensor],
-        skip: Tensor | None,
-        row_means: Mapping[ParamId, Tensor],
-    ) -> HookedStep | None:
-        if not isinstance(self.rule, HookedUpdate):
-            return None
-        host = None if self.host is None else self.host.device
-        calls = []
-        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
-            pieces = [piece for run in runs for piece in run.pieces]
-            means = means_of_pieces(self.cut_rows, pieces, row_means) if self.cut_rows else ()
-            batches = self._batches(runs, ready, groups)
-            calls.append(ScaledBatches(scale, batches, [piece.id for piece in pieces], means))
-        return begin_(self.rule, calls, stages=self.stages, cut=self.cut, skip=skip, on_host_of=host)
+    @torch.no_grad()
+    def update_(self, update: Update, begun: HookedStep | None = None) -> None:
+        """Update the ready pieces by one step of the rule: read its columns, update them, and count.
 
-    def update_(
-        self,
-        ready: Ready,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        scale_of_slot: Sequence[float | Tensor],  # by which the gradients of each norm slot are multiplied
-        skip: Tensor | None = None,  # 0-d bool on the device; if it is set, nothing is written or counted
-        begun: HookedStep | None = None,  # the result of `begin_`, with the sums of cut parameters reduced
-    ) -> None:
-        """Update the ready pieces by one step of the rule. The caller has turned gradients off."""
-        if self.host is None:
-            self._update_(ready, groups, scale_of_slot, skip, begun)
-            return
-        proceeds, grads, scales = self.host.wait(ready.pieces, ready.grads)
-        if proceeds:
-            with self.host.device.on_host():
-                self._update_(Ready(ready.pieces, grads), self.host.numbers_of(groups), scales, None, begun)
-            self.host.return_(ready.pieces)
-
-    def _update_(
-        self,
-        ready: Ready,
-        groups: Sequence[Mapping[str, Any]],
-        scale_of_slot: Sequence[float | Tensor],
-        skip: Tensor | None,
-        begun: HookedStep | None,
-    ) -> None:
-        """Read the rule's columns, update them, and count."""
-        if begun is not None:
-            begun.finish_(skip=skip)
-        for scale, runs in self._runs_by_scale(ready, scale_of_slot):
-            for together in self._calls(runs):
+        `begun` is the result of `begin_`, with the sums of cut parameters reduced.
+        """
+        if begun is not None and self.host is not None and self.cut:
+            begun.sums = self.host.device.to_host(begun.sums)
+        with self._where_it_is(update) as here:
+            if begun is not None:
+                begun.finish_(skip=here.skip)
+            for scale, runs in self._calls(here):
                 if begun is None:
-                    batches = self._batches(together, ready, groups)
-                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=skip)
-                for run in together:
-                    run.close_(skip=skip)
-                    run.count.advance(skip)
+                    batches = self._batches(runs, here)
+                    update_(self.rule, batches, grad_scale=scale, stages=self.stages, skip=here.skip)
+                for run in runs:
+                    run.close_(skip=here.skip)
+        if self.host is not None and here.ready.pieces:
+            self.host.return_(here.ready.pieces)
 
-    def _calls(self, runs: list[PieceRun]) -> list[list[PieceRun]]:
-        """The runs that each call of the rule updates.
+    @contextmanager
+    def _where_it_is(self, update: Update) -> Iterator[Update]:
+        """Give the update on the device, or in host memory after a wait for the copies. Of no pieces if it is skipped
+        there."""
+        if self.host is None:
+            yield update
+        else:
+            here = self.host.wait(update)
+            with self.host.device.on_host():
+                yield here
+
+    def _calls(self, update: Update) -> "Iterator[tuple[float | Tensor, list[PieceRun]]]":
+        """The runs that each call of the rule updates, with the scale of their gradients.
 
         Coded mains are decoded during a call, so each of their runs has its own call to save memory. Not if ranks
         compute matrices together: their collectives must not depend on the coded mains of one rank.
         """
-        if self.stages or not any(run.is_decoded for run in runs):
-            return [runs]
-        return [[run] for run in runs]
+        by_scale: dict[tuple[int, float], list[PieceRun]] = {}
+        for run in self.runs(update.ready):
+            by_scale.setdefault((run.key.norm_slot, run.key.source.grad_scale), []).append(run)
+        for (slot, by), runs in by_scale.items():
+            scale = times(update.scale_of_slot[slot], by)
+            if self.stages or not any(isinstance(main, CodedMain) for run in runs for main in run.opened):
+                yield scale, runs
+            else:
+                yield from ((scale, [run]) for run in runs)
 
-    def _runs_by_scale(self, ready: Ready, scale_of_slot: Sequence[float | Tensor]) -> Iterable["_Scaled"]:
-        """Group runs by the scale of their gradients."""
-        found: dict[tuple[int, float], _Scaled] = {}
-        for run in self._runs_of(ready.pieces):
-            slot, by = run.key.norm_slot, run.key.source.grad_scale
-            if (slot, by) not in found:
-                found[slot, by] = _Scaled(times(scale_of_slot[slot], by), [])
-            found[slot, by].runs.append(run)
-        return found.values()
-
-    def _batches(self, runs: Sequence[PieceRun], ready: Ready, groups: Sequence[Mapping[str, Any]]) -> list[Batch]:
+    def _batches(self, runs: "Sequence[PieceRun]", update: Update) -> list[Batch]:
         batches, own = [], getattr(self.rule, "hyper_names", ())
         for run in runs:
-            works = run.works(ready.grads)
-            hyper = read_hyper(groups[run.key.group], step=run.count.next(), own=own)
+            works = run.works(update.ready.grads)
+            hyper = read_hyper(update.groups[run.key.group], step=run.count.next(), own=own)
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
 
-    def _runs_of(self, pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
+    def runs(self, ready: Ready) -> "list[PieceRun]":
         """The runs of these pieces. Those of all pieces are kept until one gets another `StepCount`: by a load, or an
         update of some of them."""
-        if pieces is not self.pieces:
-            return runs_of(pieces, self.rule)
-        if list(map(_COUNT, pieces)) != self._counts:  # loaded, or updated without the others
-            self._runs = runs_of(pieces, self.rule)
-            self._counts = list(map(_COUNT, pieces))
+        if ready.pieces is not self.pieces:
+            return runs_of(ready.pieces)
+        if list(map(_COUNT, self.pieces)) != self._counts:  # loaded, or updated without the others
+            self._runs = runs_of(self.pieces)
+            self._counts = list(map(_COUNT, self.pieces))
         return self._runs
 
-    def counts(self, ready: Ready) -> list[StepCount]:
-        """The counts of updates of these pieces, one for each run."""
-        return [run.count for run in self._runs_of(ready.pieces)]
+    # --- its memory -------------------------------------------------------------------------------------------------
 
     def memory(self) -> list[Tensor]:
         """All tensors that an update of all pieces writes."""
@@ -223,61 +200,104 @@ class Unit:
 
 
 def begin_units_(
-    units: Sequence[Unit],
-    ready: Sequence[Ready],
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    scale_of_slot: Sequence[float | Tensor],
-    skip: Tensor | None,
-    device: torch.device,  # of tensors that are sent between ranks
-) -> list[HookedStep | None]:
-    """Call `Unit.begin_` on all units, and reduce sums of cut parameters. Raises CollectiveError if a peer is lost."""
-    if not any(unit.begins for unit in units):
-        return [None] * len(units)
+    units: Sequence[Unit], updates: Sequence[Update], *, device: torch.device
+) -> Sequence[HookedStep | None]:
+    """Call `Unit.begin_` on all units, and reduce sums of cut parameters. `device` is that of tensors that are sent
+    between ranks. Raises CollectiveError if a peer is lost."""
     for unit in units:
         if unit.host is not None:
             unit.host.numbers.forget()
-    local = [
-        LocalRows(unit.cut_rows, of_unit.pieces, of_unit.grads) for unit, of_unit in zip(units, ready, strict=True)
-    ]
-    means = means_over_ranks(local, device=device)
-    begun = [
-        unit.begin_(of_unit, groups, scale_of_slot=scale_of_slot, skip=skip, row_means=means)
-        for unit, of_unit in zip(units, ready, strict=True)
-    ]
-    add_over_ranks_(begun, device=device)
+    each = list(zip(units, updates, strict=True))
+    means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=device)
+    begun = [unit.begin_(update, means) for unit, update in each]
+    add_over_ranks_([(unit.cut, step) for unit, step in zip(units, begun, strict=True)], device=device)
     return begun
 
 
-def _reader(pieces: Sequence[OwnedPiece]) -> ReadGrads:
-    """The reader of the gradients of all pieces, in order."""
-    places: dict[Source, list[int]] = {}
-    for place, piece in enumerate(pieces):
-        places.setdefault(piece.source, []).append(place)
-    reads = [
-        (source.reader([(pieces[place].id, pieces[place].of_param) for place in at]), at)
-        for source, at in places.items()
-    ]
-    if len(reads) == 1:
-        return reads[0][0]
-    if all(isinstance(of_source, ReadWhole) for of_source, _ in reads):
-        return ReadWhole([piece.param for piece in pieces])
-
-    def read() -> list[Tensor | None]:
-        grads: list[Tensor | None] = [None] * len(pieces)
-        for of_source, at in reads:
-            for place, grad in zip(at, of_source(), strict=True):
-                grads[place] = grad
-        return grads
-
-    return read
+def check_rate(group: Mapping[str, Any]) -> None:
+    """Raise ValueError if the group has no learning rate yet."""
+    if group["lr"] is None:
+        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
 
 
-class _Scaled(NamedTuple):
-    """Runs whose gradients have the same scale."""
+def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[str] = ()) -> Hyper:
+    """Return a group's row for this step (counted from 1). Fields that the group lacks have their defaults.
 
-    scale: float | Tensor
-    runs: list[PieceRun]
+    `own` names further entries that the rule reads.
+
+    Raises ValueError if the group has no learning rate yet.
+    """
+    check_rate(group)
+    numbers = {name: group[name] for name in FIELDS if name in group}
+    return Hyper(step=step, own={name: group[name] for name in own}, **numbers)
+
+
+class RunKey(NamedTuple):
+    """Pieces with equal keys share a row of hyper-parameters and the scale of their gradients."""
+
+    source: Source
+    norm_slot: int
+    group: int
+    step: int | StepCount  # updates made so far, or the count itself if only the device knows the number
+    call: int = 0  # number of the call in which coded mains are decoded
+
+
+class PieceRun:
+    """Pieces with one key, in order. Stored by columns, so that a step creates no object for each piece."""
+
+    def __init__(self, key: RunKey, indices: Sequence[int], pieces: Sequence[OwnedPiece]):
+        """`indices` are those of `pieces` among the pieces that are ready."""
+        self.key, self.indices, self.pieces = key, indices, pieces
+        self.count = pieces[0].count.copy()  # shared by its pieces from now on
+        for piece in pieces:
+            piece.count = self.count
+        mains = [piece.main.updated for piece in pieces]
+        self.opened = [main for main in mains if isinstance(main, OpenedMain)]  # must be stored after an update
+        self._columns = Works(  # without gradients
+            (),
+            mains=_column([main.main for main in mains]),
+            states=[piece.state for piece in pieces],
+            outs=_column([main.out for main in mains]),
+            remainders=_column([main.remainder for main in mains]),
+            matrices=[piece.matrix for piece in pieces],
+        )
+
+    def works(self, grads: Sequence[Tensor]) -> Works:
+        """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
+        of = self._columns
+        return Works(
+            [grads[index] for index in self.indices],
+            mains=[main.open_() for main in self.opened] if self.opened else of.mains,
+            states=of.states,
+            outs=of.outs,
+            remainders=of.remainders,
+            matrices=of.matrices,
+        )
+
+    def close_(self, *, skip: Tensor | None) -> None:
+        """Store the mains that `works` opened, and count the update."""
+        for main in self.opened:
+            main.close_(skip=skip)
+        self.count.advance(skip)
+
+
+def runs_of(pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
+    """Group pieces by key, in order: the same groups on every rank with the same pieces."""
+    found: dict[RunKey, list[int]] = {}
+    num_decoded = 0
+    for index, piece in enumerate(pieces):
+        step = piece.count if piece.count.known is None else piece.count.known
+        num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
+        key = RunKey(piece.source, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
+        found.setdefault(key, []).append(index)
+    return [PieceRun(key, at, [pieces[index] for index in at]) for key, at in found.items()]
+
+
+def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """The values, or None if all are None. Pieces of one source and rule have the same kind of main values."""
+    found = [value for value in values if value is not None]
+    assert len(found) in (0, len(values))
+    return found or None
 
 
 def _kept(piece: OwnedPiece) -> Iterator[Tensor]:

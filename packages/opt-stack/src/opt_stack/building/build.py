@@ -17,32 +17,29 @@ from opt_distributed.comm import device as devices
 from opt_distributed.layout import AS_IT_CAME, Computes
 from opt_distributed.pieces import (
     BufferedGrads,
-    CodedMain,
     HostMain,
     HostSide,
     LaidOutGrads,
     Main,
-    Numbers,
     OwnedPiece,
     OwnGrads,
-    QuantizedMain,
+    PeerSums,
     QuantizedSource,
     ReducedMainGrads,
     Source,
     StepNumbers,
+    check_marks,
     init_state,
     is_first_replica,
     local,
     make_main,
+    marked_ids,
 )
 from opt_distributed.step import (
     Family,
     Limits,
-    PeerSums,
     Stepper,
     Unit,
-    check_marks,
-    marked_ids,
     profiler_spans,
     scaler_of,
     timer_spans,
@@ -294,17 +291,17 @@ def _pieces(
             param, meta, group, at = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]], placed[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
-            main: Main | CodedMain | HostMain | QuantizedMain
+            main: Main
             if buffer.name in fp8:
                 main = fp8[buffer.name].main(id, of_param)
             else:
                 _check_dense(id, stored)
                 target = stored if whole else stored.detach().view(-1)[of_param]
                 numbers = unit.numbers[buffer.dtype]
-                main = _main(numbers, target) if away is None else HostMain.of(numbers, target, away, _main)
+                main = make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
             if isinstance(main, HostMain):
                 with main.device.on_host():
-                    state = init_state(rule, main.moved.value(), id=id, matrix=at.spec, stage=at.stage)
+                    state = init_state(rule, main.on_host.value(), id=id, matrix=at.spec, stage=at.stage)
             else:
                 state = init_state(rule, main.value(), id=id, matrix=at.spec, stage=at.stage)
             if whole:
@@ -329,10 +326,6 @@ def _pieces(
                 matrix=at.spec,
                 stage=at.stage,
             )
-
-
-def _main(numbers: Numbers, target: Tensor) -> Main | CodedMain:
-    return CodedMain.of(target) if numbers is Numbers.FP16_SCALED else make_main(numbers, target)
 
 
 def _check_dense(id: ParamId, stored: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
-from opt_distributed.step.outcome import Outcome
+from opt_distributed.step.verdict import Outcome
 
 
 class Replica(Protocol):

@@ -1,19 +1,23 @@
-"""Guard: a parameter group has no learning rate yet, or lacks the entries that the optimizer was built with.
+"""Guards of `param_groups`: entries that no step supports, and numbers that differ between ranks.
 
 Numbers are read in every step. Everything else was read when the optimizer was built, such as the rule of a group, so
-a change of it would have no effect.
+a change of it would have no effect. If a scheduler follows the loss of one rank, or only some ranks edit
+`param_groups`, replicas would drift apart: the sums of checksums and of their squares show whether all are equal.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
-from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor
 
-from opt_distributed.step.guards.guard import Groups, Inputs, Refusal
-from opt_distributed.step.hyper import FIELDS, check_rate
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.pieces.piece import Groups
+from opt_distributed.step.guards.guard import Inputs, Refusal
+from opt_distributed.step.unit import FIELDS, check_rate
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import check_unread, reads_weight_decay
 from opt_kernels.rules import Rule
@@ -23,7 +27,6 @@ FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
 CHOICES = "choices"  # the entry that records the structure of the rule: ("maximize=False", ...)
 WEIGHT_DECAY = "weight_decay"
 _SCHEDULED = ("lr", WEIGHT_DECAY)
-NO_RULES: Mapping[int, Rule] = MappingProxyType({})
 _FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
 
 
@@ -34,20 +37,16 @@ class GroupError(ValueError):
 class UsableGroups(Refusal):
     """Knows the entries of the groups as they were built (none before `compare`), and as the last step saw them."""
 
-    def __init__(self, inputs: Inputs, applied: Collection[int]):
-        """`applied` are the indices of the groups that this rank's pieces belong to."""
-        self._inputs, self._applied = inputs, applied
+    def __init__(self, inputs: Inputs, rules: Mapping[int, Rule]):
+        """`rules` are those that update this rank's parameters, by the indices of their groups."""
+        self._inputs, self._rules = inputs, rules
         self.compare(())
 
-    def compare(self, groups: Groups, rules: Mapping[int, Rule] = NO_RULES) -> None:
-        """Compare the entries of later groups with the present ones.
-
-        `rules` are those that update this rank's parameters, by the indices of their groups.
-        """
-        self._rules = rules
+    def compare(self, groups: Groups) -> None:
+        """Compare the entries of later groups with the present ones."""
         self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
         # Schedulers write the others in every step; they may be any number, if the rule reads them.
-        unread = {index for index, rule in rules.items() if not reads_weight_decay(rule)}
+        unread = {index for index, rule in self._rules.items() if not reads_weight_decay(rule)}
         self._watched = [
             [name for name in built if name not in _SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
             for index, built in enumerate(self._built)
@@ -60,7 +59,9 @@ class UsableGroups(Refusal):
         try:
             self.check(self._inputs.groups)
         except ValueError as error:
-            groups = self._as_built(self._inputs.groups)
+            groups = self._inputs.groups
+            if self._built:
+                groups = [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
             self._inputs.groups = [{**group, "lr": 0.0} if group["lr"] is None else group for group in groups]
             return error.with_traceback(None)  # its frames keep the groups, and so the parameters
         return None
@@ -76,24 +77,22 @@ class UsableGroups(Refusal):
                 for problem in chain(_problems(built, group), self._without_effect(index, group)):
                     raise GroupError(f"group {built.get('name', index)!r}: {problem}")
                 self._seen[index] = present
-        for index in self._applied:
+        for index in self._rules:
             check_rate(groups[index])
 
     def _without_effect(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
         """Yield why weight decay or betas that were changed would have no effect."""
-        built = self._built[index]
-        changed = {name: group[name] for name in (WEIGHT_DECAY, "betas") if name in group and name in built}
-        changed = {name: value for name, value in changed.items() if _on_host(value) and value != built[name]}
+        built, changed = self._built[index], {}
+        for name in (WEIGHT_DECAY, "betas"):
+            value = group.get(name)
+            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+            if name in group and name in built and not on_device and value != built[name]:
+                changed[name] = value
         if changed and index in self._rules:
             try:
                 check_unread(self._rules[index], changed)
             except NumberError as error:
                 yield str(error)
-
-    def _as_built(self, groups: Groups) -> Groups:
-        if not self._built:
-            return groups
-        return [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
 
     def accept_loaded(self, groups: Groups) -> None:
         """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
@@ -139,11 +138,98 @@ def _has_form_of(value: Any, built: Any) -> bool:
     return value is None or _is_number(value)
 
 
-def _on_host(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
-
-
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_Numbers = list[tuple[str, Any]]
+_BITS = 20  # the sum of squares stays exact in float64 on up to 8,192 ranks
+
+
+class HyperError(ValueError):
+    """Ranks would update the same parameters with different numbers."""
+
+
+class EqualGroups:
+    """Compares the numbers of groups whose parameters several ranks update, by position and name.
+
+    Its flags: 1, the checksum and its square for each compared group of this rank, else zeros. Groups that
+    differ between ranks from the start, such as those of different pipeline stages, are not compared.
+    """
+
+    def __init__(
+        self, inputs: Inputs, groups: Groups, *, local: Collection[int], own: Iterable[str] = (), everyone: Comm
+    ):
+        """Collective: all ranks of `everyone` call it.
+
+        Args:
+            inputs: those of the step, with the present groups.
+            groups: `param_groups`.
+            local: indices of the groups that this rank's pieces belong to.
+            own: further entries that rules read, which are not fields of `Hyper`.
+            everyone: all ranks of the step.
+        """
+        self._inputs = inputs
+        self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
+        here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in sorted(local)}
+        values: dict[tuple[int, str], list[int]] = {}
+        for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():
+            for key, checksum in of_rank.items():
+                values.setdefault(key, []).append(checksum)
+        self._keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
+        self._is_local = [key in here for key in self._keys]
+        # Of the groups in the last step, for `error`. Groups would keep parameters alive.
+        self._numbers: list[_Numbers] = []
+
+    @property
+    def num_flags(self) -> int:
+        return 3 * len(self._keys)
+
+    def flags(self) -> Sequence[float]:
+        self._numbers = [self._numbers_of(self._inputs.groups[index]) for index, _ in self._keys]
+        flags: list[float] = []
+        for numbers, is_local in zip(self._numbers, self._is_local, strict=True):
+            checksum = _checksum(numbers) if is_local else 0
+            flags += [float(is_local), float(checksum), float(checksum**2)]
+        return flags
+
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        differ: Tensor = _differ(*sums.to(torch.int64).view(-1, 3).unbind(1))
+        return differ.any(0, keepdim=True)
+
+    def error(self, sums: Sequence[float]) -> Exception | None:
+        for number, (_, name) in enumerate(self._keys):
+            if _differ(*map(int, sums[3 * number : 3 * number + 3])):
+                return HyperError(
+                    f"group {name!r} has different numbers on the ranks that update its parameters (here "
+                    f"{dict(self._numbers[number])}); they must be equal on all ranks: make the same edits of "
+                    "param_groups everywhere, and give schedulers such as ReduceLROnPlateau a metric that is averaged "
+                    "over the ranks. Nothing was updated"
+                )
+        return None
+
+    def _numbers_of(self, group: Mapping[str, Any]) -> _Numbers:
+        return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
+
+
+def _checksum(numbers: _Numbers) -> int:
+    return crc32(repr(numbers).encode()) >> (32 - _BITS)
+
+
+def _differ(count: Any, total: Any, squares: Any) -> Any:
+    """Whether checksums differ, given integers or tensors of them.
+
+    Up to 2,048 ranks every product fits into 64 bits; beyond, tensors are compared modulo 2**64.
+    """
+    return count * squares != total * total
+
+
+def _plain(value: Any) -> Any:
+    """A value with the same `repr` on every rank. Tensors on an accelerator are not read, and so not compared."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else str(value) if isinstance(value, str) else None
