@@ -50,7 +50,14 @@ def counts_are_new_tensors(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_loss_scale_is_a_new_tensor(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DynamicScaler, "stay_on", lambda scaler, device: None)
+    update = DynamicScaler.update
+
+    def updated(scaler: DynamicScaler, found_inf: Any, *, unless: Any = None) -> None:
+        update(scaler, found_inf, unless=unless)
+        assert scaler._on_device is not None
+        scaler._on_device = scaler._on_device.clone()
+
+    patch.setattr(DynamicScaler, "update", updated)
 
 
 def gradients_stay_where_autograd_puts_them(patch: pytest.MonkeyPatch) -> None:
