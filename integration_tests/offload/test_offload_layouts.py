@@ -77,6 +77,7 @@ NARROW: Mapping[str, dict[str, Any]] = {
     "fp16": {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
     "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
     "fp16 mains": {"main_params_dtype": torch.float16},
+    "24-bit mains": {"main_params_dtype": torch.int8},
 }
 
 
@@ -236,7 +237,7 @@ def test_hooks_with_sums_over_ranks_run_on_the_host(numbers: Numbers, given: Any
     on_both_sides(flat(numbers), steps, hooks=given)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8", "fp16 mains"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp16 mains", "24-bit mains"])
 def test_narrow_state_moves_on_the_host(name: str) -> None:
     on_both_sides(flat(Numbers.REMAINDER), steps, **NARROW[name])
 

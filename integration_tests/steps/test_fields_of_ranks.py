@@ -227,19 +227,19 @@ def test_gradients_are_reduced_in_the_step_or_in_backward(overlap: bool) -> None
     assert run_threads(2, rank_main) == [int(overlap)] * 2
 
 
+@pytest.mark.parametrize("fields", [{"exp_avg_dtype": torch.uint8}, {"main_params_dtype": FP16}], ids=["8-bit", "fp16"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("wraps", [False, True], ids=["plain", "wrapped"])
-def test_blocks_of_8_bit_moments_are_not_cut_between_ranks(size: int, wraps: bool) -> None:
-    """A block of 128 elements shares a scale: cut, it would have two, and other bits on every number of ranks."""
+def test_blocks_with_one_scale_are_not_cut_between_ranks(size: int, wraps: bool, fields: dict[str, Any]) -> None:
+    """128 elements share a scale: cut, they would have two, and other bits on every number of ranks."""
 
     def rank_main(comm: ThreadComm) -> list[int]:
-        config = OptimizerConfig(
-            **PLAIN, use_precision_aware_optimizer=True, exp_avg_dtype=torch.uint8, use_distributed_optimizer=True
-        )
-        model: nn.Module = Named(first=normal(1001, seed=1), second=normal(77, seed=2))
+        model: nn.Module = Named(first=normal(1001, seed=1).bfloat16(), second=normal(77, seed=2).bfloat16())
+        sharded = {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}
         if wraps:
             ddp = Config(use_distributed_optimizer=True)
             model = DistributedDataParallel(ddp, model, groups=roles_over(comm))
+        config = OptimizerConfig(**PLAIN, **sharded, **fields)
         optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
         return [piece.of_param.start for piece in pieces(optimizer)]
 

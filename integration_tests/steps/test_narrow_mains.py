@@ -1,24 +1,33 @@
-"""Main values in scaled fp16 or in 24 bits: the weights of one process on any layout, and steps that bf16 loses."""
+"""Main values in scaled fp16 or in 24 bits: the weights of one process on any layout, steps that bf16 loses, bytes that
+a skipped step keeps, checkpoints in other precisions, refusals."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from parity import Case, Numbers, Spread, Wrapping, train
-from torch import nn
+from resuming import begin, state_of
+from resuming import train as train_on
+from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
-from opt_stack import get_optimizer
+from opt_checkpoint import load, save
+from opt_config import ConfigError, OptimizerConfig
+from opt_distributed.pieces import CodedMain
+from opt_distributed.step import unit as unit_of_a_step
+from opt_kernels.codecs.remainder import join_short, split_short_
+from opt_stack import Optimizer, get_optimizer
 
+BF16 = torch.bfloat16
 ROUNDING_OF_BF16 = 2.0**-7
-FIELDS: dict[str, dict[str, Any]] = {
-    "fp16": {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16},
-    "24 bits": {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
-}
+FP16_MAINS: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
+SHORT: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
+FIELDS = {"fp16": FP16_MAINS, "24 bits": SHORT}
 TOLERANCES = {  # one more rounding of a bf16 weight; and of an fp16 main value, by 2**-11, before it
     "fp16": ROUNDING_OF_BF16 + 2.0**-10,
     "24 bits": ROUNDING_OF_BF16,
 }
+every_format = pytest.mark.parametrize("name", FIELDS)
 
 
 def case(rule: str, spread: Spread, wrapping: Wrapping, size: int, *, clips: bool = False) -> Case:
@@ -38,7 +47,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", FIELDS)
+@every_format
 def test_any_rule_and_layout_has_the_weights_of_one_process(name: str, case: Case) -> None:
     (want,) = train(case.alone, **FIELDS[name])
     for got in train(case, **FIELDS[name]):
@@ -49,20 +58,200 @@ def test_any_rule_and_layout_has_the_weights_of_one_process(name: str, case: Cas
                 torch.testing.assert_close(got.weights[param], weight, rtol=TOLERANCES[name], atol=5e-4)
 
 
+def one_layer(*shape: int, **fields: Any) -> tuple[nn.Parameter, Optimizer]:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(BF16))
+    config = OptimizerConfig(**{"lr": 1e-3, "weight_decay": 0.0, "clip_grad": 0.0, "bf16": True, **fields})
+    return model.weight, get_optimizer(config, [model], {})
+
+
+def stepped(weight: nn.Parameter, optimizer: Optimizer, step: int) -> None:
+    weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step)).to(BF16)
+    assert optimizer.step().success
+
+
 # Adam moves by lr = 1e-3; each step below 1 is rounded to a multiple of 2**-11, or of 2**-16. bf16 would stay at 1.
 STEP_ERRORS = {"fp16": 2.0**-12, "24 bits": 2.0**-17}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@every_format
 def test_mains_follow_steps_that_the_parameter_rounds_away(name: str) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
-    config = OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad=0.0, bf16=True, **FIELDS[name])
-    optimizer = get_optimizer(config, [model], {})
+    weight, optimizer = one_layer(300, **FIELDS[name])
+    weight.data.fill_(1.0)
+    optimizer.reload_model_params()
     for _ in range(8):
-        model.weight.grad = torch.ones_like(model.weight)
+        weight.grad = torch.ones_like(weight)
         optimizer.step()
     (main,) = optimizer.get_parameters()
     torch.testing.assert_close(main, torch.full_like(main, 1 - 8 * 1e-3), rtol=0, atol=8 * STEP_ERRORS[name])
-    assert model.weight.max() < 1.0
-    assert name != "fp16" or torch.equal(model.weight.detach(), main.bfloat16())
+    assert weight.max() < 1.0
+    assert name != "fp16" or torch.equal(weight.detach(), main.bfloat16())
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "adan", "muon", "adaptive_muon", "soap"])
+def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order: str) -> None:
+    """The next step begins at the rounded values."""
+    weight, optimizer = one_layer(40, 30, optimizer=rule, **SHORT)
+    if order == "columns":
+        model = nn.Module()
+        model.weight = nn.Parameter(weight.detach().t().contiguous().t())
+        weight, optimizer = model.weight, get_optimizer(optimizer.config, [model], {})
+    in_fp32_fields = {**SHORT, "main_params_dtype": torch.float32, "store_param_remainders": False}
+    wide, in_fp32 = one_layer(40, 30, optimizer=rule, **in_fp32_fields)
+    for step in range(6):
+        stepped(weight, optimizer, step)
+        stepped(wide, in_fp32, step)
+        (main,) = in_fp32.get_parameters()
+        rounded, bits = torch.empty_like(wide), torch.empty(40, 30, dtype=torch.int8)
+        split_short_(rounded, bits, main)
+        assert torch.equal(optimizer.get_parameters()[0], join_short(rounded, bits))
+        assert torch.equal(weight, rounded)
+        main.copy_(join_short(rounded, bits))
+
+
+@pytest.mark.parametrize("shape", [(300,), (0,), (4, 0)], ids=str)
+@every_format
+def test_an_overflow_changes_no_byte_and_nothing_is_no_error(name: str, shape: tuple[int, ...]) -> None:
+    weight, optimizer = one_layer(*shape, **FIELDS[name])
+    stepped(weight, optimizer, 0)
+    kept = [tensor for unit in optimizer.stepper.units for piece in unit.pieces for tensor in piece.main.kept()]
+    before = [tensor.clone() for tensor in (weight.detach(), *kept)]
+    weight.grad = torch.full_like(weight, torch.inf)
+    assert bool(optimizer.step().success) is (weight.numel() == 0)
+    assert all(map(torch.equal, before, (weight.detach(), *kept)))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    largest, opened = 0, 0
+    open_, close_ = CodedMain.open_, CodedMain.close_
+
+    def opening(main: CodedMain) -> Tensor:
+        nonlocal opened, largest
+        opened += main.target.numel()
+        largest = max(largest, opened)
+        return open_(main)
+
+    def closing(main: CodedMain, *, skip: Tensor | None = None) -> None:
+        nonlocal opened
+        opened -= main.target.numel()
+        close_(main, skip=skip)
+
+    monkeypatch.setattr(unit_of_a_step, "DECODED_NUMEL", 500)
+    monkeypatch.setattr(CodedMain, "open_", opening)
+    monkeypatch.setattr(CodedMain, "close_", closing)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False, dtype=BF16) for _ in range(8)])
+    built = get_optimizer(OptimizerConfig(optimizer=optimizer, lr=1e-3, bf16=True, **FP16_MAINS), [model], {})
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    built.step()
+    assert opened == 0
+    assert largest <= 500 + 256
+
+
+# --- blocks of 128 elements with one scale ----------------------------------------------------------------------------
+
+TINY, HUGE = torch.finfo(BF16).smallest_normal, torch.finfo(BF16).max
+
+
+def test_mains_begin_with_the_value_of_the_parameter() -> None:
+    for values in (
+        [0.0, -0.0], [TINY / 128, -TINY / 64, 0.0], [TINY, 3 * TINY], [HUGE, -HUGE / 8], [1024.0, 2.0**-14, 2.0**-28]
+    ):  # fmt: skip
+        target = torch.tensor(values).to(BF16)
+        assert torch.equal(CodedMain.of(target.clone()).value(), target.float()), values
+
+
+def test_elements_lose_what_is_far_below_the_largest_of_their_block_and_no_other() -> None:
+    far = torch.tensor([2.0**100, 1.7 * 2.0**60, 2.0**59, 1.0] + [0.0] * 124 + [1.0, 3.0])
+    value = CodedMain.of(far.to(BF16)).value()
+    assert torch.equal(value[128:], far[128:])
+    assert (value - far.to(BF16).float()).abs().max() <= 2.0**61  # 2**-39 of the largest
+    assert value[3] == 0.0
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_an_element_that_is_not_finite_makes_its_block_nan(bad: float) -> None:
+    """As with a NaN weight in any precision, the NaN must remain, never become a finite value."""
+    main = CodedMain.of(torch.ones(256).to(BF16))
+    main.open_()[5] = bad
+    main.close_()
+    for values in (main.value(), main.target):
+        assert values[:128].isnan().all()
+        assert torch.equal(values[128:].float(), torch.ones(128))
+
+
+def test_a_main_value_beyond_the_parameters_dtype_is_kept() -> None:
+    main = CodedMain.of(torch.ones(3, dtype=torch.float16))
+    main.open_().fill_(70_000.0)
+    main.close_()
+    torch.testing.assert_close(main.value(), torch.full((3,), 70_000.0), rtol=2.0**-11, atol=0)
+    assert main.target.isinf().all()
+
+
+def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
+    main = CodedMain.of(torch.randn(300).to(BF16))
+    before = [tensor.clone() for tensor in (main.target, *main.kept())]
+    for skips in (True, False):
+        main.open_().mul_(2.0)
+        main.close_(skip=torch.tensor(skips))
+        assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips
+
+
+# --- the plan, checkpoints, refusals ----------------------------------------------------------------------------------
+
+EIGHT_BITS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_bytes", "says"),
+    [
+        (FP16_MAINS, 3840 * (2 + 8) + 30 * 4, "scaled fp16 mains"),
+        ({**SHORT, **EIGHT_BITS}, 3840 * (1 + 2) + 2 * 30 * 4, "24 bits as bf16 + 8-bit remainder"),
+    ],
+)
+def test_the_plan_counts_the_bytes_that_are_kept(fields: dict[str, Any], num_bytes: int, says: str) -> None:
+    _, optimizer = one_layer(30, 128, **fields)
+    kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)
+    assert optimizer.plan.state_bytes() == kept == num_bytes
+    assert says in str(optimizer.plan)
+
+
+OTHERS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "fp32 copies": ({"bf16": True}, BF16),
+    "remainders": ({"bf16": True, "use_precision_aware_optimizer": True}, BF16),
+    "fp32": ({}, torch.float32),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@every_format
+def test_a_checkpoint_goes_to_other_precisions_and_back(name: str, other: str, tmp_path: Path) -> None:
+    first = begin({"bf16": True, **FIELDS[name]}, BF16)
+    train_on(*first, range(3))
+    save(state_of(*first), tmp_path / "first")
+    second, third = begin(*OTHERS[other]), begin({"bf16": True, **FIELDS[name]}, BF16)
+    train_on(*third, range(5, 6))  # other weights, so that a missing load is noticed
+    for (model, optimizer), folder, then in ((second, "first", "second"), (third, "second", "third")):
+        optimizer.load_state_dict(load(state_of(model, optimizer), tmp_path / folder, dtype="cast").state["optimizer"])
+        save(state_of(model, optimizer), tmp_path / then)
+        assert all(map(torch.equal, optimizer.get_parameters(), first[1].get_parameters()))
+    assert all(map(torch.equal, third[0].parameters(), first[0].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (FP16_MAINS, "main_params_dtype=torch.float16: is allowed for 16-bit parameters only"),
+        (SHORT, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters; set bf16=True"),
+        ({**SHORT, "fp16": True}, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters"),
+        ({**SHORT, "bf16": True, "store_param_remainders": False}, "but store_param_remainders=False; set only one"),
+        ({"bf16": True, "main_params_dtype": torch.int8}, "has no effect without use_precision_aware_optimizer"),
+        ({**SHORT, "bf16": True, "fp8_recipe": "delayed"}, "main_params_dtype=torch.int8: excludes fp8_recipe"),
+    ],
+)
+def test_configurations_without_16_bit_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig(**fields)
+    assert message in str(caught.value)
