@@ -15,7 +15,7 @@ from opt_checkpoint import load, save
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.pieces import CodedMain
 from opt_distributed.step import unit as unit_of_a_step
-from opt_kernels.codecs.remainder import join_short, split_short_
+from opt_kernels.codecs import join, split_
 from opt_stack import Optimizer, get_optimizer
 
 BF16 = torch.bfloat16
@@ -104,10 +104,10 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
         stepped(wide, in_fp32, step)
         (main,) = in_fp32.get_parameters()
         rounded, bits = torch.empty_like(wide), torch.empty(40, 30, dtype=torch.int8)
-        split_short_(rounded, bits, main)
-        assert torch.equal(optimizer.get_parameters()[0], join_short(rounded, bits))
+        split_(rounded, bits, main)
+        assert torch.equal(optimizer.get_parameters()[0], join(rounded, bits))
         assert torch.equal(weight, rounded)
-        main.copy_(join_short(rounded, bits))
+        main.copy_(join(rounded, bits))
 
 
 @pytest.mark.parametrize("shape", [(300,), (0,), (4, 0)], ids=str)
