@@ -131,6 +131,8 @@ def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointKeyError, match=r"no optimizer at optimizer; .*There are states at \('optim',\)"):
         load_optimizer(again, other, tmp_path / "x")
     assert not other.state
+    # A torch state dict goes by positions, which flattened groups do not keep.
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch", "--at", "optim"]) == 2
 
 
 def test_a_number_of_state_is_read(tmp_path: Path) -> None:

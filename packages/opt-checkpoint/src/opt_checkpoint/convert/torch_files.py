@@ -122,7 +122,8 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         at: the keys under which the optimizer is stored.
 
     Raises:
-        CheckpointKeyError: no optimizer is stored there, or several of its parameters are stacked under one key.
+        CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
+            of its parameters are stacked under one key.
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
     saved = _optimizer_at(opened, at)
@@ -144,10 +145,11 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
 
 
 def _optimizer_at(opened: Opened, at: tuple[str, ...]) -> SavedOptimizer:
-    """The optimizer of a checkpoint. That of opt-stack stores only groups; its states are known by their keys."""
+    """The optimizer of a checkpoint, with its order. That of opt-stack stores only groups; its states are known by
+    their keys."""
     saved = lookup(opened.common, at)
     if not isinstance(saved, dict) or "groups" not in saved:
-        return find_optimizer(opened, at)
+        raise CheckpointKeyError(f"{opened.index.path} holds no optimizer at {'.'.join(at)}")
     groups = stored_value((*at, "groups"), opened.common, opened.index)
     if "state_names" in saved or "names" not in groups:
         return replace(find_optimizer(opened, at), groups=groups)

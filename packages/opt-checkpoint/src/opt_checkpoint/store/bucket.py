@@ -58,9 +58,8 @@ class Bucket:
         renew = lambda content: self._requests.put(key, content)
         self._leases[save_id] = Lease(folder, self.path(target).name, renew, renew)
         now = self._requests.head(key).modified.timestamp()
-        with suppress(
-            CheckpointCorruptError
-        ):  # a damaged commit is replaced: which files it named is unknown, and all stay
+        # A damaged commit is replaced: which files it named is unknown, and all stay.
+        with suppress(CheckpointCorruptError):
             for left in self._leftovers_of(target, now):
                 if left.writer is None:
                     self.discard(left.folder)
@@ -175,10 +174,8 @@ class Bucket:
         found = {name: listed.size for name, listed in self._listing(folder).items()}
         for name in names or ():
             if name not in found:  # a listing may lag
-                try:
+                with suppress(FileNotFoundError):
                     found[name] = self._requests.head(self._key(_joined(folder, name))).size
-                except FileNotFoundError:
-                    continue
         return found
 
     def _listing(self, folder: str) -> dict[str, Listed]:
@@ -195,10 +192,8 @@ class Bucket:
         self._requests.put(self._key(name), content)
 
     def create(self, name: str, content: bytes) -> None:
-        try:
+        with suppress(FileExistsError):
             self._requests.create(self._key(name), content)
-        except FileExistsError:
-            return
 
     def remove(self, name: str) -> None:
         self._requests.delete([self._key(name)])
@@ -247,11 +242,9 @@ class Bucket:
     def _writer_of(self, folder: str, files: Mapping[str, Listed], now: float) -> str | None:
         lease, name = b"", _joined(folder, LEASE)
         changes = [listed.modified.timestamp() for listed in files.values()]
-        try:
+        with suppress(FileNotFoundError):  # never written, or removed by a save that is about to commit
             lease = self.read(name)
             changes.append(self._requests.head(self._key(name)).modified.timestamp())
-        except FileNotFoundError:  # never written, or removed by a save that is about to commit
-            pass
         return holder_of(lease, folder, now - max(changes))
 
 

@@ -157,8 +157,7 @@ class TieredCheckpointManager(Closing):
             self._saver = AsyncSaver(local, timeout_s=self._timeout_s)
             self._durable.saver = AsyncSaver(durable, timeout_s=self._timeout_s)
         tier, saver = self._tier_of_run(may_write=True), self._saver
-        if tier is None:
-            raise RuntimeError("naming a run gives it a name")
+        assert tier is not None  # naming a run gives it a name
         write = lambda snapshot, _, ranks: self._write_local(ranks, tier, snapshot, step)
         saver.start(state, tier.place(step, self._ranks.rank), write)
         self._resume, self._has_loaded = None, False
@@ -346,8 +345,7 @@ class TieredCheckpointManager(Closing):
 
     def _opened(self, step: int) -> Opened:
         tier = self._tier_of_run(may_write=False)
-        if tier is None:
-            raise RuntimeError("a local step was found, so the run has a name")
+        assert tier is not None  # a local step was found, so the run has a name
         opened: list[Opened] = []
         open_own = lambda: opened.append(open_part(tier.place(step, self._ranks.rank)))
         from_all(self._ranks, open_own, f"opening step {step} of the local tier")
