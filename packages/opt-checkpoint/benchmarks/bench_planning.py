@@ -31,16 +31,15 @@ import numpy as np
 import torch
 from measure import highest_resident_bytes, write_results
 
-from opt_checkpoint import ShardedTensor, load
-from opt_checkpoint.boxes.box import FlatBox, cut_flat_range
-from opt_checkpoint.dcp.local_contents import MAIN, LocalBoxes, LocalContents, LocalLayout
+from opt_checkpoint import ShardedTensor, load, read_index
+from opt_checkpoint.boxes import FlatBox, cut_flat_range
+from opt_checkpoint.dcp.layout import MAIN, LocalContents, LocalLayout
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
-from opt_checkpoint.dcp.save_planner import COMMON_KEY, ShardedSavePlanner
-from opt_checkpoint.dcp.writer import CheckpointWriter, WrittenFile
+from opt_checkpoint.dcp.saving import COMMON_KEY, CheckpointWriter, ShardedSavePlanner, WrittenFile
+from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
 from opt_checkpoint.disk.data_file import file_header
 from opt_checkpoint.disk.index import ByteRange, StoredFile
-from opt_checkpoint.disk.torch_zip_reader import dump_object
 
 _SHAPES = [(512, 128), (128,), (128, 512), (512,), (120, 125)]
 _FRAME_BYTES = (448, 256)  # before and after the values of a chunk
@@ -71,7 +70,7 @@ def contents_of(shards: Sequence[ShardedTensor]) -> LocalContents:
     for shard in shards:
         flat = shard.flattened_range
         boxes = (b.moved(shard.global_offset) for b in cut_flat_range(shard.local_shape, flat.start, flat.stop))
-        held.append(LocalBoxes(shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
+        held.append((shard, tuple(FlatBox(box, 0, 0) for box in boxes)))
     layout = LocalLayout.of(held, [MAIN] * len(held))
     return LocalContents(layout=layout, digests=np.zeros(0, np.int64))
 
@@ -88,8 +87,8 @@ def written_by(rank: int, assigned: AssignedParts, objects: dict[str, ByteRange]
     start = 4096 + np.cumsum(lengths) - lengths
     sums = [crc_of_zeros(min(PIECE_BYTES, n - at)) for n in nbytes.tolist() for at in range(0, n, PIECE_BYTES)]
     whole = StoredFile(size=4096 + int(lengths.sum()), crc=0)
-    columns = (start + _FRAME_BYTES[0], start, lengths, np.array(sums, np.uint32))
-    return WrittenFile(f"__{rank}_0.distcp", whole, assigned.crc, *columns, objects)
+    places = np.stack([start + _FRAME_BYTES[0], start, lengths], axis=1)
+    return WrittenFile(f"__{rank}_0.distcp", whole, assigned.crc, places, np.array(sums, np.uint32), objects)
 
 
 class Clock:
@@ -116,9 +115,9 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     planner.describe(0, {})
     clock = Clock()
     planner.accept([pickle.loads(offer) for offer in offers])
-    is_remembered = planner._agreement.is_remembered
+    is_cached = planner.is_cached
     clock.lap("agree")
-    sent = [LocalContents(layout=None if is_remembered else o.layout, digests=o.digests) for o in contents]
+    sent = [LocalContents(layout=None if is_cached else o.layout, digests=o.digests) for o in contents]
     messages = [pickle.dumps(own) for own in sent]
     clock.lap()
     received = [pickle.loads(message) for message in messages]
@@ -134,13 +133,13 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     for rank, answer in enumerate(answers):
         assigned = pickle.loads(answer)[0] or ranks_remember[rank]
         ranks_remember[rank] = assigned
-        place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), crc=crc32(common), archive=True)
+        place = ByteRange(file="__0_0.distcp", start=64, nbytes=len(common), sums=(crc32(common),), archive=True)
         own = written_by(rank, assigned, {COMMON_KEY: place} if rank == 0 else {})
         with (temporary / own.name).open("wb") as file:
             file.write(file_header(messages_back[0]) + (common if rank == 0 else b""))
             file.truncate(own.stored.size)
         results.append(pickle.dumps(own))
-    cache.keep(CachedPlan(planner._agreement.plan, 0, ranks_remember[0], planner.plan))
+    cache.keep(CachedPlan(planner.plan_name, 0, ranks_remember[0], planner.plan))
     clock.lap()
     unpickled = [pickle.loads(result) for result in results]
     clock.lap("unpickle results")
@@ -149,7 +148,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
     clock.steps |= {"rank 0, all": sum(clock.steps.values()), "rank 0, all, of the processor": clock.cpu}
     return clock.steps | {
         "bytes sent to rank 0 MB": sum(map(len, messages)) / 1e6,
-        "chunks": len(writer.index.tensors.columns["start"]),
+        "chunks": len(read_index(path).tensors.columns["start"]),
     }
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opt_checkpoint import ShardedTensor
-from opt_checkpoint.boxes.box import Box, StoredBoxes, boxes_of, cut_flat_range, first_overlap, split_rows
+from opt_checkpoint.boxes import Box, StoredBoxes, boxes_of, cut_flat_range, first_overlap, split_rows
 
 SHAPES = st.lists(st.integers(1, 6), max_size=5).map(tuple)
 
@@ -83,16 +83,14 @@ def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
 
 @given(tilings())
 @settings(max_examples=200, deadline=None)
-def test_copies_bring_every_wanted_element_exactly_once(case: tuple[tuple[int, ...], list[Box], list[Box]]) -> None:
+def test_overlaps_have_every_wanted_element_exactly_once(case: tuple[tuple[int, ...], list[Box], list[Box]]) -> None:
     shape, stored, wanted = case
     found: list[int] = []
     boxes = StoredBoxes(stored)
     for target in wanted:
-        for copy in boxes.copies_to(target):
-            from_stored = Box(tuple(a + b for a, b in zip(copy.from_offsets, stored[copy.chunk].offsets)), copy.sizes)
-            to_wanted = Box(tuple(a + b for a, b in zip(copy.to_offsets, target.offsets)), copy.sizes)
-            assert from_stored == to_wanted
-            found += values(from_stored, shape)
+        for number, shared in boxes.overlaps(target):
+            assert shared == stored[number].overlap(target)
+            found += values(shared, shape)
     assert sorted(found) == list(range(math.prod(shape)))
 
 

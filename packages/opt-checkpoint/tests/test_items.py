@@ -18,14 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save, sharded_like, verify_checkpoint
+from opt_checkpoint.disk.archives import find_values, load_object, not_loaded_in
 from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
-from opt_checkpoint.disk.columns import decode_columns, decode_paths, encode_columns, encode_paths
-from opt_checkpoint.disk.dtype_names import _BY_NAME, dtype_from_name, dtype_name
+from opt_checkpoint.disk.data_file_writer import frame_tensor
 from opt_checkpoint.disk.index import ByteRange
-from opt_checkpoint.disk.manifest import decode_manifest, encode_manifest, read_manifest
-from opt_checkpoint.disk.stored_objects import load_object, not_loaded_in
-from opt_checkpoint.disk.torch_zip_reader import find_values
-from opt_checkpoint.disk.torch_zip_writer import frame_tensor
+from opt_checkpoint.disk.manifest import (
+    decode_columns,
+    decode_manifest,
+    decode_paths,
+    encode_columns,
+    encode_manifest,
+    encode_paths,
+    read_manifest,
+)
+from opt_checkpoint.state.dtype_names import _BY_NAME, dtype_from_name, dtype_name
 
 SHAPES = [(), (0,), (1,), (63,), (2, 5), (4, 1, 3), (3, 0, 2), (1025,)]
 

@@ -33,8 +33,8 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.__main__ import main
 from opt_checkpoint.convert.megatron import read_step
+from opt_checkpoint.disk.archives import load_object
 from opt_checkpoint.disk.index import Kind
-from opt_checkpoint.disk.stored_objects import load_object
 
 GOLDEN = Path(__file__).parent / "golden"
 FORMS = {"megatron-0.16.1": "fully_reshardable", "megatron-0.12.3": "fully_sharded_model_space"}

@@ -26,7 +26,7 @@ def placed(axis: str, models: list[nn.Module]) -> list[dict[str, ShardedTensor] 
     """What each rank's model becomes if its ranks lie along `axis`, or the refusal."""
 
     def rank_main(ranks: Any) -> dict[str, ShardedTensor] | str:
-        axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One()) | {axis: ranks, "everyone": ranks}
+        axes = dict.fromkeys(("tp", "expert_tp", "ep", "pp"), One()) | {axis: ranks, "all_ranks": ranks}
         replicas = Replica(ranks.rank, ranks.size) if axis == "ep" else ALONE  # dense ones are copied over experts'
         state = sharded_model(models[ranks.rank])
         try:

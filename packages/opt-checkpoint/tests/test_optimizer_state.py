@@ -38,7 +38,7 @@ from opt_checkpoint import (
     sharded_like,
     sharded_model,
 )
-from opt_checkpoint.dcp.strictness import _hint
+from opt_checkpoint.dcp.names import _hint
 
 
 def model() -> nn.Module:

@@ -28,7 +28,7 @@ from opt_checkpoint import (
     save,
     sharded_like,
 )
-from opt_checkpoint.boxes.box import boxes_of
+from opt_checkpoint.boxes import boxes_of
 from opt_checkpoint.state.tree import leaves
 
 

@@ -3,11 +3,10 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import PlanCache
-from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.disk.detect import read_common, read_index
-from opt_checkpoint.disk.stored_objects import NUMPY_GLOBALS, NotLoaded
-from opt_checkpoint.disk.verify import verify_checkpoint
+from opt_checkpoint.disk.archives import NUMPY_GLOBALS, NotLoaded
+from opt_checkpoint.disk.checkpoint import read_common, read_index, verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -36,6 +35,12 @@ from opt_checkpoint.state.groups import (
 from opt_checkpoint.state.optimizer_state import (
     KEEP_VARS_HINT,
     REFERENCE_ALIASES,
+    LayoutBound,
+    LikeParam,
+    PerMatrix,
+    PerParam,
+    Reduced,
+    StateSpec,
     get_optim_param_to_id_map,
     get_param_id_to_sharded_param_map,
     make_sharded_optimizer_tensor,
@@ -48,14 +53,6 @@ from opt_checkpoint.state.sharded import (
     ShardedObject,
     ShardedTensor,
     is_main_replica,
-)
-from opt_checkpoint.state.state_spec import (
-    LayoutBound,
-    LikeParam,
-    PerMatrix,
-    PerParam,
-    Reduced,
-    StateSpec,
 )
 from opt_checkpoint.state.tree import (
     ScopedState,

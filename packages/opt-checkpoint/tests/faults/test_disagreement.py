@@ -28,8 +28,8 @@ from opt_checkpoint import (
     load,
     save,
 )
+from opt_checkpoint.dcp.layout import weighted_sum
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.local_contents import weighted_sum
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -135,6 +135,10 @@ def test_ranks_with_different_paths_are_an_error_everywhere(tmp_path: Path, name
     assert list(tmp_path.iterdir()) == []
 
 
+def load_of_a_series(path: Path, *, process_group: Any, **options: Any) -> None:
+    CheckpointManager(path, process_group=process_group).load({}, **options)
+
+
 WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
     "common": (partial(save, {}), "first_rank", "equal"),
     "strict": (partial(load, {}), "very", "raise_unexpected"),
@@ -143,6 +147,7 @@ WITH_OPTIONS: dict[str, tuple[Callable[..., object], Any, str]] = {
     "keep": (CheckpointManager, 0, "3"),
     "keep_every": (CheckpointManager, 5, "None"),
     "in_background": (CheckpointManager, False, "True"),
+    "step": (load_of_a_series, 3, "None"),
 }
 
 

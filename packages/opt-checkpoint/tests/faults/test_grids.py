@@ -38,7 +38,7 @@ def test_every_element_survives_any_change_of_grid(tmp_path: Path, full: bool) -
 def test_a_loader_that_skips_a_chunk_is_noticed(tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison above can fail: with one copy left out, coverage is refused before memory is touched."""
     from opt_checkpoint import CheckpointMismatchError
-    from opt_checkpoint.boxes.box import StoredBoxes
+    from opt_checkpoint.boxes import StoredBoxes
 
     rng = random.Random(3)
     params = random_params(rng)
@@ -47,8 +47,8 @@ def test_a_loader_that_skips_a_chunk_is_noticed(tmp_path: Path, key: str, monkey
     save_as_ranks(
         [states_of(rank_pieces(params, values, grid, r, filled=True)) for r in range(grid.size)], tmp_path / key
     )
-    copies_to = StoredBoxes.copies_to
-    monkeypatch.setattr(StoredBoxes, "copies_to", lambda self, box: list(copies_to(self, box))[1:])
+    overlaps = StoredBoxes.overlaps
+    monkeypatch.setattr(StoredBoxes, "overlaps", lambda self, box: list(overlaps(self, box))[1:])
     wanted = [rank_pieces(params, values, grid, r, filled=False) for r in range(grid.size)]
     with pytest.raises(CheckpointMismatchError, match="holds 0 of the"):
         load_as_ranks([states_of(p) for p in wanted], tmp_path / key)

@@ -27,7 +27,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.columns import decode_columns, encode_columns
+from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 
 
 class Hostile:

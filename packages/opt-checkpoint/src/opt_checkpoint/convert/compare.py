@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, split_rows
+from opt_checkpoint.boxes import Box, split_rows
+from opt_checkpoint.dcp.layout import fingerprint
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.local_contents import fingerprint
-from opt_checkpoint.disk.detect import Opened, read_object
+from opt_checkpoint.dcp.reader import CheckpointReader
+from opt_checkpoint.disk.checkpoint import Opened, read_object, size_problems
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
-from opt_checkpoint.disk.verify import size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.run.ranks import Ranks
-from opt_checkpoint.run.save_load import carry_out_load, reader_of
+from opt_checkpoint.run.save_load import carry_out_load
 from opt_checkpoint.state.sharded import ShardedTensor
 
 _PIECE_BYTES = 64 << 20
@@ -102,7 +102,7 @@ def _read(index: CheckpointIndex, key: str, piece: Box) -> Tensor:
     wanted = ShardedTensor(key, data, stored.dtype, piece.sizes, stored.shape, piece.offsets, None)
     opened = Opened(index=index, common={})
     planner = ShardedLoadPlanner({"": wanted}, opened, strict="ignore_all", aliases={})
-    carry_out_load(Ranks(), planner, reader_of(opened, "sizes"))
+    carry_out_load(Ranks(), planner, CheckpointReader(opened.index))
     return data
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, load
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
 from opt_checkpoint.store.paths import folder_beside, local_path
 
@@ -106,4 +106,4 @@ def read_into(index: CheckpointIndex, targets: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointingException: as `load`.
     """
-    load({key: whole_tensor(key, tensor) for key, tensor in targets.items()}, index.path)
+    load({key: sharded_like(key, tensor) for key, tensor in targets.items()}, index.path)

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
-from opt_checkpoint.disk.detect import read_common, read_index, read_object
+from opt_checkpoint.disk.archives import not_loaded_in
+from opt_checkpoint.disk.checkpoint import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
-from opt_checkpoint.disk.stored_objects import not_loaded_in
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
 from opt_checkpoint.store import AnyPath
 
@@ -119,7 +119,7 @@ def megatron_to_checkpoint(
         read_into(index, tensors)
         main = f"{PREFIX}param."
         sharded = [
-            whole_tensor(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
+            sharded_like(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
             for key, tensor in tensors.items()
         ]
         if form == BUCKETS:
@@ -128,7 +128,7 @@ def megatron_to_checkpoint(
         if step is not None:
             for name, shape in shapes.items():  # several layers that are stacked have a step each
                 steps = torch.full(shape[:1] if _STACKED.match(name) else (), step)
-                sharded.append(whole_tensor(f"{PREFIX}step.{name}", steps))
+                sharded.append(sharded_like(f"{PREFIX}step.{name}", steps))
         save({"tensors": sharded, **_plain(index, common)}, path)
 
 
@@ -211,7 +211,7 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
         for state, key in states.items():
             for slot in by_bucket[bucket]:
                 values = flat[key][slot.start : slot.stop].view(slot.shape)
-                block = whole_tensor(f"{PREFIX}{'fp32_param' if state == 'param' else state}.{slot.name}", values)
+                block = sharded_like(f"{PREFIX}{'fp32_param' if state == 'param' else state}.{slot.name}", values)
                 if slot.global_shape is not None:
                     at = slot.global_offset or (0,) * len(slot.shape)
                     block = replace(block, global_shape=slot.global_shape, global_offset=at, axis_fragmentations=None)

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.boxes import Box
 from opt_checkpoint.convert.name_rules import NamePattern, NameRule, names_of
 from opt_checkpoint.disk.index import Within
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError

@@ -20,19 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, boxes_of, row_major_strides, split_rows
+from opt_checkpoint.boxes import Box, boxes_of, row_major_strides, split_rows
 from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
 from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import Offer
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner, view_of
-from opt_checkpoint.dcp.strictness import StrictHandling
+from opt_checkpoint.dcp.saving import ShardedSavePlanner, view_of
+from opt_checkpoint.disk.archives import contiguous
+from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
 from opt_checkpoint.disk.checksums import bytes_view
-from opt_checkpoint.disk.detect import Opened, read_common, read_index
-from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import (
     COMMON_KEY,
     COPIES,
@@ -43,11 +43,11 @@ from opt_checkpoint.disk.index import (
     StoredFile,
     StoredTensor,
 )
-from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere, through_first
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load, carry_out_save, save
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.dtensor import sharded_like
+from opt_checkpoint.state.dtype_names import dtype_from_name
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import leaves, path_text
@@ -290,7 +290,7 @@ def load_safetensors(
     source = local_path(folder, _FOLDER)
     index = from_first(ranks, lambda: _index_of(source, names), f"loading {source}")
     planner = ShardedLoadPlanner(state, Opened(index=index, common={}), strict=strict, dtype=dtype, aliases={})
-    return carry_out_load(ranks, planner, CheckpointReader(index, threads=threads, check="never"))
+    return carry_out_load(ranks, planner, CheckpointReader(index, threads=threads, verify="none"))
 
 
 def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
@@ -330,8 +330,8 @@ def safetensors_to_checkpoint(
     with scratch_folder(path) as scratch:
         wanted = {key: stored for key, stored in index.tensors.items() if key not in index.details[COPIES]}
         tensors = mapped_apart(Path(scratch), wanted)
-        load_safetensors({key: whole_tensor(key, tensor) for key, tensor in tensors.items()}, folder, names=names)
-        save({"tensors": [whole_tensor(prefix + key, tensor) for key, tensor in tensors.items()]}, path)
+        load_safetensors({key: sharded_like(key, tensor) for key, tensor in tensors.items()}, folder, names=names)
+        save({"tensors": [sharded_like(prefix + key, tensor) for key, tensor in tensors.items()]}, path)
 
 
 def checkpoint_to_safetensors(
@@ -369,7 +369,7 @@ def checkpoint_to_safetensors(
     with scratch_folder(target) as scratch:
         tensors = mapped_apart(Path(scratch), stored)
         read_into(index, tensors)
-        state = {key: whole_tensor(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
+        state = {key: sharded_like(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
     return [Path(folder) / file for file in sorted(os.listdir(target))]
 

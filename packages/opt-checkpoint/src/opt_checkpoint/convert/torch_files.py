@@ -23,15 +23,15 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder
-from opt_checkpoint.dcp.stored_names import stored_value
+from opt_checkpoint.dcp.names import stored_value
+from opt_checkpoint.disk.checkpoint import Opened, open_checkpoint
 from opt_checkpoint.disk.dcp_metadata import METADATA, read_dcp_index
-from opt_checkpoint.disk.detect import Opened, open_checkpoint
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import ScopedState, lookup
@@ -81,7 +81,7 @@ def torch_state_to_sharded(state_dict: Mapping[str, Any], names: Sequence[str] |
         name = name_of[index]
         for state, value in states.items():
             if isinstance(value, Tensor):
-                tensors[name][state] = whole_tensor(f"{PREFIX}{state}.{name}", value)
+                tensors[name][state] = sharded_like(f"{PREFIX}{state}.{name}", value)
             else:
                 plain[name][state] = value
         found = {tensor.global_shape for tensor in tensors[name].values() if tensor.global_shape}

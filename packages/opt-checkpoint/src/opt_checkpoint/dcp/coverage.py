@@ -1,22 +1,134 @@
-"""Checks before a save that all ranks together hold every element exactly once."""
+"""What all ranks hold as columns, and checks before a save that together they hold every element exactly once."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.boxes.overlaps import overlapping_pairs
-from opt_checkpoint.dcp.local_contents import LocalObject
-from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
+from opt_checkpoint.boxes import Array, Box, overlapping_pairs
+from opt_checkpoint.dcp.layout import MAIN, MAY_REPEAT, PLAIN, LocalLayout, LocalObject
 from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.state.dtype_names import dtype_from_name
+from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8
 _EXACT = 1 << 62  # above, products of sizes are computed by Python
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorsOfRanks:
+    """The tensors that each rank holds, in the order of the ranks, and their boxes.
+
+    Boxes with `usable` unset are never written, but are counted in box indices, so that a rank finds its own by index.
+
+    Args:
+        keys: the distinct keys, in the order of their first occurrence.
+        dtype_names: the distinct dtypes.
+        ranks: number of ranks.
+        key: (t,) index of the key.
+        rank: (t,) the rank that holds the tensor.
+        dtype: (t,) index of the dtype.
+        ndim: (t,) number of axes.
+        shape: (t, axes) global shape; axes that a tensor lacks count 1.
+        main: (t,) whether this is a main replica.
+        may_repeat: (t,) whether there is a digest of the values.
+        owner: (b,) the index of the tensor of each box.
+        offsets: (b, axes) its offsets; 0 on axes that a tensor lacks.
+        sizes: (b, axes) its sizes; 1 on axes that a tensor lacks.
+        usable: (b,) whether its holder may write it.
+        itemsize: (t,) bytes of an element.
+        first_of_key: (keys,) the first tensor of each key.
+    """
+
+    keys: list[str]
+    dtype_names: list[str]
+    ranks: int
+    key: Array
+    rank: Array
+    dtype: Array
+    ndim: Array
+    shape: Array
+    main: Array
+    may_repeat: Array
+    owner: Array
+    offsets: Array
+    sizes: Array
+    usable: Array
+    itemsize: Array
+    first_of_key: Array
+
+    @classmethod
+    def of(cls, layouts: Sequence[LocalLayout], *, only_first: bool) -> TensorsOfRanks:
+        """The columns of all ranks, with one main replica of every plain tensor, on the first rank that holds it.
+
+        Args:
+            layouts: by rank.
+            only_first: whether the other ranks' copies of plain tensors may not be written, because they may differ.
+        """
+        keys, dtypes = dict[str, int](), dict[str, int]()
+        key = np.fromiter((keys.setdefault(k, len(keys)) for own in layouts for k in own.keys), np.int64)
+        dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for own in layouts for n in own.dtypes), np.int64)
+        ndim, flags = np.concatenate([own.ndim for own in layouts]), np.concatenate([own.flags for own in layouts])
+        owner = np.repeat(np.arange(len(key)), np.concatenate([own.boxes for own in layouts]))
+        plain = np.flatnonzero(flags & PLAIN)
+        again = np.ones(len(plain), bool)
+        again[np.unique(key[plain], return_index=True)[1]] = False
+        main, copies = flags & MAIN > 0, np.zeros(len(key), bool)
+        main[plain[again]] = False
+        copies[plain[again]] = only_first
+        axes = max(1, int(ndim.max(initial=0)))
+        return cls(
+            keys=list(keys),
+            dtype_names=list(dtypes),
+            ranks=len(layouts),
+            key=key,
+            rank=np.repeat(np.arange(len(layouts)), [len(own.keys) for own in layouts]),
+            dtype=dtype,
+            ndim=ndim,
+            shape=_padded(np.concatenate([own.shapes for own in layouts]), ndim, axes, 1),
+            main=main,
+            may_repeat=flags & MAY_REPEAT > 0,
+            owner=owner,
+            offsets=_padded(np.concatenate([own.offsets for own in layouts]), ndim[owner], axes, 0),
+            sizes=_padded(np.concatenate([own.sizes for own in layouts]), ndim[owner], axes, 1),
+            usable=~copies[owner],
+            itemsize=np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])[dtype],
+            first_of_key=np.unique(key, return_index=True)[1],
+        )
+
+    def repeats(self) -> Array:
+        """(pairs, 2) tensors that two ranks hold as main replicas, and whose values must then be equal."""
+        at = np.flatnonzero(self.may_repeat & self.main)
+        bounds = np.searchsorted(self.owner, np.stack([at, at + 1], axis=1))
+        first: dict[tuple[int, bytes, bytes], int] = {}
+        pairs = []
+        for number, (low, high) in zip(at.tolist(), bounds.tolist()):
+            if low < high:
+                block = int(self.key[number]), self.offsets[low:high].tobytes(), self.sizes[low:high].tobytes()
+                if (other := first.setdefault(block, number)) != number:
+                    pairs.append((other, number))
+        return np.array(pairs, np.int64).reshape(-1, 2)
+
+    def box(self, number: int) -> Box:
+        """A box as an object."""
+        axes = int(self.ndim[self.owner[number]])
+        return Box(tuple(self.offsets[number, :axes].tolist()), tuple(self.sizes[number, :axes].tolist()))
+
+    def shape_of(self, number: int) -> Shape:
+        """The global shape of a held tensor."""
+        return tuple(self.shape[number, : self.ndim[number]].tolist())
+
+
+def _padded(values: Array, ndim: Array, axes: int, fill: int) -> Array:
+    """Tuples of `ndim` integers, given one after another, as rows of one array."""
+    rows = np.full((len(ndim), axes), fill, np.int64)
+    rows[np.arange(axes) < ndim[:, None]] = values
+    return rows
 
 
 def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Sequence[LocalObject]]) -> None:
@@ -31,67 +143,56 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
             are missing or double. All problems are reported at once, with keys and ranks.
     """
     problems: dict[int, str] = {}
-    for check in (_description_problems, _overlap_problems, _hole_problems):
-        for key, text in check(tensors):
-            problems.setdefault(key, text)
+    for key, text in _tensor_problems(tensors):
+        problems.setdefault(key, text)
     texts = [*(f"{tensors.keys[key]}: {text}" for key, text in sorted(problems.items())), *_object_problems(objects)]
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
 
 
-def _description_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
-    """Index and problem of each key whose dtype or shape differs between ranks."""
-    first = tensors.first_of_key[tensors.key]
-    same = (tensors.dtype == tensors.dtype[first]) & (tensors.ndim == tensors.ndim[first])
-    same &= (tensors.shape == tensors.shape[first]).all(axis=1)
+def _tensor_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
+    """Index and problem of each key whose dtype or shape differs between ranks, or whose main replicas overlap or do
+    not cover it. Disjoint boxes cover a tensor if their volumes add up."""
+    t = tensors
+    first = t.first_of_key[t.key]
+    same = (t.dtype == t.dtype[first]) & (t.ndim == t.ndim[first]) & (t.shape == t.shape[first]).all(axis=1)
     for number in np.flatnonzero(~same).tolist():
         a, b = (
-            f"rank {tensors.rank[n]} has {tensors.dtype_names[tensors.dtype[n]]} {list(tensors.shape_of(n))}"
-            for n in (first[number], number)
+            f"rank {t.rank[n]} has {t.dtype_names[t.dtype[n]]} {list(t.shape_of(n))}" for n in (first[number], number)
         )
-        yield int(tensors.key[number]), f"{a}, {b}"
-
-
-def _overlap_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
-    """Index and problem of each key whose main replicas overlap."""
-    mains = np.flatnonzero(tensors.main[tensors.owner] & tensors.usable)
-    owner = tensors.owner[mains]
-    for pairs in overlapping_pairs(tensors.key[owner], tensors.offsets[mains], tensors.sizes[mains]):
-        for pair in zip(mains[pairs.first].tolist(), mains[pairs.second].tolist()):
-            numbers = sorted(pair)
-            a, b = map(tensors.box, numbers)
-            rank, other = (int(tensors.rank[tensors.owner[number]]) for number in numbers)
-            copies = "" if rank == other or a != b else "; of equal copies, only one may have replica_id 0"
+        yield int(t.key[number]), f"{a}, {b}"
+    mains = np.flatnonzero(t.main[t.owner] & t.usable)
+    key_of_main = t.key[t.owner[mains]]
+    for left, right in overlapping_pairs(key_of_main, t.offsets[mains], t.sizes[mains]):
+        for numbers in np.sort(mains[np.stack([left, right], axis=1)], axis=1).tolist():
+            box, other_box = map(t.box, numbers)
+            rank, other = (int(t.rank[t.owner[number]]) for number in numbers)
+            copies = "" if rank == other or box != other_box else "; of equal copies, only one may have replica_id 0"
             yield (
-                int(tensors.key[tensors.owner[numbers[0]]]),
-                f"Invalid access pattern: rank {rank} holds {_span(a)} and rank {other} {_span(b)}, "
+                int(t.key[t.owner[numbers[0]]]),
+                f"Invalid access pattern: rank {rank} holds {_span(box)} and rank {other} {_span(other_box)}, "
                 f"both as main replica, and their values differ or are not known to be equal. Different tensors need "
                 f"different keys, as add_prefix_for_sharding gives them, or for parts of one model "
                 f"sharded_model(model, groups=...){copies}",
+            )
+    shape = t.shape[t.first_of_key]
+    covered = np.zeros(len(t.keys), np.int64)
+    np.add.at(covered, key_of_main, np.prod(t.sizes[mains], axis=1))
+    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
+    for key in np.flatnonzero(huge | (covered != np.prod(shape, axis=1))).tolist():
+        total = math.prod(shape[key].tolist())
+        if covered[key] != total:
+            ranks = sorted(set(t.rank[t.owner[mains]][key_of_main == key].tolist()))
+            yield (
+                key,
+                f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
+                f"{list(t.shape_of(int(t.first_of_key[key])))} (ranks {ranks}); a shard is missing",
             )
 
 
 def _span(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
-
-
-def _hole_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
-    """Index and problem of each key that boxes do not cover. Disjoint boxes do if their volumes add up."""
-    mains = np.flatnonzero(tensors.main[tensors.owner] & tensors.usable)
-    key_of_main, shape = tensors.key[tensors.owner[mains]], tensors.shape[tensors.first_of_key]
-    covered = np.zeros(len(tensors.keys), np.int64)
-    np.add.at(covered, key_of_main, np.prod(tensors.sizes[mains], axis=1))
-    huge = np.prod(shape.astype(np.float64), axis=1) >= _EXACT
-    for key in np.flatnonzero(huge | (covered != np.prod(shape, axis=1))).tolist():
-        total = math.prod(shape[key].tolist())
-        if covered[key] != total:
-            ranks = set(tensors.rank[tensors.owner[mains]][key_of_main == key].tolist())
-            yield (
-                key,
-                f"Invalid access pattern: main replicas hold {covered[key]} of the {total} elements of "
-                f"{list(tensors.shape_of(int(tensors.first_of_key[key])))} (ranks {sorted(ranks)}); a shard is missing",
-            )
 
 
 def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:

@@ -5,29 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box, Copy, FlatBox, StoredBoxes, boxes_of
-from opt_checkpoint.dcp.save_planner import view_of
-from opt_checkpoint.dcp.stored_names import aliased, asked_plain, merged, plain_paths, stored_names, stored_under
-from opt_checkpoint.dcp.strictness import (
+from opt_checkpoint.boxes import StoredBoxes, boxes_of
+from opt_checkpoint.dcp.names import (
     StrictHandling,
     Strictness,
+    aliased,
+    asked_plain,
+    merged,
+    plain_paths,
     report_missing,
     report_unexpected,
+    stored_names,
+    stored_under,
     warn_of_left_out,
 )
-from opt_checkpoint.disk.detect import Opened, read_object
-from opt_checkpoint.disk.dtype_names import converts_exactly
-from opt_checkpoint.disk.index import COMMON_KEY, COPIES, Kind, StoredChunk, StoredTensor
-from opt_checkpoint.disk.stored_objects import SafeGlobals, load_object, loaded_whole
+from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
+from opt_checkpoint.disk.checkpoint import Opened, read_object
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES, ByteRange, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from opt_checkpoint.state.dtensor import is_dtensor
+from opt_checkpoint.state.dtype_names import converts_exactly
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.flat_state import check_stages, flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
@@ -41,22 +45,27 @@ class TensorRead(NamedTuple):
         key: the stored name of the tensor.
         dtype: its stored dtype.
         chunk: where the values are stored.
-        shard: whose memory they are read into.
-        held: the box of it.
-        copy: the box of values, in the chunk and in `held`.
+        region: the box of values in the chunk.
+        target: a view of the memory that they are read into.
     """
 
     key: str
     dtype: torch.dtype
     chunk: StoredChunk
-    shard: ShardedTensor
-    held: FlatBox
-    copy: Copy
+    region: Region
+    target: Tensor
 
-    def target(self) -> Tensor:
-        """The memory, as a view."""
-        part = Box(self.copy.to_offsets, self.copy.sizes).moved(self.held.box.offsets)
-        return view_of(self.shard, self.held, part)
+    @property
+    def place(self) -> ByteRange:
+        """The bytes that hold the chunk."""
+        return self.chunk.place
+
+
+class ObjectRead(NamedTuple):
+    """A stored object to read, and the bytes that hold it."""
+
+    key: str
+    place: ByteRange
 
 
 class ShardedLoadPlanner:
@@ -98,7 +107,7 @@ class ShardedLoadPlanner:
         self._to_zero: list[ShardedTensor] = []
         self._to_copy: list[tuple[Tensor, Tensor]] = []
         self._to_quantize: list[tuple[Tensor, Tensor]] = []
-        self.items: list[TensorRead | str] = []  # what to read: parts of tensors, and objects by key
+        self.items: list[TensorRead | ObjectRead] = []
         self.missing: list[str] = []
         self.unexpected: tuple[str, ...] = ()
         self.cast: list[str] = []
@@ -139,7 +148,7 @@ class ShardedLoadPlanner:
                 self._plan_reads_of(shard.key, shard)
         for key in (self._names[path] for path in self.flat.objects if path not in self.dropped):
             if index.kind is Kind.OURS:
-                self.items.append(key)
+                self.items.append(ObjectRead(key, index.objects[key]))
             else:  # whether it can be loaded must be known before memory changes
                 self._loaded_objects[key] = self._read_now(key)
         keys = {*self._names.values(), COMMON_KEY, *asked_plain((*self.flat.common, *self.flat.plain), self._common)}
@@ -213,13 +222,16 @@ class ShardedLoadPlanner:
             if pair is not None:  # on disjoint boxes, adding up volumes suffices to check coverage
                 raise CheckpointCorruptError(f"chunks {boxes[pair[0]]} and {boxes[pair[1]]} of {key} overlap")
         for held in boxes_of(shard):
-            copies = list(self._stored_boxes[key].copies_to(held.box))
-            found = sum(prod(copy.sizes) for copy in copies)
+            shared = list(self._stored_boxes[key].overlaps(held.box))
+            found = sum(box.numel for _, box in shared)
             if found != held.box.numel and shard.global_shape == stored.shape:
                 raise CheckpointMismatchError(
                     f"{shard.key}: the checkpoint holds {found} of the {held.box.numel} elements of box {held.box}"
                 )
-            self.items += [TensorRead(key, stored.dtype, stored.chunks[c.chunk], shard, held, c) for c in copies]
+            for number, box in shared:
+                chunk = stored.chunks[number]
+                region = chunk.region(box.within(chunk.box), box.sizes)
+                self.items.append(TensorRead(key, stored.dtype, chunk, region, view_of(shard, held, box)))
 
     def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:

@@ -1,28 +1,45 @@
 """The plan of a save: which rank writes which parts of what all ranks hold; cached from one save to the next.
 
-A plan is a function of what all ranks hold: keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the
-fingerprints of all ranks. Before a save, every rank sends the fingerprint of what it holds now, and the name of its
-cached plan. All ranks receive the same messages, and reuse the plan only if every rank has cached the one that this
-save needs. After a restart of a rank, or if the number or order of ranks or the shape of a tensor changes, all ranks
-make a new plan.
+Every box is written once, by a rank that holds it, with balanced load. A plan is a function of what all ranks hold:
+keys, dtypes, shapes, boxes, replicas, objects. Its name is a hash of the fingerprints of all ranks. Before a save,
+every rank sends the fingerprint of what it holds now, and the name of its cached plan. All ranks receive the same
+messages, and reuse the plan only if every rank has cached the one that this save needs. After a restart of a rank, or
+if the number or order of ranks or the shape of a tensor changes, all ranks make a new plan.
 """
 
 from __future__ import annotations
 
-import hashlib
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from opt_checkpoint.dcp.balance import Parts, assign_parts
-from opt_checkpoint.dcp.coverage import validate_sharding_integrity
-from opt_checkpoint.dcp.local_contents import LocalLayout
-from opt_checkpoint.dcp.tensors_of_ranks import TensorsOfRanks
+from opt_checkpoint.boxes import Array, equal_rows, split_rows
+from opt_checkpoint.dcp.coverage import TensorsOfRanks, validate_sharding_integrity
+from opt_checkpoint.dcp.layout import LocalLayout
 from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.columns import Array
 from opt_checkpoint.errors import CheckpointValueError
+
+_PIECES_PER_RANK = 12  # the largest movable piece is a twelfth of a rank's share: at most 9 % above the mean
+_SMALLEST_PIECE_BYTES = 64 << 10
+
+
+class Parts(NamedTuple):
+    """Boxes to be written, in the order of the ranks that write them.
+
+    Args:
+        rank: (p,) the rank that writes the part.
+        box: (p,) the box of that rank that contains it.
+        offsets: (p, axes) its offsets in the tensor.
+        sizes: (p, axes) its sizes.
+    """
+
+    rank: Array
+    box: Array
+    offsets: Array
+    sizes: Array
 
 
 class AssignedParts(NamedTuple):
@@ -52,16 +69,16 @@ class GlobalPlan:
 
     Args:
         tensors: what all ranks hold.
-        objects: unique keys of the objects that each rank writes.
         repeats: (pairs, 2) tensors that two ranks hold; their values must be equal in each save.
         parts: the parts of tensors that ranks write.
+        assigned: the parts and objects that each rank writes, by rank.
         layouts: the layouts that the plan was made from.
     """
 
     tensors: TensorsOfRanks
-    objects: list[list[str]]
     repeats: Array
     parts: Parts
+    assigned: list[AssignedParts]
     layouts: Sequence[LocalLayout]
 
     @classmethod
@@ -82,8 +99,16 @@ class GlobalPlan:
         main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
         checked = replace(tensors, main=main)
         validate_sharding_integrity(checked, [own.objects for own in layouts])
-        objects = [[item.unique_key for item in own.objects if item.main] for own in layouts]
-        return cls(tensors=tensors, objects=objects, repeats=repeats, parts=assign_parts(checked), layouts=layouts)
+        parts = assign_parts(checked)
+        first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
+        local, bounds = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
+        assigned = [
+            AssignedParts(
+                local[a:b], parts.offsets[a:b], parts.sizes[a:b], [o.unique_key for o in own.objects if o.main]
+            )
+            for a, b, own in zip(bounds.tolist(), bounds[1:].tolist(), layouts)
+        ]
+        return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
     def check_values(self, digests: Array) -> None:
         """Check that the values of a later save with the same layouts allow the same plan.
@@ -94,23 +119,6 @@ class GlobalPlan:
         if not _are_equal(self.tensors, self.repeats, digests).all():
             GlobalPlan.of(self.layouts, digests, only_first=False)
             raise CheckpointValueError("values that several ranks hold as main replicas differ")
-
-    @property
-    def parts_nbytes(self) -> Array:
-        """(p,) bytes of the values of each part."""
-        nbytes: Array = np.prod(self.parts.sizes, axis=1) * self.tensors.itemsize[self.tensors.owner[self.parts.box]]
-        return nbytes
-
-    def assigned(self) -> list[AssignedParts]:
-        """The parts that each rank writes, by rank."""
-        tensors, parts = self.tensors, self.parts
-        first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
-        bounds = np.searchsorted(parts.rank, np.arange(tensors.ranks + 1)).tolist()
-        local = parts.box - first_box[parts.rank]
-        return [
-            AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], own)
-            for a, b, own in zip(bounds, bounds[1:], self.objects)
-        ]
 
 
 def _are_equal(tensors: TensorsOfRanks, repeats: Array, digests: Array) -> Array:
@@ -127,42 +135,13 @@ class Offer(NamedTuple):
         arguments: of the save, as text; they must be the same on all ranks.
         layout: fingerprint of what the rank holds.
         common: fingerprint of its plain values.
-        remembered: name of the plan that it has cached; empty for none.
+        cached: name of the plan that it has cached; empty for none.
     """
 
     arguments: dict[str, str]
     layout: bytes
     common: bytes
-    remembered: bytes
-
-
-class Agreement(NamedTuple):
-    """The result of comparing the offers of all ranks; the same on each of them.
-
-    Args:
-        plan: name of the plan that this save needs.
-        is_remembered: whether all ranks have cached it.
-        equal_common: whether all ranks have the same plain values.
-    """
-
-    plan: bytes
-    is_remembered: bool
-    equal_common: bool
-
-    @classmethod
-    def of(cls, offers: Sequence[Offer], policy: str) -> Agreement:
-        """Return the agreement on the offers of all ranks.
-
-        Args:
-            offers: by rank.
-            policy: what a plan depends on besides the layouts.
-        """
-        plan = hashlib.sha256(b"".join([policy.encode(), b"\0", *(offer.layout for offer in offers)])).digest()
-        return cls(
-            plan=plan,
-            is_remembered=all(offer.remembered == plan for offer in offers),
-            equal_common=len({offer.common for offer in offers}) == 1,
-        )
+    cached: bytes
 
 
 class CachedPlan(NamedTuple):
@@ -203,3 +182,109 @@ class PlanCache:
     def keep(self, plan: CachedPlan) -> None:
         """Replace the cached plan."""
         self._plan = plan
+
+
+# --- balance ---
+
+
+class _Groups(NamedTuple):
+    """The boxes of all ranks, grouped by equality.
+
+    Args:
+        members: (m,) indices of boxes, by group, then by rank; one for each rank that holds the box.
+        start: (g,) start of each group in `members`.
+        holders: (g,) number of ranks that hold the box of each group.
+        main: (g,) the box of the main replica.
+    """
+
+    members: Array
+    start: Array
+    holders: Array
+    main: Array
+
+
+def assign_parts(tensors: TensorsOfRanks) -> Parts:
+    """Assign every box of a main replica to the least loaded rank that holds the same box.
+
+    A box that only one rank holds is written by that rank. The other boxes are assigned in Megatron-Core's greedy
+    order: fewest holders first, then largest. Boxes larger than a rank's fair share are first cut into rows.
+
+    Args:
+        tensors: the validated contents of all ranks.
+    """
+    groups = _grouped(tensors)
+    itemsize = tensors.itemsize[tensors.owner[groups.main]]
+    nbytes = np.prod(tensors.sizes[groups.main], axis=1) * itemsize
+    single = groups.holders == 1
+    alone = groups.members[groups.start[single]]
+    load = np.bincount(tensors.rank[tensors.owner[alone]], weights=nbytes[single], minlength=tensors.ranks)
+    largest = max(_SMALLEST_PIECE_BYTES, int(int(nbytes.sum()) / tensors.ranks / _PIECES_PER_RANK))
+    group, offsets, sizes = _pieces(tensors, groups, np.flatnonzero(~single), nbytes, largest)
+    nbytes = np.prod(sizes, axis=1) * itemsize[group]
+    order = np.lexsort((-nbytes, groups.holders[group]))
+    group, offsets, sizes = group[order], offsets[order], sizes[order]
+    chosen = _least_loaded(tensors, groups, group, nbytes[order], [int(n) for n in load])
+    box = np.concatenate([alone, chosen])
+    rank = tensors.rank[tensors.owner[box]]
+    order = np.argsort(rank, kind="stable")
+    offsets = np.concatenate([tensors.offsets[alone], offsets])
+    sizes = np.concatenate([tensors.sizes[alone], sizes])
+    return Parts(rank[order], box[order], offsets[order], sizes[order])
+
+
+def _grouped(tensors: TensorsOfRanks) -> _Groups:
+    """Group equal boxes of one tensor, for groups that contain a main replica."""
+    at = np.flatnonzero(tensors.usable)
+    owner = tensors.owner[at]
+    order, group = equal_rows([tensors.key[owner], *tensors.offsets[at].T, *tensors.sizes[at].T])
+    main = np.full(int(group.max(initial=-1)) + 1, -1)
+    is_main = tensors.main[owner[order]]
+    main[group[is_main][::-1]] = at[order][is_main][::-1]
+    rank = tensors.rank[owner[order]]
+    # A rank may hold a box twice, as a shared parameter; of these the first counts.
+    wanted = (np.diff(group, prepend=-1) > 0) | (np.diff(rank, prepend=-1) != 0)
+    wanted &= main[group] >= 0
+    members, group = at[order][wanted], group[wanted]
+    kept, start, count = np.unique(group, return_index=True, return_counts=True)
+    in_order = np.argsort(members[start], kind="stable")  # as the ranks hold them
+    return _Groups(members, start[in_order], count[in_order], main[kept][in_order])
+
+
+def _pieces(
+    tensors: TensorsOfRanks, groups: _Groups, movable: Array, nbytes: Array, largest: int
+) -> tuple[Array, Array, Array]:
+    """Boxes that several ranks hold, or rows of such boxes: the group, offsets and sizes of each."""
+    count = -(-nbytes[movable] // largest)
+    uncut, cut = movable[count <= 1], movable[count > 1]
+    group, offsets, sizes = [uncut], [tensors.offsets[groups.main[uncut]]], [tensors.sizes[groups.main[uncut]]]
+    for number, parts in zip(cut.tolist(), count[count > 1].tolist()):
+        boxes = list(split_rows(tensors.box(groups.main[number]), parts))
+        rows = np.array(boxes, np.int64).reshape(len(boxes), 2, -1)
+        unused = ((0, 0), (0, tensors.offsets.shape[1] - rows.shape[2]))
+        group.append(np.full(len(boxes), number))
+        offsets.append(np.pad(rows[:, 0], unused))
+        sizes.append(np.pad(rows[:, 1], unused, constant_values=1))
+    return np.concatenate(group), np.concatenate(offsets), np.concatenate(sizes)
+
+
+def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes: Array, load: list[int]) -> Array:
+    """The box of the least loaded holder of each piece, with one heap per set of holders. Writes to `load`."""
+    heaps: dict[bytes, list[tuple[int, int]]] = {}
+    of_group: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}
+    chosen = np.zeros(len(group), np.int64)
+    for number, (own, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
+        if own not in of_group:
+            boxes = groups.members[groups.start[own] :][: groups.holders[own]]
+            holders = tensors.rank[tensors.owner[boxes]]
+            if (name := holders.tobytes()) not in heaps:
+                heaps[name] = sorted((load[r], r) for r in holders.tolist())
+            of_group[own] = heaps[name], holders, boxes
+        heap, holders, boxes = of_group[own]
+        seen, rank = heap[0]
+        while seen != load[rank]:  # another set of holders has loaded this rank since
+            heapq.heapreplace(heap, (load[rank], rank))
+            seen, rank = heap[0]
+        load[rank] += size
+        heapq.heapreplace(heap, (load[rank], rank))
+        chosen[number] = boxes[np.searchsorted(holders, rank)]  # in the order of ranks
+    return chosen

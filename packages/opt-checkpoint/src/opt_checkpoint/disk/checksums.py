@@ -6,13 +6,12 @@ checksum of a file is combined from those of its parts without reading it again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import lru_cache
 from queue import SimpleQueue
 from threading import Thread
-from types import TracebackType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,21 +37,14 @@ def _multiply(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(maxsize=64)
-def _x_to_power_of_two(k: int) -> int:
-    """x^(2^k) modulo the polynomial."""
-    return 1 << 30 if k == 0 else _multiply(_x_to_power_of_two(k - 1), _x_to_power_of_two(k - 1))
-
-
 @lru_cache(maxsize=256)
 def _shift_by_bytes(length: int) -> int:
     """x^(8 * length) modulo the polynomial: the factor by which `length` more bytes change a checksum."""
-    factor, k = _ONE, 3
+    factor, power = _ONE, _ONE >> 8  # x^0 and x^8, which is squared for each bit of the length
     while length:
         if length & 1:
-            factor = _multiply(factor, _x_to_power_of_two(k))
-        length >>= 1
-        k += 1
+            factor = _multiply(factor, power)
+        power, length = _multiply(power, power), length >> 1
     return factor
 
 
@@ -74,11 +66,6 @@ def bytes_view(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).cast("B")
-
-
-def pieces(view: memoryview, size: int = HASH_PIECE_BYTES) -> Iterator[memoryview]:
-    """Runs of at most `size` bytes."""
-    return (view[i : i + size] for i in range(0, len(view), size))
 
 
 class PieceSums:
@@ -118,36 +105,31 @@ def crc32(data: bytes | memoryview, start: int = 0) -> int:
     return int(_crc32(data, start))
 
 
-class _Job(NamedTuple):
-    piece: memoryview
-    sums: PieceSums
-    done: Future[None]
+@contextmanager
+def hashing() -> Iterator[Callable[[PieceSums, memoryview], Future[None]]]:
+    """A second thread that hashes pieces of memory one after another; it has hashed all when the block ends.
 
+    Yields:
+        A function that adds a piece to sums; its memory may not change until the future is done.
+    """
+    jobs = SimpleQueue[tuple[PieceSums, memoryview, Future[None]] | None]()
 
-class Hasher:
-    """Hashes pieces of memory one after another, during a `with` block."""
+    def submit(sums: PieceSums, piece: memoryview) -> Future[None]:
+        done = Future[None]()
+        jobs.put((sums, piece, done))
+        return done
 
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="opt-checkpoint-crc")
+    def work() -> None:
+        while (job := jobs.get()) is not None:
+            sums, piece, done = job
+            sums.add(piece)
+            done.set_result(None)
 
-    def __enter__(self) -> Hasher:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def submit(self, piece: memoryview, sums: PieceSums) -> Future[None]:
-        """Add a piece to `sums`; the memory may not change until the future is done."""
-        job = _Job(piece, sums, Future())
-        self._jobs.put(job)
-        return job.done
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.sums.add(job.piece)
-            job.done.set_result(None)
+    # Not a ThreadPoolExecutor: a save in the background may begin after the main thread has ended.
+    thread = Thread(target=work, name="opt-checkpoint-crc", daemon=True)  # Ctrl-C may come before the `try`
+    thread.start()
+    try:
+        yield submit
+    finally:
+        jobs.put(None)
+        thread.join()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from threading import Lock
 
-from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, crc32
-from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind
+import torch
+from torch import Tensor
+
+from opt_checkpoint.boxes import row_major_strides
+from opt_checkpoint.disk.checksums import PIECE_BYTES, PieceSums, bytes_view, crc32
+from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, Kind, Region
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import Location, Store, store_at
 
+_BOUNCE_BYTES = 32 << 20
 FILE_MARK = b"opt-checkpoint data 1 "
 
 
@@ -117,8 +123,6 @@ class CheckedValues:
     def __init__(self, file: DataFile, place: ByteRange, key: str) -> None:
         self._file, self._place, self._key = file, place, key
         self.near_bytes = file.near_bytes
-        small = place.crc is not None and place.nbytes <= PIECE_BYTES
-        self._pieces = place.pieces or ((place.crc,) if small and place.crc is not None else ())
         self._kept: tuple[int, memoryview] | None = None
 
     def read_into(self, start: int, view: memoryview) -> None:
@@ -128,7 +132,7 @@ class CheckedValues:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        if self._pieces:
+        if self._place.sums:
             self._read_pieces(start - self._place.start, view)
         else:
             self._file.read_into(start, view)
@@ -167,7 +171,7 @@ class CheckedValues:
         return self._kept[1]
 
     def _check(self, number: int, piece: memoryview) -> None:
-        if crc32(piece) != self._pieces[number]:
+        if crc32(piece) != self._place.sums[number]:
             raise CheckpointCorruptError(f"{self._file.path} is damaged: the values of {self._key} have changed")
 
 
@@ -182,6 +186,44 @@ def check_bytes(file: DataFile, place: ByteRange, key: str) -> None:
     size = file.read_bytes
     for start in range(0, place.nbytes, size):
         sums.add(memoryview(file.read(place.start + start, min(size, place.nbytes - start))))
-    right = tuple(sums.pieces) == place.pieces if place.pieces else sums.whole == place.crc
-    if not right:
+    if place.sums not in (tuple(sums.pieces), (sums.whole,)):
         raise CheckpointCorruptError(f"{file.path} is damaged: the values of {key} have changed")
+
+
+def read_region(target: Tensor, region: Region, dtype: torch.dtype, file: DataFile | CheckedValues, start: int) -> None:
+    """Read a box of a stored chunk into `target`, converting to its dtype and device; writes only `target`.
+
+    It is read directly if both are one run of bytes, else in pieces: this needs at most 32 MB besides the target,
+    unless a single row is larger.
+
+    Args:
+        target: of the region's shape.
+        region: the box of the stored chunk.
+        dtype: the stored dtype.
+        file: what is read.
+        start: position of the chunk's first value.
+    """
+    first, last = region.span
+    position, nbytes = start + first * dtype.itemsize, (last - first) * dtype.itemsize
+    is_run = last - first == math.prod(region.sizes)
+    if is_run and target.dtype == dtype and is_plain_memory(target):
+        file.read_into(position, bytes_view(target))
+        return
+    axis = next((d for d, n in enumerate(region.sizes) if n > 1), 0)  # one value alone is a run, and small
+    row_bytes = row_major_strides(region.chunk)[axis] * dtype.itemsize if region.chunk else dtype.itemsize
+    low, high = region.rows(axis, 0, 1).span
+    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= file.near_bytes  # rows, to each other
+    if is_near and nbytes <= _BOUNCE_BYTES:
+        raw = memoryview(bytearray(nbytes))
+        file.read_into(position, raw)
+        target.copy_(region.of_bytes(raw, dtype))
+        return
+    step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // row_bytes)) if is_near else 1
+    for row in range(0, region.sizes[axis], step):
+        count = min(step, region.sizes[axis] - row)
+        read_region(target.narrow(axis, row, count), region.rows(axis, row, count), dtype, file, start)
+
+
+def is_plain_memory(target: Tensor) -> bool:
+    """Whether the bytes of a tensor's memory are its values in row-major order."""
+    return target.device.type == "cpu" and target.is_contiguous() and not target.is_conj() and not target.is_neg()

@@ -3,24 +3,41 @@
 Nothing that was written is changed later: the checksums of large tensors go to the manifest, and their archives have
 the checksum 0, which torch never compares. With a spare core, hashing therefore costs no time. The bytes can be read
 again from the start, because an upload that fails is repeated as a whole.
+
+Every tensor is an archive as `torch.save` writes it: `data.pkl`, `byteorder`, `version`, then the values as `data/0`,
+then the zip directory. `torch.load` can read every stored chunk, so any torch tool reads our checkpoints. Writing the
+archive here takes a few microseconds instead of torch's two hundred, streams values directly from their memory, and
+records where they begin, so that a part of a chunk can be read.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
+import struct
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from concurrent.futures import Future
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, Hasher, PieceSums, bytes_view, crc32, crc32_combine, pieces
+from opt_checkpoint.boxes import row_major_strides
+from opt_checkpoint.disk.archives import contiguous
+from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32, crc32_combine, hashing
+from opt_checkpoint.disk.data_file import is_plain_memory
 from opt_checkpoint.disk.index import StoredFile
-from opt_checkpoint.disk.read_region import is_plain_memory
-from opt_checkpoint.disk.torch_zip_reader import contiguous
-from opt_checkpoint.disk.torch_zip_writer import frame_tensor
+from opt_checkpoint.state.dtype_names import STORAGE_CLASSES, dtype_name
+from opt_checkpoint.state.sharded import Shape
 
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 _SMALL_BYTES = 256 << 10
 _BUFFER_BYTES = 4 << 20
+_LIMIT_32 = 0xFFFFFFFF
+_DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
+_SUM_IN_HEADER, _SUM_IN_DIRECTORY = 14, 16  # position of the checksum in them
 
 
 class Placed(NamedTuple):
@@ -57,38 +74,31 @@ class DataFileWriter:
         tensors: Callable[[], Iterable[tuple[str, Tensor]]],
     ) -> None:
         self._header, self._objects, self._tensors = header, objects, tensors
-        self._start()
-
-    def _start(self) -> None:
         self.placed: list[Placed] = []
+
+    def __call__(self) -> Iterator[memoryview]:
+        self.placed = []
         self._sums: list[tuple[int | PieceSums, int]] = []  # checksum and length of each run of the file
         self._gathered = bytearray(self._header)
         self._given = 0  # bytes
-
-    def __call__(self) -> Iterator[memoryview]:
-        self._start()
-        with Hasher() as hasher:
+        with hashing() as submit:
             for key, raw in self._objects():
-                start = self._position
+                start = self._given + len(self._gathered)
                 self._gathered += raw
-                self.placed.append(Placed(key, start, self._position, -1, [crc32(raw)]))
+                self.placed.append(Placed(key, start, start + len(raw), -1, [crc32(raw)]))
                 yield from self._flushed(_BUFFER_BYTES)
             for key, values in self._tensors():
-                yield from self._tensor(hasher, key, values)
+                yield from self._tensor(submit, key, values)
             yield from self._flushed()
 
-    @property
-    def _position(self) -> int:
-        return self._given + len(self._gathered)
-
-    def _tensor(self, hasher: Hasher, key: str, values: Tensor) -> Iterator[memoryview]:
+    def _tensor(self, submit: Callable[..., Future[None]], key: str, values: Tensor) -> Iterator[memoryview]:
         """The archive of a tensor, preceded by zeros that align its values."""
         framing = frame_tensor(values.dtype, tuple(values.shape))
-        gap = -(self._position + len(framing.before)) % ALIGNMENT
-        start = self._position + gap
-        values_start = start + len(framing.before)
-        if values.numel() * values.element_size() <= _SMALL_BYTES:
-            view = bytes_view(values if is_plain_memory(values) else contiguous(values))
+        position, is_plain = self._given + len(self._gathered), is_plain_memory(values)
+        gap = -(position + len(framing.before)) % ALIGNMENT
+        values_start, nbytes = position + gap + len(framing.before), values.numel() * values.element_size()
+        if nbytes <= _SMALL_BYTES:
+            view = bytes_view(values if is_plain else contiguous(values))
             sums = [crc32(view)]
             before, after = framing.with_sum(sums[0])
             self._gathered += b"".join((bytes(gap), before, view, after))
@@ -96,23 +106,21 @@ class DataFileWriter:
             self._gathered += bytes(gap) + framing.before
             yield from self._flushed()
             hashed = PieceSums()
-            yield from self._large(hasher, values, hashed)
-            sums = hashed.pieces  # complete once the hasher has ended
+            for part in [values] if is_plain else _bounded_parts(values):
+                view = bytes_view(contiguous(part))
+                for start in range(0, len(view), HASH_PIECE_BYTES):
+                    piece = view[start : start + HASH_PIECE_BYTES]
+                    done = submit(hashed, piece)
+                    yield piece
+                    self._given += len(piece)
+                if not is_plain:
+                    done.result()  # frees this copy before the next is made
+            self._sums.append((hashed, nbytes))
+            sums = hashed.pieces  # complete once the block of `hashing` has ended
             self._gathered += framing.after
-        self.placed.append(Placed(key, start, self._position, values_start, sums))
+        end = self._given + len(self._gathered)
+        self.placed.append(Placed(key, position + gap, end, values_start, sums))
         yield from self._flushed(_BUFFER_BYTES)
-
-    def _large(self, hasher: Hasher, values: Tensor, sums: PieceSums) -> Iterator[memoryview]:
-        """Values in row-major order: directly if they are stored in this order, else through bounded copies."""
-        is_plain = is_plain_memory(values)
-        for part in [values] if is_plain else _bounded_parts(values):
-            for piece in pieces(bytes_view(contiguous(part))):
-                done = hasher.submit(piece, sums)
-                yield piece
-                self._given += len(piece)
-            if not is_plain:
-                done.result()  # frees this copy before the next is made
-        self._sums.append((sums, values.numel() * values.element_size()))
 
     def _flushed(self, minimum: int = 1) -> Iterator[memoryview]:
         """The gathered bytes, if there are at least `minimum`."""
@@ -138,3 +146,77 @@ def _bounded_parts(data: Tensor) -> list[Tensor]:
     row_bytes = data.numel() // rows * data.element_size()
     step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
     return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
+
+
+class Framing(NamedTuple):
+    """The bytes around one tensor's values, if their checksum is 0.
+
+    Args:
+        before: the bytes before them.
+        after: the bytes after them.
+        sums: the position of their checksum in both.
+    """
+
+    before: bytes
+    after: bytes
+    sums: tuple[int, int]
+
+    def with_sum(self, crc: int) -> tuple[bytes, bytes]:
+        """The bytes before and after values with this CRC-32."""
+        raw, (first, second) = crc.to_bytes(4, "little"), self.sums
+        before = b"".join((self.before[:first], raw, self.before[first + 4 :]))
+        return before, b"".join((self.after[:second], raw, self.after[second + 4 :]))
+
+
+@lru_cache(maxsize=4096)
+def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
+    """The bytes around the values of one contiguous tensor, which are little-endian.
+
+    Args:
+        dtype: its dtype.
+        shape: its shape.
+    """
+    before, directory, nbytes = b"", b"", math.prod(shape) * dtype.itemsize
+    files = {b"data.pkl": pickle_tensor(dtype, shape), b"byteorder": b"little", b"version": b"3\n"}
+    for name, content in files.items():
+        header, listed = _headers(name, len(content), zlib.crc32(content), len(before))
+        before, directory = before + header + content, directory + listed
+    header, listed = _headers(b"data/0", nbytes, 0, len(before))
+    sums = len(before) + _SUM_IN_HEADER, len(directory) + _SUM_IN_DIRECTORY
+    before, directory = before + header, directory + listed
+    start, size, count, wide = len(before) + nbytes, len(directory), len(files) + 1, b""
+    if start >= _LIMIT_32:
+        wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
+        wide += struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, size, min(start, _LIMIT_32), 0)
+    return Framing(before, directory + wide + end, sums)
+
+
+def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, bytes]:
+    """The header of a file of a zip archive, stored uncompressed, that begins at `position`, and its entry in the
+    directory at the end."""
+    name, is_wide = b"archive/" + name, size >= _LIMIT_32
+    stored, version = (_LIMIT_32, 45) if is_wide else (size, 20)
+    extra = struct.pack("<HHQQ", 1, 16, size, size) if is_wide else b""
+    common = struct.pack("<HHHHHIIIHH", version, 0, 0, 0, _DOS_DATE, crc, stored, stored, len(name), len(extra))
+    listed = struct.pack("<IH", 0x02014B50, version) + common + struct.pack("<HHHII", 0, 0, 0, 0, position)
+    return struct.pack("<I", 0x04034B50) + common + name + extra, listed + name + extra
+
+
+def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
+    """The pickle by which `torch.save` describes a contiguous tensor: protocol 2, storage 0, offset 0."""
+    numel, typed = math.prod(shape), STORAGE_CLASSES.get(dtype)
+    if typed is not None:
+        rebuild, kind, stored, tail = b"_rebuild_tensor_v2", f"ctorch\n{typed}\n".encode(), numel, b""
+    else:
+        rebuild, kind, stored = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", numel * dtype.itemsize
+        tail = f"ctorch\n{dtype_name(dtype)}\n".encode()
+    storage = b"(" + _opcodes("storage") + kind + _opcodes("0") + _opcodes("cpu") + _opcodes(stored) + b"tQ"
+    place = _opcodes(0) + _opcodes(shape) + _opcodes(row_major_strides(shape))
+    hooks = b"\x89ccollections\nOrderedDict\n)R"
+    return b"\x80\x02ctorch._utils\n" + rebuild + b"\n(" + storage + place + hooks + tail + b"tR."
+
+
+def _opcodes(value: Any) -> bytes:
+    """The opcodes that push a plain value, without PROTO and STOP."""
+    return pickle.dumps(value, 2)[2:-1]

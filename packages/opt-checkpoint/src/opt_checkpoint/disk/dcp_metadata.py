@@ -5,14 +5,12 @@ Reading takes the pickle as a description (`inert_pickle`), so nothing in a fore
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from opt_checkpoint.boxes.box import Box, cut_flat_range, first_overlap
-from opt_checkpoint.disk.dtype_names import dtype_from_name
+from opt_checkpoint.boxes import Box, cut_flat_range, first_overlap
 from opt_checkpoint.disk.index import (
     MAX_DIMS,
     PATHS,
@@ -27,11 +25,13 @@ from opt_checkpoint.disk.index import (
 )
 from opt_checkpoint.disk.inert_pickle import Made, Name, read_pickle
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.state.dtype_names import dtype_from_name
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.store import Location, store_at
 
 METADATA = ".metadata"
-MEGATRON_MARK = "metadata.json"
+MEGATRON_MARK = "metadata.json"  # marks a directory as Megatron-Core's `torch_dist` format; its content:
+MEGATRON_MARKED = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'
 MEGATRON_COMMON = "common.pt"
 
 
@@ -235,11 +235,6 @@ def _size(path: Location, name: str, sizes: Mapping[str, int]) -> int:
         problem = "is not a regular file; it is not read" if name in sizes else "is missing"
         raise CheckpointCorruptError(f"data file {path / name} {problem}")
     return sizes[name]
-
-
-def encode_megatron_mark() -> bytes:
-    """The `metadata.json` that marks a directory as Megatron-Core's `torch_dist` format."""
-    return json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
 
 
 def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import Box
-from opt_checkpoint.disk.read_region import Region
+from opt_checkpoint.boxes import Box, row_major_strides
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.store import Location
@@ -50,21 +49,53 @@ class ByteRange:
         file: name within the checkpoint's directory.
         start: first byte.
         nbytes: number of bytes.
-        crc: their CRC-32; None if the writer recorded none, or recorded `pieces` instead.
-        pieces: the CRC-32 of every `PIECE_BYTES` of them, if there is more than one piece.
+        sums: their CRC-32, or the CRC-32 of each `PIECE_BYTES` of them; empty if the writer recorded none.
         archive: whether they are a whole `torch.save` archive (stock chunks), not bare values or a bare object.
     """
 
     file: str
     start: int
     nbytes: int
-    crc: int | None = None
+    sums: tuple[int, ...] = ()
     archive: bool = False
-    pieces: tuple[int, ...] = ()
 
     def part(self, offset: int, nbytes: int) -> ByteRange:
         """A run of bytes within this one, without a checksum."""
         return ByteRange(file=self.file, start=self.start + offset, nbytes=nbytes)
+
+
+class Region(NamedTuple):
+    """A box of values within a chunk.
+
+    Args:
+        chunk: shape of the chunk.
+        offsets: offsets of the box in it.
+        sizes: shape of the box.
+    """
+
+    chunk: Shape
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The elements `[start, stop)` of the chunk's row-major order from the first value of the box to its last."""
+        strides = row_major_strides(self.chunk)
+        start = sum(o * s for o, s in zip(self.offsets, strides))
+        return start, start + sum((n - 1) * s for n, s in zip(self.sizes, strides)) + 1
+
+    def of_bytes(self, raw: memoryview, dtype: torch.dtype) -> Tensor:
+        """The box as a view of bytes that begin with its span."""
+        return torch.frombuffer(raw, dtype=dtype).as_strided(self.sizes, row_major_strides(self.chunk))
+
+    def of_tensor(self, chunk: Tensor) -> Tensor:
+        """The box of a whole chunk, as a view."""
+        return Box((0,) * len(self.chunk), self.chunk).part_of(chunk, Box(self.offsets, self.sizes))
+
+    def rows(self, axis: int, start: int, count: int) -> Region:
+        """The box's rows `[start, start + count)` along an axis."""
+        offsets = tuple(o + start if d == axis else o for d, o in enumerate(self.offsets))
+        return Region(self.chunk, offsets, tuple(count if d == axis else n for d, n in enumerate(self.sizes)))
 
 
 class Within(NamedTuple):

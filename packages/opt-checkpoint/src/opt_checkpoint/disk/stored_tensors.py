@@ -8,19 +8,17 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from opt_checkpoint.boxes.box import Box
+from opt_checkpoint.boxes import Array, Box
 from opt_checkpoint.disk.checksums import PIECE_BYTES
-from opt_checkpoint.disk.columns import Array
-from opt_checkpoint.disk.dtype_names import dtype_from_name
 from opt_checkpoint.disk.index import MAX_DIMS, ByteRange, StoredChunk, StoredFile, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError
+from opt_checkpoint.state.dtype_names import dtype_from_name
 
 _LIMIT = 1 << 62
 _COLUMNS = {
@@ -60,7 +58,7 @@ class StoredTensors(Mapping[str, StoredTensor]):
 
     def _set(self, columns: Mapping[str, Array], dtypes: tuple[str, ...], files: Mapping[str, StoredFile]) -> None:
         self.columns, self.dtypes, self._files = columns, dtypes, dict(files)
-        self._dtypes = tuple(dtype_from_name(name) for name in dtypes)
+        self._dtypes = tuple(map(dtype_from_name, dtypes))
         self._file_names = tuple(files)
         self._made: dict[str, StoredTensor] = {}
 
@@ -68,77 +66,53 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return {"columns": self.columns, "dtypes": self.dtypes, "files": self._files}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(**state)  # checked where they were read
+        self._set(**state)
+        self._derive()  # checked where they were read
 
-    def _check(self) -> None:
-        c, tensors, chunks = self.columns, len(self.columns["ndim"]), len(self.columns["start"])
-        axes = c["shape"].shape[1]
-        lengths = {name: len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")}
-        _require(all(n == tensors for n in lengths.values()), "its columns of tensors differ in length")
-        _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
-        _require(axes <= MAX_DIMS and c["offsets"].shape[1] == c["sizes"].shape[1] == axes, "its axes differ")
-        _require(int(c["ndim"].max(initial=0)) <= axes, "a tensor has more axes than its shape")
-        _require(int(c["dtype"].max(initial=0)) < max(1, len(self._dtypes)), "a dtype is not listed")
-        _require(int(c["file"].max(initial=0)) < max(1, len(self._file_names)), "a file is not listed")
-        _require(int(c["key_bytes"].sum()) == len(c["keys"]), "its keys do not add up")
-        _require(len(self._numbers) == tensors, "a key is listed twice")
-        for name in ("shape", "chunks", "offsets", "sizes", "start"):
-            _require(bool(((c[name] >= 0) & (c[name] < _LIMIT)).all()), f"a number of {name} is out of range")
-        _require(float(c["chunks"].sum(dtype=np.float64)) == chunks, "its chunks do not add up")
-        self._check_boxes()
-        sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
-        _require(bool((self._chunk_bytes <= sizes[c["file"]] - c["start"]).all()), "a chunk lies outside its file")
-        _require(int(self._first_sum[-1]) == len(c["sums"]), "its checksums do not add up")
-
-    def _check_boxes(self) -> None:
-        """Raise unless every chunk is inside its tensor, and the chunks of a tensor have as many elements as the
-        tensor."""
+    def _derive(self) -> None:
+        """Keys, and for each chunk the index of its tensor, its bytes and the index of its first checksum."""
         c = self.columns
-        owner = self._owner
-        unused = np.arange(c["shape"].shape[1]) >= c["ndim"][:, None]
-        _require(bool((c["shape"][unused] == 1).all()), "a shape has values beyond its axes")
-        inside = (c["sizes"] >= 1) & (c["offsets"] + c["sizes"] <= c["shape"][owner])
-        _require(bool(inside.all()), "a chunk lies outside its tensor")
-        for name in ("shape", "sizes"):
-            rough = np.prod(c[name].astype(np.float64), axis=1)
-            _require(float(rough.max(initial=0)) < _LIMIT / 32, "a tensor is larger than any file")
-        held = np.zeros(len(c["ndim"]), "<i8")
-        np.add.at(held, owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
-        _require(
-            bool((held == np.prod(c["shape"], axis=1, dtype="<i8")).all()), "the chunks of a tensor do not fill it"
-        )
-
-    @cached_property
-    def _owner(self) -> Array:
-        """The index of the tensor of each chunk."""
-        return np.repeat(np.arange(len(self.columns["chunks"])), self.columns["chunks"])
-
-    @cached_property
-    def _chunk_bytes(self) -> Array:
-        itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
-        of_chunk = itemsize[self.columns["dtype"][self._owner]]
-        nbytes: Array = np.prod(self.columns["sizes"], axis=1, dtype="<i8") * of_chunk
-        return nbytes
-
-    @cached_property
-    def _first_sum(self) -> Array:
-        """The index of the first checksum of each chunk, and the total number of checksums."""
-        pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))
-        return np.concatenate([np.zeros(1, "<i8"), np.cumsum(pieces, dtype="<i8")])
-
-    @cached_property
-    def _first_chunk(self) -> Array:
-        return np.concatenate([np.zeros(1, "<i8"), np.cumsum(self.columns["chunks"], dtype="<i8")])
-
-    @cached_property
-    def _numbers(self) -> dict[str, int]:
-        blob, ends = self.columns["keys"].tobytes(), accumulate(self.columns["key_bytes"].tolist(), initial=0)
-        bounds = list(ends)
+        blob, bounds = c["keys"].tobytes(), accumulate(c["key_bytes"].tolist(), initial=0)
         try:
             keys = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(bounds)]
         except UnicodeDecodeError as error:
             raise CheckpointCorruptError(f"the manifest is damaged: a key is not text: {error}") from error
-        return {key: number for number, key in enumerate(keys)}
+        self._numbers = {key: number for number, key in enumerate(keys)}
+        self._owner = np.repeat(np.arange(len(c["chunks"])), c["chunks"])
+        itemsize = np.array([dtype.itemsize for dtype in self._dtypes] or [1], "<i8")
+        self._chunk_bytes = np.prod(c["sizes"], axis=1, dtype="<i8") * itemsize[c["dtype"][self._owner]]
+        pieces = np.maximum(1, -(-self._chunk_bytes // PIECE_BYTES))
+        self._first_sum, self._first_chunk = (np.append(0, np.cumsum(n, dtype="<i8")) for n in (pieces, c["chunks"]))
+
+    def _check(self) -> None:
+        c, tensors, chunks = self.columns, len(self.columns["ndim"]), len(self.columns["start"])
+        axes = c["shape"].shape[1]
+        lengths = [len(c[name]) for name in ("key_bytes", "dtype", "shape", "chunks")]
+        _require(all(n == tensors for n in lengths), "its columns of tensors differ in length")
+        _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
+        _require(axes <= MAX_DIMS and c["offsets"].shape[1] == c["sizes"].shape[1] == axes, "its axes differ")
+        _require(c["ndim"].max(initial=0) <= axes, "a tensor has more axes than its shape")
+        _require(c["dtype"].max(initial=0) < max(1, len(self._dtypes)), "a dtype is not listed")
+        _require(c["file"].max(initial=0) < max(1, len(self._file_names)), "a file is not listed")
+        _require(c["key_bytes"].sum() == len(c["keys"]), "its keys do not add up")
+        for name in ("shape", "chunks", "offsets", "sizes", "start"):
+            _require(((c[name] >= 0) & (c[name] < _LIMIT)).all(), f"a number of {name} is out of range")
+        _require(c["chunks"].sum(dtype=np.float64) == chunks, "its chunks do not add up")
+        unused = np.arange(axes) >= c["ndim"][:, None]
+        _require((c["shape"][unused] == 1).all(), "a shape has values beyond its axes")
+        for name in ("shape", "sizes"):
+            rough = np.prod(c[name].astype(np.float64), axis=1)
+            _require(rough.max(initial=0) < _LIMIT / 32, "a tensor is larger than any file")
+        self._derive()
+        _require(len(self._numbers) == tensors, "a key is listed twice")
+        inside = (c["sizes"] >= 1) & (c["offsets"] + c["sizes"] <= c["shape"][self._owner])
+        _require(inside.all(), "a chunk lies outside its tensor")
+        held = np.zeros(tensors, "<i8")
+        np.add.at(held, self._owner, np.prod(c["sizes"], axis=1, dtype="<i8"))
+        _require((held == np.prod(c["shape"], axis=1, dtype="<i8")).all(), "the chunks of a tensor do not fill it")
+        sizes = np.array([file.size for file in self._files.values()] or [0], "<i8")
+        _require((self._chunk_bytes <= sizes[c["file"]] - c["start"]).all(), "a chunk lies outside its file")
+        _require(self._first_sum[-1] == len(c["sums"]), "its checksums do not add up")
 
     def __getitem__(self, key: str) -> StoredTensor:
         if key not in self._made:
@@ -154,7 +128,9 @@ class StoredTensors(Mapping[str, StoredTensor]):
         chunks = tuple(
             StoredChunk(
                 box=Box(tuple(offsets[:axes]), tuple(sizes[:axes])),
-                place=_place(self._file_names[file], start, nbytes, sums[a:b].tolist()),
+                place=ByteRange(
+                    file=self._file_names[file], start=start, nbytes=nbytes, sums=tuple(sums[a:b].tolist())
+                ),
             )
             for offsets, sizes, file, start, nbytes, a, b in zip(
                 c["offsets"][rows].tolist(),
@@ -183,12 +159,6 @@ class StoredTensors(Mapping[str, StoredTensor]):
         return int(self._chunk_bytes.sum())
 
 
-def _place(file: str, start: int, nbytes: int, sums: list[int]) -> ByteRange:
-    if len(sums) == 1:
-        return ByteRange(file=file, start=start, nbytes=nbytes, crc=sums[0])
-    return ByteRange(file=file, start=start, nbytes=nbytes, pieces=tuple(sums))
-
-
-def _require(holds: bool, problem: str) -> None:
+def _require(holds: bool | np.bool_, problem: str) -> None:
     if not holds:
         raise CheckpointCorruptError(f"the manifest contradicts itself: {problem}")

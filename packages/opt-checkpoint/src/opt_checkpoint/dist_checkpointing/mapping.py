@@ -14,15 +14,6 @@ from opt_checkpoint.state.sharded import (
 from opt_checkpoint.state.tree import apply_factories, apply_factory_merges
 
 __all__ = [
-    "LocalNonpersistentObject",
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedObject",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedTensorFactory",
-    "StateDict",
-    "apply_factories",
-    "apply_factory_merges",
-    "is_main_replica",
-]
+    "LocalNonpersistentObject", "ReplicaId", "ShardedBase", "ShardedObject", "ShardedStateDict", "ShardedTensor",
+    "ShardedTensorFactory", "StateDict", "apply_factories", "apply_factory_merges", "is_main_replica",
+]  # fmt: skip

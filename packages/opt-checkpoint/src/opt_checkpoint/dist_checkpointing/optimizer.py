@@ -10,10 +10,6 @@ from opt_checkpoint.state.optimizer_state import (
 )
 
 __all__ = [
-    "KEEP_VARS_HINT",
-    "get_optim_param_to_id_map",
-    "get_param_id_to_sharded_param_map",
-    "logger",
-    "make_sharded_optimizer_tensor",
-    "optim_state_to_sharding_state",
-]
+    "KEEP_VARS_HINT", "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map", "logger",
+    "make_sharded_optimizer_tensor", "optim_state_to_sharding_state",
+]  # fmt: skip

@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.plan import PlanCache
-from opt_checkpoint.disk.detect import read_committed
+from opt_checkpoint.disk.checkpoint import first_damage, read_committed, verify_checkpoint
 from opt_checkpoint.disk.index import StoredFile
-from opt_checkpoint.disk.verify import first_damage, verify_checkpoint
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -25,7 +24,7 @@ from opt_checkpoint.errors import (
     CheckpointValueError,
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
-from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_location
+from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere, same_location
 from opt_checkpoint.run.save_load import LoadReport, SaveAs, load, save_as
 from opt_checkpoint.run.series import Rollback, Series, committed_steps, named_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
@@ -305,6 +304,7 @@ class CheckpointManager(Closing):
 
     def _chosen(self, step: int | None, verify: str | None) -> int:
         """The step to load: the given one, or the newest good one."""
+        same_everywhere(self._ranks, "loading", step=step, verify=verify)  # they decide which exchanges follow
         if step is not None:
             return step_number(step)
         newest = self.latest() if verify == "none" else self.latest_good()

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
 from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
-from opt_checkpoint.state.model_axes import ModelAxes, Replica, marks_of
-from opt_checkpoint.state.model_parallel import place_
+from opt_checkpoint.state.model_parallel import ModelAxes, Replica, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tree import ScopedState
 
@@ -94,7 +93,7 @@ def _axes_of(groups: Any) -> ModelAxes:
 
     dense, expert = axis("dp_cp", "dp"), axis("expt_dp")
     return ModelAxes(
-        everyone=ranks_of(None),
+        all_ranks=ranks_of(None),
         tp=axis("tp"),
         expert_tp=axis("expt_tp"),
         ep=axis("ep"),

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import pickle
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from opt_checkpoint.errors import CheckpointFailedError, CheckpointValueError
-from opt_checkpoint.run.failures import Failure, error_of_all
+from opt_checkpoint.errors import (
+    CheckpointFailedError,
+    CheckpointingException,
+    CheckpointStorageError,
+    CheckpointValueError,
+)
 from opt_checkpoint.store import AnyPath, Location, location_of
 
 S = TypeVar("S")
 T = TypeVar("T")
 _FREEING_S = 0.01
+_NOTES = 4  # number of ranks whose traceback is shown; others rarely add information
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,79 @@ def leave(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
+class Failure(NamedTuple):
+    """An exception of some rank as text, because an exception may not pickle here, or not unpickle there.
+
+    Args:
+        type_name: its class.
+        text: its message.
+        trace: its traceback, as printed.
+        kind: its class again, if it is one of this package.
+        errno: that of an `OSError`, or of a `CheckpointStorageError`.
+    """
+
+    type_name: str
+    text: str
+    trace: str
+    kind: type[CheckpointingException] | None
+    errno: int | None
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """An exception as text."""
+        try:
+            text = str(error)
+        except Exception:
+            text = "(its message cannot be printed)"
+        kind = type(error) if isinstance(error, CheckpointingException) else None
+        return cls(
+            type_name=type(error).__name__,
+            text=text,
+            trace="".join(traceback.format_exception(error)),
+            kind=kind if kind is not None and kind.__module__.startswith("opt_checkpoint.") else None,
+            errno=error.errno if isinstance(error, OSError) else None,
+        )
+
+
+class FailureOnRank(Exception):
+    """A copy of an exception of another rank, which can always be pickled."""
+
+
+def error_of_all(what: str, failures: Mapping[int, Failure], *, alone: bool) -> CheckpointingException:
+    """One error for the failures of several ranks; of their type if all have the same type of this package.
+
+    The tracebacks of the ranks are notes of the error, which Python prints below its message.
+
+    Args:
+        what: the operation that failed.
+        failures: by rank.
+        alone: whether there is only one rank, which the message then leaves out.
+    """
+    ranked = sorted(failures.items())
+    kinds = {failure.kind for failure in failures.values()}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if alone:
+        text = f"{what} failed: {'' if kind else failures[0].type_name + ': '}{failures[0].text}"
+    else:
+        lines = "\n".join(f"rank {rank}: {failure.type_name}: {failure.text}" for rank, failure in ranked)
+        text = f"{what} failed on {len(failures)} rank(s)\n{lines}"
+    error: CheckpointingException
+    if kind is not None and not issubclass(kind, CheckpointFailedError):
+        error = kind(text)
+    else:
+        causes: dict[int, BaseException] = {}
+        for rank, failure in ranked:
+            copy = FailureOnRank(f"{failure.type_name}: {failure.text}")
+            causes[rank] = copy if failure.errno is None else OSError(failure.errno, failure.text)
+        by_storage = any(isinstance(cause, OSError) for cause in causes.values())
+        error = (CheckpointStorageError if by_storage else CheckpointFailedError)(text, causes)
+    for rank, failure in ranked[:_NOTES]:
+        error.add_note(failure.trace if alone else f"On rank {rank}:\n{failure.trace}")
+    return error
+
+
 class _Outcome(NamedTuple):
-    """What a rank sends: a value, or failures by rank."""
+    """What a rank sends: a value (pickled, if there are other ranks), or failures by rank."""
 
     value: Any
     failures: dict[int, Failure]
@@ -120,40 +197,31 @@ class _Exchange:
     Args:
         ranks: all of them take part.
         what: named in errors.
-        own: the exception of this rank.
     """
 
     ranks: Ranks
     what: str
-    own: BaseException | None = field(default=None, init=False)
+    raised: BaseException | None = None  # by this rank
 
-    def outcome(self, compute: Callable[[], object]) -> _Outcome:
-        """Compute what this rank sends. Pickles it here, so that a value that does not pickle is a failure."""
-        return self.attempt(lambda: self.sent(compute()))
-
-    def attempt(self, compute: Callable[[], object]) -> _Outcome:
-        """The value of a call, or its failure."""
+    def attempt(self, compute: Callable[[], Any], *, each: bool = False) -> _Outcome:
+        """What this rank sends: the value of a call, or its failure; the values for each rank as a list."""
         try:
-            return _Outcome(compute(), {})
+            value = compute()
+            if self.ranks.size > 1:  # pickled here, so that a value that does not pickle is a failure
+                value = list(map(pickle.dumps, value)) if each else pickle.dumps(value)
+            return _Outcome(value, {})
         except BaseException as error:  # also Ctrl-C: the other ranks wait for an answer
-            self.own = error
+            self.raised = error
             return _Outcome(None, {self.ranks.rank: Failure.of(error)})
-
-    def sent(self, value: object) -> Any:
-        """A value in the form in which it is sent to other ranks."""
-        return value if self.ranks.size == 1 else pickle.dumps(value)
 
     def values(self, outcomes: Sequence[_Outcome]) -> list[Any]:
         """The values that were received, or the failures of all ranks as one error. An interrupt is raised itself."""
-        if self.own is not None and not isinstance(self.own, Exception):
-            raise self.own
-        if failures := _failures(outcomes):
-            raise error_of_all(self.what, failures, alone=self.ranks.size == 1) from self.own
+        if self.raised is not None and not isinstance(self.raised, Exception):
+            raise self.raised
+        failures = {rank: failure for outcome in outcomes for rank, failure in outcome.failures.items()}
+        if failures:
+            raise error_of_all(self.what, failures, alone=self.ranks.size == 1) from self.raised
         return [outcome.value if self.ranks.size == 1 else pickle.loads(outcome.value) for outcome in outcomes]
-
-
-def _failures(outcomes: Sequence[_Outcome]) -> dict[int, Failure]:
-    return {rank: failure for outcome in outcomes for rank, failure in outcome.failures.items()}
 
 
 def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
@@ -168,7 +236,7 @@ def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
         CheckpointingException: some rank raised an error.
     """
     exchange = _Exchange(ranks, what)
-    return exchange.values(ranks.gather_objects(exchange.outcome(compute)))
+    return exchange.values(ranks.gather_objects(exchange.attempt(compute)))
 
 
 def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
@@ -183,7 +251,7 @@ def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
         CheckpointingException: rank 0 raised an error.
     """
     exchange = _Exchange(ranks, what)
-    outcome = ranks.broadcast(exchange.outcome(compute) if ranks.rank == 0 else None)
+    outcome = ranks.broadcast(exchange.attempt(compute) if ranks.rank == 0 else None)
     value: T = exchange.values([outcome])[0]
     return value
 
@@ -204,19 +272,16 @@ def through_first(
         CheckpointingException: some rank raised an error.
     """
     exchange = _Exchange(ranks, what)
-    outcomes = ranks.gather(exchange.outcome(compute))
+    outcomes = ranks.gather(exchange.attempt(compute))
     answers: list[_Outcome] | None = None
     if outcomes is not None:
-        received, failures = outcomes, _failures(outcomes)
-
-        def answer() -> list[Any]:
-            combined = combine(exchange.values(received))
-            return [exchange.sent(own) for own in (combined if each else [combined])]
-
-        answered = _Outcome(None, failures) if failures else exchange.attempt(answer)
-        answers = [_Outcome(sent, answered.failures) for sent in answered.value or [None] * ranks.size]
-    answer_of_first = ranks.scatter(answers) if each else ranks.broadcast(answers and answers[0])
-    return exchange.values([answer_of_first])[0]
+        received = outcomes
+        answer = _Outcome(None, {rank: failure for outcome in outcomes for rank, failure in outcome.failures.items()})
+        if not answer.failures:
+            answer = exchange.attempt(lambda: combine(exchange.values(received)), each=each)
+        is_list = each and not answer.failures
+        answers = [_Outcome(value, {}) for value in answer.value] if is_list else [answer] * ranks.size
+    return exchange.values([ranks.scatter(answers) if each else ranks.broadcast(answers and answers[0])])[0]
 
 
 def same_everywhere(ranks: Ranks, what: str, **arguments: object) -> None:

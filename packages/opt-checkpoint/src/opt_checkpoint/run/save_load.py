@@ -9,21 +9,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import torch.distributed as dist
 
+from opt_checkpoint.dcp.layout import LocalContents
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.local_contents import LocalContents
+from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
-from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import ShardedSavePlanner
-from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.dcp.writer import CheckpointWriter
-from opt_checkpoint.disk.detect import Opened, open_checkpoint
+from opt_checkpoint.dcp.reader import CheckpointReader, Verify
+from opt_checkpoint.dcp.saving import CheckpointWriter, ShardedSavePlanner
+from opt_checkpoint.disk.archives import SafeGlobals
+from opt_checkpoint.disk.checkpoint import Opened, check_sizes, open_checkpoint
 from opt_checkpoint.disk.index import Kind
-from opt_checkpoint.disk.stored_objects import SafeGlobals
-from opt_checkpoint.disk.verify import check_sizes
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import (
     Ranks,
@@ -40,10 +38,6 @@ from opt_checkpoint.store import AnyPath, Location, Target, location_of
 from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
-Verify: TypeAlias = Literal["sizes", "chunks", "none"]
-_CHECKS: Mapping[str, Literal["reading", "before", "never"]] = MappingProxyType(
-    {"sizes": "reading", "chunks": "before", "none": "never"}
-)
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
 
@@ -148,7 +142,14 @@ def save_as(
     ranks = ranks_of(process_group)
 
     def new_writer() -> CheckpointWriter:
-        _check_details(details)
+        for name, value in details.items():  # before anything is written
+            try:
+                json.dumps({name: value}, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise CheckpointValueError(
+                    f"details[{name!r}] is {value!r:.80} ({type(value).__name__}), which JSON cannot represent: "
+                    f"{error}; pass numbers, text, lists and dicts of Python, such as int(step)"
+                ) from error
         place = location_of(path)
         how = SaveAs(uuid.uuid4().hex) if begin is None or ranks.rank else begin()
         recorded = {"ranks": ranks.size, **details}
@@ -156,18 +157,6 @@ def save_as(
 
     planner = ShardedSavePlanner(state, common=common, cache=plans)
     carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common}, committed=committed)
-
-
-def _check_details(details: Mapping[str, Any]) -> None:
-    """Raise CheckpointingException for a detail that is not JSON, before anything is written."""
-    for name, value in details.items():
-        try:
-            json.dumps({name: value}, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise CheckpointValueError(
-                f"details[{name!r}] is {value!r:.80} ({type(value).__name__}), which JSON cannot represent: {error}; "
-                f"pass numbers, text, lists and dicts of Python, such as int(step)"
-            ) from error
 
 
 class Writer(Protocol):
@@ -304,15 +293,15 @@ def load(
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
     opened = open_everywhere(ranks, source, verify, safe_globals)
     planner = ShardedLoadPlanner(state, opened, strict=strict, dtype=dtype, aliases=aliases, safe_globals=safe_globals)
-    return carry_out_load(ranks, planner, reader_of(opened, verify, threads=threads))
+    return carry_out_load(ranks, planner, CheckpointReader(opened.index, threads=threads, verify=verify))
 
 
 def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
     """Open a checkpoint on rank 0, check its files as `verify` of `load` requires, and send its index to all ranks."""
 
     def open_first() -> Opened:
-        if verify not in _CHECKS:
-            raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(_CHECKS)}")
+        if verify not in get_args(Verify):
+            raise CheckpointValueError(f"verify={verify!r}; allowed: {', '.join(get_args(Verify))}")
         opened = open_checkpoint(source, safe_globals=safe_globals)
         if verify != "none":
             check_sizes(opened.index)
@@ -321,11 +310,6 @@ def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals
     opened = from_first(ranks, open_first, f"loading {source}")
     # Each rank reads by its own client of the store.
     return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
-
-
-def reader_of(opened: Opened, verify: Verify, *, threads: int = 4) -> CheckpointReader:
-    """The reader of an open checkpoint; arguments as for `load`."""
-    return CheckpointReader(opened.index, threads=threads, check=_CHECKS[verify])
 
 
 def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:

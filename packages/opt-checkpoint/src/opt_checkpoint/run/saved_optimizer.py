@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from opt_checkpoint.dcp.stored_names import stored_value
-from opt_checkpoint.disk.detect import Opened, read_objects
+from opt_checkpoint.dcp.names import stored_value
+from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointKeyError
 from opt_checkpoint.state.tree import lookup, path_text

@@ -15,8 +15,7 @@ import threading
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from opt_checkpoint.disk.detect import read_committed
-from opt_checkpoint.disk.verify import check_sizes, size_problems
+from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 

@@ -20,16 +20,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.disk.detect import Opened
+from opt_checkpoint.dcp.reader import CheckpointReader, Verify
+from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.disk.index import CheckpointIndex
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
-from opt_checkpoint.run.save_load import NO_ALIASES, Verify, carry_out_load, open_everywhere, reader_of
+from opt_checkpoint.run.save_load import NO_ALIASES, carry_out_load, open_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.dtensor import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
-from opt_checkpoint.state.model_axes import Marks, marks_of
+from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import ScopedState
 from opt_checkpoint.store import AnyPath, Location
@@ -181,7 +182,7 @@ def load_optimizer(
 
     def read(wanted: ShardedStateDict) -> object:
         planner = ShardedLoadPlanner(wanted, opened, strict="raise_missing", aliases=NO_ALIASES)
-        return carry_out_load(ranks, planner, reader_of(opened, verify))
+        return carry_out_load(ranks, planner, CheckpointReader(opened.index, verify=verify))
 
     return fill_optimizer(
         model, optimizer, opened, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override

@@ -41,9 +41,10 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
             parallelism on one axis (`_StridedShard`) they are one block, unless an uneven axis makes it ambiguous.
     """
     if not isinstance(tensor, DTensor):
-        return whole_tensor(key, tensor, replica_id=replica_id)
-    local = local_tensor(tensor)
-    offset = _offset_of(key, tensor)
+        shape = tuple(tensor.shape)
+        begin, pieces = (0,) * len(shape), (1,) * len(shape)
+        return ShardedTensor(key, tensor, tensor.dtype, shape, shape, begin, pieces, replica_id)
+    local, offset = local_tensor(tensor), _offset_of(key, tensor)
     return ShardedTensor(
         key=key,
         data=local,
@@ -55,21 +56,6 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         replica_id=_replica_of(tensor),
         may_repeat=tensor.device_mesh.size() < dist.get_world_size(),
         source=tensor,
-    )
-
-
-def whole_tensor(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> ShardedTensor:
-    """A tensor this rank holds whole, as a `ShardedTensor` under `key`."""
-    shape = tuple(tensor.shape)
-    return ShardedTensor(
-        key=key,
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=shape,
-        global_shape=shape,
-        global_offset=(0,) * len(shape),
-        axis_fragmentations=(1,) * len(shape),
-        replica_id=replica_id,
     )
 
 

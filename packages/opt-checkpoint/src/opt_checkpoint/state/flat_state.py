@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -174,7 +173,7 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
     return flat
 
 
-def separate_tensors_(flat: FlatState, is_storable: Callable[[torch.dtype], bool]) -> None:
+def separate_tensors_(flat: FlatState) -> None:
     """Move the tensors in lists and tuples of common values to the plain tensors, under the keys of stock DCP.
 
     Lists of a `ScopedState`, such as parameter groups, stay values. Writes to `flat`.
@@ -182,7 +181,7 @@ def separate_tensors_(flat: FlatState, is_storable: Callable[[torch.dtype], bool
     parts = [path for path, _ in scopes(flat.state)]
     for path, value in flat.common.items():
         if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
-            flat.common[path], tensors = without_tensors(path, value, is_storable)
+            flat.common[path], tensors = without_tensors(path, value)
             for inner, tensor in tensors.items():
                 flat.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
                 flat.plain[path + inner] = tensor

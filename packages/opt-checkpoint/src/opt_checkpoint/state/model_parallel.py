@@ -10,15 +10,154 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
-from opt_checkpoint.state.model_axes import Axis, Marks, ModelAxes
 from opt_checkpoint.state.sharded import ShardedTensor
+
+_ON_STAGES = ("shared_embedding", "shared_position_embedding", "pipeline_parallel")
+
+
+class Axis(Protocol):
+    """A group of ranks as this rank sees it, such as `run.ranks.Ranks`, or a `Comm` of opt_distributed."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in rank order."""
+        ...
+
+
+class Replica(NamedTuple):
+    """The number of this rank among those that hold the same parameters, and their number."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAxes:
+    """The groups over which a model is divided."""
+
+    all_ranks: Axis
+    tp: Axis
+    expert_tp: Axis
+    ep: Axis
+    pp: Axis
+    dense: Replica
+    expert: Replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """What a rank knows about a tensor of its model without knowing the groups.
+
+    Args:
+        name: in the model.
+        tensor: the parameter or buffer.
+        is_expert: whether each expert-parallel rank has another one (`allreduce=False`).
+        is_cut: whether each tensor-parallel rank has another part (`tensor_model_parallel=True`).
+        dim: the dim that is cut; None if it is not known.
+        stride: into how many pieces each rank's part is cut (`partition_stride`).
+        is_on_stages: whether several pipeline stages have a copy.
+        list_name: the name of the outermost list of modules that contains the tensor; None without such a list.
+        list_len: the number of its modules.
+    """
+
+    name: str
+    tensor: Tensor
+    is_expert: bool
+    is_cut: bool
+    dim: int | None
+    stride: int
+    is_on_stages: bool
+    list_name: str | None
+    list_len: int
+
+    def problem(self) -> str:
+        """What must be given before this may be saved or loaded on several ranks; empty if nothing."""
+        if not (self.is_expert or self.is_cut):
+            return ""
+        kind = "an expert (allreduce=False)" if self.is_expert else "tensor parallel (tensor_model_parallel=True)"
+        return (
+            f"{self.name} is {kind}, and which part of the whole model this rank has is unknown without process "
+            f"groups; pass sharded_model(model, groups=opt_stack.ProcessGroups(dp=..., tp=..., ...)), or pass the "
+            f"result of sharded_model to optimizer.sharded_state_dict before the save or load"
+        )
+
+
+def marks_of(model: nn.Module, names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Marks]:
+    """Read the marks of the tensors of a model.
+
+    Args:
+        model: contains them.
+        names: from names in the model to names in the checkpoint.
+        values: tensors by name in the model; other values are skipped.
+    """
+    model = _named_as_saved(model, names)
+    experts = _modules_of_experts(model)
+    return {
+        plain: _marks(model, name, plain, values[name], is_expert=name.rpartition(".")[0] in experts)
+        for name, plain in names.items()
+        if isinstance(values[name], Tensor)
+    }
+
+
+def _named_as_saved(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """The module whose tensors have these names: the state dicts of some wrappers leave out their prefix `module.`."""
+    inner = getattr(model, "module", None)
+    found = {
+        name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)
+    }
+    return inner if isinstance(inner, nn.Module) and found.isdisjoint(names) else model
+
+
+def _modules_of_experts(model: nn.Module) -> set[str]:
+    """Names of modules whose direct parameters are all experts: their buffers are the experts', too."""
+    direct = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
+    return {name for name, own in direct.items() if own and not any(getattr(p, "allreduce", True) for p in own)}
+
+
+def _marks(model: nn.Module, name: str, plain: str, tensor: Tensor, *, is_expert: bool) -> Marks:
+    dim = getattr(tensor, "partition_dim", None)
+    outer = _before_number(name)
+    length = 0 if outer is None else _list_len(model.get_submodule(outer))
+    default = not is_expert or isinstance(tensor, nn.Parameter)
+    return Marks(
+        name=plain,
+        tensor=tensor,
+        is_expert=not getattr(tensor, "allreduce", default),
+        is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
+        dim=None if dim is None or dim < 0 else dim,
+        stride=getattr(tensor, "partition_stride", None) or 1,
+        is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
+        list_name=_before_number(plain) if length else None,
+        list_len=length,
+    )
+
+
+def _before_number(name: str) -> str | None:
+    """The name up to its first component that is a number, such as `decoder.layers`; None if no component is."""
+    parts = name.split(".")
+    at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return None if at is None else ".".join(parts[:at])
+
+
+def _list_len(module: nn.Module) -> int:
+    """The length of a `ModuleList`, `Sequential` or `ParameterList`; 0 for a module that is not numbered from 0."""
+    names = {**module._modules, **module._parameters}
+    return len(names) if sorted(names) == sorted(map(str, range(len(names)))) else 0
+
 
 _EXPERT_NUMBER = re.compile(
     r"^((?:.*\.)?\w*experts)\.(\d+)(?=\.|$)|^((?:.*\.)?\w*experts\.(?:.*\.)?(?:weight|bias))(\d+)$"
@@ -47,7 +186,7 @@ class _Facts(NamedTuple):
 def place_(state: Any, axes: ModelAxes) -> None:
     """Set key, position and replica number of every tensor in `state` that `sharded_model` described without groups.
 
-    Collective over `axes.everyone`. Writes to the entries of `state`, and replaces those with a partition stride.
+    Collective over `axes.all_ranks`. Writes to the entries of `state`, and replaces those with a partition stride.
 
     Raises:
         CheckpointingException: on every rank, if groups are missing, or it is unknown which part a rank has.
@@ -60,7 +199,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
         has_plain=bool(plain),
         has_experts=any(marks.is_expert for marks in plain),
     )
-    per_rank: list[_Facts] = axes.everyone.gather_objects(facts)
+    per_rank: list[_Facts] = axes.all_ranks.gather_objects(facts)
     if not any(facts.has_entries for facts in per_rank):
         return
     error = _missing_groups(axes, per_rank)
@@ -71,7 +210,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
                 entry.parent[entry.at] = _described(axes, entry, name)
         except CheckpointingException as refused:
             error = str(refused)
-    for rank, text in enumerate(axes.everyone.gather_objects(error)):
+    for rank, text in enumerate(axes.all_ranks.gather_objects(error)):
         if text is not None:
             raise CheckpointValueError(error or f"rank {rank} refused: {text}")
 
@@ -93,7 +232,7 @@ def _unplaced(state: Any) -> Iterator[_Unplaced]:
 
 def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
     """A sentence if the groups do not account for all ranks; the same on every rank that was given these groups."""
-    ranks = {axes.everyone.size, sum(facts.trains for facts in per_rank)}
+    ranks = {axes.all_ranks.size, sum(facts.trains for facts in per_rank)}
     dense = {"dp": axes.dense.size, "tp": axes.tp.size, "pp": axes.pp.size}
     expert = {"expt_dp": axes.expert.size, "expt_tp": axes.expert_tp.size, "ep": axes.ep.size, "pp": axes.pp.size}
     wanted = [("dense parameters", dense)] if any(facts.has_plain for facts in per_rank) else []
@@ -103,7 +242,7 @@ def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
         if count not in ranks:
             sizes = " x ".join(f"{role} of {size}" for role, size in roles.items())
             return (
-                f"the process groups account for {count} of {axes.everyone.size} ranks with {what} ({sizes}), so it "
+                f"the process groups account for {count} of {axes.all_ranks.size} ranks with {what} ({sizes}), so it "
                 f"is unknown which part of the model each rank has; pass every group of "
                 f"opt_stack.ProcessGroups({', '.join(f'{role}=...' for role in roles)}) with more than one rank"
             )

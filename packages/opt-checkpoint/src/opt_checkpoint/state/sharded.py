@@ -2,7 +2,7 @@
 
 `ShardedTensor`, `ShardedObject`, `LocalNonpersistentObject` keep the names, field order and checks of Megatron-Core's
 `dist_checkpointing.mapping`. Two things differ on purpose: `flattened_range` works (a slice of the row-major flattened
-local block, cut into boxes by `opt_checkpoint.boxes.box`), and a repeated axis in `from_rank_offsets` is refused.
+local block, cut into boxes by `opt_checkpoint.boxes`), and a repeated axis in `from_rank_offsets` is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from opt_checkpoint.errors import CheckpointValueError
 
 if TYPE_CHECKING:
-    from opt_checkpoint.state.model_axes import Marks
+    from opt_checkpoint.state.model_parallel import Marks
 
 ReplicaId: TypeAlias = int | tuple[int, ...]
 Shape: TypeAlias = tuple[int, ...]

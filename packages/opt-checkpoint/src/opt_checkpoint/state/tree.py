@@ -16,6 +16,7 @@ from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
+from opt_checkpoint.state.dtype_names import is_storable
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 
@@ -144,7 +145,7 @@ def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     return values.get(path, ABSENT)
 
 
-def without_tensors(at: Path, value: Any, is_storable: Callable[[torch.dtype], bool]) -> tuple[Any, dict[Path, Tensor]]:
+def without_tensors(at: Path, value: Any) -> tuple[Any, dict[Path, Tensor]]:
     """A plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within it.
 
     Only tensors of storable dtypes are taken out.

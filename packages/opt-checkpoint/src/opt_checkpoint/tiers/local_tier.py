@@ -17,8 +17,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from opt_checkpoint.disk.checkpoint import check_sizes, verify_checkpoint
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.disk.verify import check_sizes, verify_checkpoint
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.series import named_steps, step_name

@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from opt_checkpoint.boxes.box import boxes_of
+from opt_checkpoint.boxes import boxes_of
+from opt_checkpoint.dcp.layout import are_equal
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.local_contents import are_equal
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.save_planner import view_of
-from opt_checkpoint.disk.detect import Opened, read_common
-from opt_checkpoint.disk.dtype_names import dtype_from_name, dtype_name
+from opt_checkpoint.dcp.saving import view_of
+from opt_checkpoint.disk.checkpoint import Opened, read_common
 from opt_checkpoint.disk.index import COMMON_KEY, PATHS, CheckpointIndex, StoredChunk, StoredTensor
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import (
@@ -27,7 +26,8 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
-from opt_checkpoint.state.dtensor import whole_tensor
+from opt_checkpoint.state.dtensor import sharded_like
+from opt_checkpoint.state.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tree import nest
@@ -69,7 +69,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         for held in boxes_of(shard):
             view, offsets = view_of(shard, held, held.box), list(held.box.offsets)
             box = f"{shard.key}@{'.'.join(map(str, offsets))}"
-            first = stored.setdefault(box, whole_tensor(box, view)).data
+            first = stored.setdefault(box, sharded_like(box, view)).data
             if first is not None and not are_equal(first, view):
                 raise CheckpointValueError(
                     f"two different tensors would be stored as {shard.key}; give one of them another key"

@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.reader import CheckpointReader
-from opt_checkpoint.dcp.strictness import StrictHandling
-from opt_checkpoint.disk.detect import Opened
-from opt_checkpoint.disk.stored_objects import SafeGlobals
+from opt_checkpoint.disk.archives import SafeGlobals
+from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,

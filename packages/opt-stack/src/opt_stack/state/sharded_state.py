@@ -202,7 +202,7 @@ def axes_of(roles: Roles) -> ModelAxes:
 
     instance = roles.instance if roles.dense.inter.size == 1 else None
     return ModelAxes(
-        everyone=instance or roles.everyone,
+        all_ranks=instance or roles.everyone,
         tp=roles.dense.tp,
         expert_tp=roles.expert.tp,
         ep=roles.ep,

@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes.box import FlatBox
+from opt_checkpoint.boxes import Array, FlatBox
+from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.checksums import bytes_view
-from opt_checkpoint.disk.columns import Array
-from opt_checkpoint.disk.dtype_names import dtype_name, is_storable
-from opt_checkpoint.disk.torch_zip_reader import contiguous
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
+from opt_checkpoint.state.dtype_names import dtype_name, is_storable
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tree import Path, path_text
@@ -26,13 +24,7 @@ from opt_checkpoint.state.tree import Path, path_text
 _SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1
 MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
-
-
-class LocalBoxes(NamedTuple):
-    """A sharded tensor of this rank and its non-empty boxes."""
-
-    shard: ShardedTensor
-    boxes: tuple[FlatBox, ...]
+Held: TypeAlias = Sequence[tuple[ShardedTensor, Sequence[FlatBox]]]  # the tensors of a rank and their non-empty boxes
 
 
 class LocalObject(NamedTuple):
@@ -80,16 +72,16 @@ class LocalLayout(NamedTuple):
     plain: dict[str, Path] = {}  # noqa: RUF012
 
     @classmethod
-    def of(cls, held: Sequence[LocalBoxes], flags: Sequence[int]) -> LocalLayout:
+    def of(cls, held: Held, flags: Sequence[int]) -> LocalLayout:
         """The layout of tensors."""
-        boxes = [flat.box for own in held for flat in own.boxes]
+        boxes = [flat.box for _, of_shard in held for flat in of_shard]
         return cls(
-            keys=[own.shard.key for own in held],
-            dtypes=[dtype_name(own.shard.dtype) for own in held],
+            keys=[shard.key for shard, _ in held],
+            dtypes=[dtype_name(shard.dtype) for shard, _ in held],
             flags=np.array(flags, np.uint8),
-            ndim=np.array([len(own.shard.global_shape) for own in held], np.uint8),
-            boxes=np.array([len(own.boxes) for own in held], np.int32),
-            shapes=np.array([n for own in held for n in own.shard.global_shape], np.int64),
+            ndim=np.array([len(shard.global_shape) for shard, _ in held], np.uint8),
+            boxes=np.array([len(of_shard) for _, of_shard in held], np.int32),
+            shapes=np.array([n for shard, _ in held for n in shard.global_shape], np.int64),
             offsets=np.array([n for box in boxes for n in box.offsets], np.int64),
             sizes=np.array([n for box in boxes for n in box.sizes], np.int64),
         )
@@ -105,8 +97,7 @@ class LocalLayout(NamedTuple):
         return digest.digest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalContents:
+class LocalContents(NamedTuple):
     """The message of a rank to the coordinator.
 
     Args:
@@ -117,10 +108,10 @@ class LocalContents:
 
     layout: LocalLayout | None
     digests: Array
-    common: dict[Path, int] = field(default_factory=dict)
+    common: dict[Path, int] = {}  # noqa: RUF012
 
 
-def local_contents(flat: FlatState, held: Sequence[LocalBoxes]) -> LocalContents:
+def local_contents(flat: FlatState, held: Held) -> LocalContents:
     """Describe a rank's state for the coordinator.
 
     Two tensors of this rank may share an identity if their values are equal, such as a parameter that two model chunks
@@ -138,22 +129,23 @@ def local_contents(flat: FlatState, held: Sequence[LocalBoxes]) -> LocalContents
     first, mains = dict[ShardIdentity, Path](), set[ShardIdentity]()
     flags, digests = [], []
     for path, shard in flat.tensors.items():
-        _check_storable(shard)
-        identity = shard.identity
-        other = first.setdefault(identity, path)
-        if other != path:
+        data = _storable(shard)
+        identity, flag = shard.identity, PLAIN if path in plain else 0
+        if (other := first.setdefault(identity, path)) != path:
             _check_copy(flat, other, path)
-        flag = PLAIN if path in plain else 0
         if is_main_replica(shard.replica_id) and identity not in mains:
             mains.add(identity)
             flag |= MAIN
-            if shard.may_repeat:
+            if shard.may_repeat:  # on a device a weighted sum, so that values stay there
                 flag |= MAY_REPEAT
-                digests.append(_digest(shard))
+                digests.append(fingerprint(data) if data.device.type == "cpu" else weighted_sum(data))
         flags.append(flag)
-    in_lists = {path: t for path, t in flat.tensors.items() if any(type(k) is int for k in path)}
     paths = {flat.tensors[path].key: path for path in flat.plain}
-    paths.update((tensor.key, path) for path, tensor in in_lists.items() if tensor.key == path_text(path))
+    paths |= {
+        tensor.key: path
+        for path, tensor in flat.tensors.items()
+        if tensor.key == path_text(path) and any(type(part) is int for part in path)
+    }
     objects = [
         LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
     ]
@@ -184,13 +176,6 @@ def _bits_of(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _digest(shard: ShardedTensor) -> int:
-    """A number that is equal for equal values. On a device it is a weighted sum, so that values stay there."""
-    if shard.data is None:
-        return 0
-    return fingerprint(shard.data) if shard.data.device.type == "cpu" else weighted_sum(shard.data)
-
-
 def weighted_sum(tensor: Tensor) -> int:
     """A sum of a tensor's bytes, weighted by position so that it detects swapped values. Reads one number on the
     host."""
@@ -201,17 +186,20 @@ def weighted_sum(tensor: Tensor) -> int:
     return int(total)
 
 
-def _check_storable(shard: ShardedTensor) -> None:
-    if shard.data is None:
-        raise CheckpointValueError(f"{shard.key} has no data to save")
-    if shard.data.is_meta:
-        raise CheckpointValueError(f"{shard.key} is on the meta device, without values; materialise it before saving")
-    if shard.data.layout is not torch.strided:
+def _storable(shard: ShardedTensor) -> Tensor:
+    """The values of a shard. Raises CheckpointingException if they cannot be stored."""
+    data, key = shard.data, shard.key
+    if data is None:
+        raise CheckpointValueError(f"{key} has no data to save")
+    if data.is_meta:
+        raise CheckpointValueError(f"{key} is on the meta device, without values; materialise it before saving")
+    if data.layout is not torch.strided:
         raise CheckpointValueError(
-            f"{shard.key} has layout {shard.data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
+            f"{key} has layout {data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
         )
     if not is_storable(shard.dtype):
-        raise CheckpointValueError(f"{shard.key} has dtype {shard.dtype}, which cannot be stored; convert it first")
+        raise CheckpointValueError(f"{key} has dtype {shard.dtype}, which cannot be stored; convert it first")
+    return data
 
 
 def fingerprint(value: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from opt_checkpoint.errors import CheckpointCorruptError
 
-_STORAGE_CLASSES = MappingProxyType(
+STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType(
     {
         torch.float64: "DoubleStorage",
         torch.float32: "FloatStorage",
@@ -38,10 +38,10 @@ _UNTYPED = (
     *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
 )
 _BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
-    {str(d).removeprefix("torch."): d for d in (*_STORAGE_CLASSES, *_UNTYPED)}
+    {str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)}
 )
 _NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
-_BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in _STORAGE_CLASSES.items()})
+BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -63,16 +63,6 @@ def dtype_from_name(name: str) -> torch.dtype:
 def is_storable(dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype can be written."""
     return dtype in _NAMES
-
-
-def storage_class(dtype: torch.dtype) -> str | None:
-    """Name of torch's typed storage class; None for newer dtypes, which have none."""
-    return _STORAGE_CLASSES.get(dtype)
-
-
-def dtype_of_storage_class(name: str) -> torch.dtype | None:
-    """The dtype of a typed storage class, or None."""
-    return _BY_STORAGE_CLASS.get(name)
 
 
 def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 Integers only. A flat range of a row-major block is a run of elements. In an n-d block it equals at most `2n-1` boxes,
 each a contiguous slice of the run. The shard of a bucket is therefore stored by parameter without a copy, a gather or a
-message.
+message. Boxes of many tensors are rows of integers.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
+
+Array: TypeAlias = npt.NDArray[Any]
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Box(NamedTuple):
@@ -33,6 +38,10 @@ class Box(NamedTuple):
         """The same box with `by` added to its offsets."""
         return Box(tuple(o + b for o, b in zip(self.offsets, by)), self.sizes)
 
+    def within(self, outer: Box) -> Shape:
+        """The offsets relative to those of a box that contains this one."""
+        return tuple(o - b for o, b in zip(self.offsets, outer.offsets))
+
     def overlap(self, other: Box) -> Box | None:
         """The elements that both boxes have; None if there are none."""
         start = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets))
@@ -43,8 +52,8 @@ class Box(NamedTuple):
 
     def part_of(self, values: Tensor, part: Box) -> Tensor:
         """The values of a box within this one, as a view of the values of this one."""
-        for axis, (low, base, size) in enumerate(zip(part.offsets, self.offsets, part.sizes)):
-            values = values.narrow(axis, low - base, size)
+        for axis, (start, size) in enumerate(zip(part.within(self), part.sizes)):
+            values = values.narrow(axis, start, size)
         return values
 
 
@@ -120,22 +129,6 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
         yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))
 
 
-class Copy(NamedTuple):
-    """A box of values that a stored chunk and a wanted box share.
-
-    Args:
-        chunk: index of the stored box.
-        from_offsets: start of the shared values, relative to the stored box.
-        to_offsets: their start relative to the wanted box.
-        sizes: their number along each axis.
-    """
-
-    chunk: int
-    from_offsets: Shape
-    to_offsets: Shape
-    sizes: Shape
-
-
 class StoredBoxes:
     """Stored boxes sorted along one axis, so that a wanted box is compared only with those near it.
 
@@ -156,13 +149,11 @@ class StoredBoxes:
             self._starts = [boxes[i].offsets[axis] for i in self._order]
             self._longest = max(box.sizes[axis] for box in boxes)
 
-    def copies_to(self, wanted: Box) -> Iterator[Copy]:
-        """The overlap of `wanted` with each stored box that it overlaps, in sorted order."""
+    def overlaps(self, wanted: Box) -> Iterator[tuple[int, Box]]:
+        """Index and shared elements of each stored box that overlaps `wanted`, in sorted order."""
         for number in self._near(wanted):
-            stored = self._boxes[number]
-            shared = stored.overlap(wanted)
-            if shared is not None:
-                yield Copy(number, _minus(shared, stored), _minus(shared, wanted), shared.sizes)
+            if (shared := self._boxes[number].overlap(wanted)) is not None:
+                yield number, shared
 
     def first_overlap(self) -> tuple[int, int] | None:
         """Two boxes that share elements; None if all are disjoint."""
@@ -181,10 +172,68 @@ class StoredBoxes:
         return self._order[low : bisect_left(self._starts, start + wanted.sizes[self._axis])]
 
 
-def _minus(inner: Box, outer: Box) -> Shape:
-    return tuple(a - b for a, b in zip(inner.offsets, outer.offsets))
-
-
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Two boxes that share elements; None if all are disjoint."""
     return StoredBoxes(boxes).first_overlap()
+
+
+def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
+    """All pairs of boxes of one tensor that share elements, as two arrays of indices; none if the boxes of every
+    tensor are disjoint.
+
+    Sorts along the axis with the fewest boxes side by side (total length divided by extent), and compares each box with
+    those after it until they begin after its end.
+
+    Args:
+        tensor: (n,) the index of the tensor of each box.
+        offsets: (n, axes) where the boxes begin; axes that a tensor lacks have offset 0.
+        sizes: (n, axes) their sizes, at least 1.
+    """
+    if not len(tensor):
+        return
+    extent = np.zeros((int(tensor.max()) + 1, offsets.shape[1]))
+    np.maximum.at(extent, tensor, offsets + sizes)
+    length = np.stack([np.bincount(tensor, weights=sizes[:, d]) for d in range(offsets.shape[1])], axis=1)
+    axis, rows = np.argmin(length / np.maximum(extent, 1), axis=1)[tensor], np.arange(len(tensor))
+    start = offsets[rows, axis]
+    order = np.lexsort((start, tensor))
+    tensor, start, stop = tensor[order], start[order], (start + sizes[rows, axis])[order]
+    low, high = offsets[order], (offsets + sizes)[order]
+    left, distance = rows, 1
+    while len(left):
+        left = left[left + distance < len(rows)]
+        right = left + distance
+        near = (tensor[right] == tensor[left]) & (start[right] < stop[left])
+        left, right = left[near], right[near]
+        shared = ((low[right] < high[left]) & (low[left] < high[right])).all(axis=1)
+        if shared.any():
+            yield order[left[shared]], order[right[shared]]
+        distance += 1
+
+
+def equal_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """Sort rows of integer columns so that equal ones are neighbours, in their order.
+
+    Returns:
+        The indices of the rows in sorted order; for each, the index of its group of equal rows.
+    """
+    mixed = np.zeros(len(columns[0]), np.uint64)
+    for column in columns:
+        mixed = (mixed ^ column.astype(np.uint64)) * _MIX
+        mixed ^= mixed >> np.uint64(29)
+    order = np.argsort(mixed, kind="stable")
+    new = _is_new(columns, order)
+    if new.sum() != _is_new([mixed], order).sum():  # rows of the same hash with other values may lie between equal rows
+        order = np.lexsort(tuple(columns))
+        new = _is_new(columns, order)
+    return order, np.cumsum(new) - 1
+
+
+def _is_new(columns: Sequence[Array], order: Array) -> Array:
+    """For each row in an order, whether it differs from the one before."""
+    new = np.zeros(len(order), bool)
+    new[:1] = True
+    for column in columns:
+        values = column[order]
+        new[1:] |= values[1:] != values[:-1]
+    return new

@@ -1,1 +1,0 @@
-"""Integer geometry: axis-aligned blocks of a global tensor."""

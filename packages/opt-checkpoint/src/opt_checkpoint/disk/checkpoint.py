@@ -1,0 +1,312 @@
+"""What is at a path: a checkpoint of opt-checkpoint, a stock or Megatron-Core directory, or nothing; its plain values,
+and whether its bytes are those that were saved."""
+
+from __future__ import annotations
+
+import errno
+import io
+import zipfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.disk.archives import SafeGlobals, check_archive_size, load_object, loaded_whole
+from opt_checkpoint.disk.checksums import PieceSums, crc32, hashing
+from opt_checkpoint.disk.data_file import FILE_MARK, CheckedValues, DataFile, DataFiles, check_bytes, read_region
+from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, Region, StoredFile
+from opt_checkpoint.disk.manifest import read_manifest
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
+from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A checkpoint before its tensors are read."""
+
+    index: CheckpointIndex
+    common: Any
+
+
+def read_index(path: AnyPath) -> CheckpointIndex:
+    """The index of the checkpoint at a path.
+
+    Without a manifest, `.metadata` is read, as stock torch and Megatron-Core write it.
+
+    Args:
+        path: the checkpoint's directory, or its place in an object store.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointCorruptError: it is damaged.
+    """
+    where = location_of(path)
+    try:
+        return read_committed(where)
+    except FileNotFoundError:
+        pass
+    store = store_at(where)
+    try:
+        sizes = store.sizes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(f"{where} does not exist, or is not a directory") from None
+    if METADATA not in sizes:
+        raise CheckpointNotFoundError(f"{where} is not a distributed checkpoint: no {MANIFEST} and no {METADATA} in it")
+    for name in [name for name in sizes if name.endswith(".distcp")]:
+        start = bytearray(min(max(0, sizes[name]), len(FILE_MARK)))
+        store.read_into(name, 0, memoryview(start))
+        if start == FILE_MARK:
+            raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
+    return read_dcp_index(where, sizes)
+
+
+def read_committed(path: Location) -> CheckpointIndex:
+    """The index of a checkpoint of opt-checkpoint.
+
+    Raises:
+        CheckpointCorruptError: it is damaged.
+        FileNotFoundError: none was committed at the path.
+        OSError: it cannot be read.
+    """
+    store = store_at(path)
+    folder = store.committed()
+    if folder is None:
+        raise FileNotFoundError(errno.ENOENT, "no checkpoint was committed there", str(path))
+    try:
+        return read_manifest(store.path(folder))
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{path} was committed, but {store.path(folder) / MANIFEST} is gone") from None
+
+
+def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> Any:
+    """The common state: the plain values of the saved state, nested as before; empty if none were stored.
+
+    Args:
+        index: the checkpoint.
+        safe_globals: classes and functions that may be used to load it, as for `torch.serialization.safe_globals`.
+
+    Returns:
+        The values, with None in place of tensors in lists, which are stored as tensors; `load` returns them. In a
+        checkpoint that another program wrote, an object of any other class is a `NotLoaded`.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or would need code to be run.
+    """
+    if COMMON_KEY in index.objects:
+        return read_object(index, COMMON_KEY, safe_globals=safe_globals)
+    if index.kind is Kind.MEGATRON:
+        try:
+            return load_object(store_at(index.path).read(MEGATRON_COMMON), allowed=safe_globals)
+        except FileNotFoundError:
+            pass
+    return {}
+
+
+def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = ()) -> Any:
+    """One stored object; takes and returns values as `read_common`.
+
+    Raises:
+        CheckpointCorruptError: it is damaged, or would need code to be run.
+    """
+    value = index.kind.unwrapped(load_object(_object_bytes(DataFiles(index), index, unique_key), allowed=safe_globals))
+    return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
+
+
+def read_tensor(index: CheckpointIndex, key: str) -> Tensor:
+    """One stored tensor of a checkpoint of opt-checkpoint, as a new CPU tensor; for small ones, without other ranks.
+
+    Raises:
+        CheckpointCorruptError: it is damaged.
+    """
+    stored = index.tensors[key]
+    values, files = torch.empty(stored.shape, dtype=stored.dtype), DataFiles(index)
+    for chunk in stored.chunks:
+        source = CheckedValues(files[chunk.place.file], chunk.place, key)
+        region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
+        target = Region(stored.shape, *chunk.box).of_tensor(values)
+        read_region(target, region, stored.dtype, source, chunk.place.start)
+    return values
+
+
+def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
+    """Read many stored objects by key, many of them equal, such as fields of parameter groups. See `read_object`.
+
+    Raises:
+        CheckpointCorruptError: one is damaged, or would need code to be run.
+    """
+    values, loaded, files = dict[bytes, Any](), {}, DataFiles(index)
+    for key in keys:
+        raw = _object_bytes(files, index, key)
+        if raw not in values:
+            values[raw] = loaded_whole(index.kind.unwrapped(load_object(raw)), key)
+        loaded[key] = values[raw]
+    return loaded
+
+
+def _object_bytes(files: DataFiles, index: CheckpointIndex, unique_key: str) -> bytes:
+    """The archive of a stored object, compared with its checksum."""
+    place = index.objects[unique_key]
+    raw = files[place.file].read(place.start, place.nbytes)
+    if place.sums and crc32(raw) != place.sums[0]:
+        raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
+    return raw
+
+
+def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
+    """Index and common state of the checkpoint at a path; raises like `read_index` and `read_common`."""
+    index = read_index(path)
+    return Opened(index=index, common=read_common(index, safe_globals=safe_globals))
+
+
+_THREADS = 8  # opening thousands of files on a network file system takes long one by one
+_BUFFERS, _BUFFER_BYTES = 4, 16 << 20  # at most, of each
+
+
+class Finding(NamedTuple):
+    """A problem of a checkpoint.
+
+    Args:
+        file: name of the file within the checkpoint.
+        problem: what is wrong with it.
+        keys: the stored tensors and objects that are damaged, where known.
+    """
+
+    file: str
+    problem: str
+    keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        keys = f" ({', '.join(self.keys[:4])}{' ...' if len(self.keys) > 4 else ''})" if self.keys else ""
+        return f"{self.file}: {self.problem}{keys}"
+
+
+def verify_checkpoint(path: AnyPath) -> list[Finding]:
+    """Read every byte of a checkpoint, and check it against the manifest, or the zip checksums of stock directories.
+
+    Args:
+        path: the checkpoint's directory, or its URL in an object store.
+
+    Returns:
+        The problems found; empty for a good checkpoint. At most 64 MB of it are in memory at a time.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+    """
+    try:
+        index = read_index(path)
+    except CheckpointCorruptError as error:
+        names = store_at(location_of(path)).sizes()
+        return [Finding(METADATA if METADATA in names and MANIFEST not in names else MANIFEST, str(error))]
+    places = [(k, c.place) for k, t in index.tensors.items() for c in t.chunks] + list(index.objects.items())
+    files, found = DataFiles(index), []
+    if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
+        for key, place in places:
+            problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
+            found += [Finding(place.file, problem, (key,))] if problem else []
+        return found
+    store, wrong = store_at(index.path), size_problems(index)
+    for name, file in index.files.items():
+        if name in wrong:
+            found.append(Finding(name, wrong[name]))
+        elif _crc_of(store, name, file.size) != file.crc:
+            damaged = [key for key, place in places if place.file == name and _is_damaged(files[name], place, key)]
+            found.append(Finding(name, "has changed: its checksum is wrong", tuple(dict.fromkeys(damaged))))
+    for name in sorted(store.sizes()):
+        if name not in index.files and name.endswith(".distcp"):
+            found.append(Finding(name, "does not belong to this checkpoint"))
+    return found
+
+
+def _is_damaged(file: DataFile, place: ByteRange, key: str) -> bool:
+    try:
+        check_bytes(file, place, key)
+    except CheckpointCorruptError:
+        return True
+    return False
+
+
+def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
+    """Read files of a checkpoint whole; the problem of the first one that differs from its checksum, else None.
+
+    Args:
+        path: the folder of the checkpoint.
+        files: size and checksum of the files, by name.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    store = store_at(path)
+    problems = _size_problems(store, files)
+    for name, file in files.items():
+        if name in problems:
+            return f"{name}: it {problems[name]}"
+        try:
+            if _crc_of(store, name, file.size) != file.crc:
+                return f"{name} has changed: its checksum is wrong"
+        except (FileNotFoundError, EOFError, CheckpointCorruptError) as error:  # changed in the meantime
+            return f"{name}: {error}"
+    return None
+
+
+def check_sizes(index: CheckpointIndex) -> None:
+    """Raise `CheckpointCorruptError` if a file is missing, has another size, or belongs to another save."""
+    for name, problem in size_problems(index).items():
+        raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
+    names, files = [name for name in index.files if name.endswith(".distcp")], DataFiles(index)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for done in [pool.submit(files[name].check_header) for name in names]:
+            done.result()
+
+
+def size_problems(index: CheckpointIndex) -> dict[str, str]:
+    """Return the problems of files, by name, without opening the files.
+
+    Raises:
+        OSError: the sizes cannot be read.
+    """
+    return _size_problems(store_at(index.path), index.files)
+
+
+def _size_problems(store: Store, files: Mapping[str, StoredFile]) -> dict[str, str]:
+    stored, problems = store.sizes(names=files), {}
+    for name, file in files.items():
+        size = stored.get(name)
+        if size is None:
+            problems[name] = "is missing"
+        elif size < 0:
+            problems[name] = "is not a regular file"
+        elif size != file.size:
+            problems[name] = f"has {size} bytes, {file.size} were saved"
+    return problems
+
+
+def _crc_of(store: Store, name: str, size: int) -> int:
+    """The checksum of a file. One thread reads into a ring of buffers while another hashes the previous ones."""
+    step = min(store.read_bytes, _BUFFER_BYTES)
+    buffers = [memoryview(bytearray(min(step, size))) for _ in range(_BUFFERS)]
+    hashed, sums = list[Future[None]](), PieceSums()
+    with hashing() as submit:
+        for number, start in enumerate(range(0, size, step)):
+            if number >= _BUFFERS:
+                hashed[number - _BUFFERS].result()  # its buffer is free again
+            part = buffers[number % _BUFFERS][: min(step, size - start)]
+            store.read_into(name, start, part)
+            hashed.append(submit(sums, part))
+    return sums.whole
+
+
+def _archive_problem(raw: bytes) -> str | None:
+    try:
+        check_archive_size(raw)
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            for entry in archive.infolist():
+                if entry.CRC:  # large tensors that we wrote have the checksum 0: unknown
+                    archive.read(entry)
+        load_object(raw)
+    except Exception as error:  # zipfile raises many exception types on damaged archives
+        return f"holds a damaged archive: {error}"
+    return None
