@@ -264,7 +264,7 @@ def test_a_misfit_on_one_rank_is_an_error_on_all(saved: Path) -> None:
 def die_while_loading(rank: int, size: int, meeting: str, folder: str) -> None:
     join_world(rank, size, meeting, timeout_s=30)
     if rank == 1:
-        ShardedLoadPlanner.begin_writing = lambda self, unexpected: os._exit(9)
+        ShardedLoadPlanner.begin_writing = lambda self: os._exit(9)
     try:
         load(state_at(0, rank, size, filled=False), folder)
     except CheckpointFailedError as error:

@@ -19,8 +19,6 @@ from opt_checkpoint.dcp.names import (
     asked_plain,
     merged,
     plain_paths,
-    report_missing,
-    report_unexpected,
     stored_names,
     stored_under,
     warn_of_left_out,
@@ -105,11 +103,9 @@ class ShardedLoadPlanner:
         self._tensors_within: dict[Path, dict[Path, ShardedTensor]] = {}  # of plain values, in new memory
         self._objects_within: dict[Path, dict[Path, str]] = {}  # of plain values of stock directories: their keys
         self._to_zero: list[ShardedTensor] = []
-        self._to_copy: list[tuple[Tensor, Tensor]] = []
-        self._to_quantize: list[tuple[Tensor, Tensor]] = []
+        self._to_copy: list[tuple[Tensor, Tensor]] = []  # targets, and the values that they get after all are read
         self.items: list[TensorRead | ObjectRead] = []
         self.missing: list[str] = []
-        self.unexpected: tuple[str, ...] = ()
         self.cast: list[str] = []
         self.dropped: set[Path] = set()
         self.assembled: Any = None
@@ -139,7 +135,7 @@ class ShardedLoadPlanner:
         self._find_plain()
         self._find_missing()
         check_stages(self.flat.tensors.values(), index.tensors, where)
-        report_missing(self._strict.missing, self.missing, [*index.tensors, *index.objects], where)
+        self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
         for path, shard in self.flat.tensors.items():
             if path not in self.dropped and path not in self._plain:
                 self._plan_reads_of(self._names[path], shard)
@@ -213,7 +209,7 @@ class ShardedLoadPlanner:
             shard.init_data("cpu")
         elif is_quantized(shard.data):  # quantised after all values are read
             dense = torch.zeros(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
-            self._to_quantize.append((shard.data, dense))
+            self._to_copy.append((shard.data, dense))
             shard = replace(shard, data=dense)
         if key not in self._stored_boxes:
             boxes = [chunk.box for chunk in stored.chunks]
@@ -266,19 +262,16 @@ class ShardedLoadPlanner:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
         copies = self._index.details.get(COPIES, ())
         unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
-        report_unexpected(self._strict.unexpected, unexpected, where)
+        self._strict.report_unexpected(unexpected, where)
         nones = [path_text(path) for path, value in self.flat.common.items() if value is None]
         warn_of_left_out(map(path_text, self.flat.empty), nones, unexpected, where)
         return unexpected
 
-    def begin_writing(self, unexpected: tuple[str, ...]) -> None:
+    def begin_writing(self) -> None:
         """Begin to write memory, after all ranks have planned. From here on, only reading can fail."""
-        self.unexpected = unexpected
         for shard in self._to_zero:
             if shard.data is not None:
                 shard.data.detach().zero_()
-        for template, value in self._to_copy:
-            template.detach().copy_(value)
 
     def load_bytes(self, key: str, raw: bytes) -> None:
         """Keep an object that was read; only what `torch.load(weights_only=True)` accepts."""
@@ -288,8 +281,8 @@ class ShardedLoadPlanner:
     def assemble(self) -> None:
         """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""
         with torch.no_grad():
-            for quantized, dense in self._to_quantize:
-                quantized.copy_(dense)
+            for target, source in self._to_copy:
+                target.copy_(source)
         objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
         plain = dict(self._plain)
         for path in self._tensors_within.keys() | self._objects_within.keys():

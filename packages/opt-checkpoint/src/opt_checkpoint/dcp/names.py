@@ -195,6 +195,14 @@ class StrictHandling(Enum):
 
 
 Reaction: TypeAlias = Literal["raise", "log", "allow"]
+_TORCHS_NAMES = ("raise_missing", "log_missing", "return_missing")
+_REACTIONS: dict[str, Reaction] = {
+    "raise": "raise",
+    "assume_ok": "raise",  # Megatron-Core lets its load raise
+    "log": "log",
+    "return": "allow",
+    "ignore": "allow",
+}
 
 
 class Strictness(NamedTuple):
@@ -223,40 +231,23 @@ class Strictness(NamedTuple):
         missing = _REACTIONS[reaction]
         return cls(missing, missing if side == "all" else "allow")
 
+    def report_missing(self, keys: Sequence[str], stored: Sequence[str], where: str) -> None:
+        """Raise CheckpointKeyError or log about keys that are requested but not stored."""
+        if keys and self.missing != "allow":
+            text = f"{len(keys)} requested key(s) are not in {where}: {_some(keys)}{_hint(keys, stored)}"
+            _react(self.missing, text, "strict='return_missing'")
 
-_TORCHS_NAMES = ("raise_missing", "log_missing", "return_missing")
-_REACTIONS: dict[str, Reaction] = {
-    "raise": "raise",
-    "assume_ok": "raise",  # Megatron-Core lets its load raise
-    "log": "log",
-    "return": "allow",
-    "ignore": "allow",
-}
-
-
-def report_missing(reaction: Reaction, missing: Sequence[str], stored: Sequence[str], where: str) -> None:
-    """Raise or log about keys that are requested but not stored.
-
-    Raises:
-        CheckpointKeyError: there are some, and they are an error.
-    """
-    if missing and reaction != "allow":
-        text = f"{len(missing)} requested key(s) are not in {where}: {_some(missing)}{_hint(missing, stored)}"
-        if reaction == "raise":
-            raise CheckpointKeyError(f"{text}; load with strict='return_missing' to continue without them")
-        logger.warning(text)
+    def report_unexpected(self, keys: Sequence[str], where: str) -> None:
+        """Raise CheckpointKeyError or log about keys that are stored but requested by no rank."""
+        if keys:
+            text = f"{len(keys)} key(s) of {where} are requested by no rank: {_some(keys)}"
+            _react(self.unexpected, text, "strict='return_all'")
 
 
-def report_unexpected(reaction: Reaction, unexpected: Sequence[str], where: str) -> None:
-    """Raise or log about keys that are stored but requested by no rank.
-
-    Raises:
-        CheckpointKeyError: there are some, and they are an error.
-    """
-    if unexpected and reaction != "allow":
-        text = f"{len(unexpected)} key(s) of {where} are requested by no rank: {_some(unexpected)}"
-        if reaction == "raise":
-            raise CheckpointKeyError(f"{text}; load with strict='return_all' to continue without them")
+def _react(reaction: Reaction, text: str, instead: str) -> None:
+    if reaction == "raise":
+        raise CheckpointKeyError(f"{text}; load with {instead} to continue without them")
+    if reaction == "log":
         logger.warning(text)
 
 

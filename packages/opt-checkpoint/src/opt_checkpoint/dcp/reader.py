@@ -13,7 +13,7 @@ from torch import Tensor
 from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_archive
 from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
-from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, check_bytes, read_region
+from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, has_right_sums, read_region
 from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
 
@@ -74,8 +74,13 @@ class CheckpointReader:
             )
         files = DataFiles(self.index)
         with ThreadPoolExecutor(self._threads) as pool:
-            for done in [pool.submit(check_bytes, files[place.file], place, key) for place, key in wanted]:
-                done.result()
+            checks = [pool.submit(has_right_sums, files[place.file], place) for place, _ in wanted]
+            for (place, key), check in zip(wanted, checks):
+                if not check.result():
+                    raise self._damage(place.file, key)
+
+    def _damage(self, file: str, key: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"{self.index.path / file} is damaged: the values of {key} have changed")
 
     def read_data(self, planner: ShardedLoadPlanner) -> None:
         """Read everything that was planned.
@@ -136,9 +141,7 @@ class CheckpointReader:
         """Copy values from bytes that are already in memory."""
         place = item.place
         if self._verify != "none" and len(place.sums) == 1 and len(raw) == place.nbytes and crc32(raw) != place.sums[0]:
-            raise CheckpointCorruptError(
-                f"{self.index.path / place.file} is damaged: the values of {item.key} have changed"
-            )
+            raise self._damage(place.file, item.key)
         if isinstance(item, ObjectRead):
             planner.load_bytes(item.key, bytes(raw))
         elif place.archive and self._values[item.chunk] is None:

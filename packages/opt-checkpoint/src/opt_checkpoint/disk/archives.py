@@ -15,9 +15,10 @@ from __future__ import annotations
 import io
 import math
 import re
+import struct
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -140,41 +141,27 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
             view = _described(archive.read(pickled))
             if view is None or view.dtype != dtype or view.shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")
-            return _values_place(archive, root, view, place)
+            is_run = view.strides == row_major_strides(shape) or 0 in shape
+            order = f"{root}/byteorder"  # archives of before torch 2.1 do not record it, and are little-endian
+            is_little = order not in archive.namelist() or archive.read(order) == b"little"
+            if view.offset or not is_run or view.has_metadata or not is_little:
+                return None
+            entry = archive.getinfo(f"{root}/data/{view.storage}")
+            with archive.open(entry):  # reads the local header, and checks its name against the directory's
+                stream: Any = archive.fp
+                stream.seek(entry.header_offset + 26)
+                lengths = stream.read(4)  # of the name and the extra field, which torch pads in this header only
+        nbytes, header = math.prod(shape) * dtype.itemsize, 30 + sum(struct.unpack("<HH", lengths))
+        start = place.start + entry.header_offset + header
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < nbytes:
+            return None
+        if start + nbytes > place.start + place.nbytes:
+            raise CheckpointCorruptError(f"the values of {where} lie outside it")
+        return ByteRange(file=place.file, start=start, nbytes=nbytes)
     except (CheckpointingException, OSError):
         raise
     except Exception as error:  # zipfile raises many kinds on damaged archives
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from error
-
-
-def _values_place(archive: zipfile.ZipFile, root: str, view: _View, place: ByteRange) -> ByteRange | None:
-    if view.dtype is None or view.offset or (view.strides != row_major_strides(view.shape) and 0 not in view.shape):
-        return None
-    if view.has_metadata or not _is_little_endian(archive, root):
-        return None
-    entry = archive.getinfo(f"{root}/data/{view.storage}")
-    nbytes = math.prod(view.shape) * view.dtype.itemsize
-    with archive.open(entry):  # reads the local header, and checks its name against the directory's
-        start = place.start + entry.header_offset + _local_header_bytes(archive, entry)
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < nbytes:
-        return None
-    if start + nbytes > place.start + place.nbytes:
-        raise CheckpointCorruptError(f"the values of the archive at {place.start} of {place.file} lie outside it")
-    return ByteRange(file=place.file, start=start, nbytes=nbytes)
-
-
-def _is_little_endian(archive: zipfile.ZipFile, root: str) -> bool:
-    """Whether the values are little-endian, as also in archives of before torch 2.1, which do not record it."""
-    name = f"{root}/byteorder"
-    return name not in archive.namelist() or archive.read(name) == b"little"
-
-
-def _local_header_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> int:
-    """Length of an entry's local header, whose extra field may differ from that in the directory (torch pads it)."""
-    stream: Any = archive.fp
-    stream.seek(entry.header_offset + 26)
-    lengths = stream.read(4)
-    return 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
 def load_archive(raw: bytes) -> Any:
@@ -215,19 +202,14 @@ def dump_object(value: object, name: str) -> bytes:
     try:
         torch.save([value], stream)
         load_archive(stream.getvalue())
-    except Exception as error:
+    except Exception as error:  # torch's message has many lines
+        found, first_line = re.search(r"GLOBAL (\S+)", str(error)), str(error).partition("\n")[0]
         raise CheckpointValueError(
-            f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle"
-            f"{_needed(error)}. Store plain values (numbers, text, lists, dicts, tensors; int(x), x.tolist() or "
-            f"torch.from_numpy(x) of numpy's), or make it a LocalNonpersistentObject"
+            f"{name} is a {type(value).__name__} that could not be loaded again without running its pickle: "
+            f"{f'it needs {found[1]}' if found else first_line}. Store plain values (numbers, text, lists, dicts, "
+            f"tensors; int(x), x.tolist() or torch.from_numpy(x) of numpy's), or make it a LocalNonpersistentObject"
         ) from error
     return stream.getvalue()
-
-
-def _needed(error: Exception) -> str:
-    """The class or function that an object needs, from torch's message of many lines; else its first line."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    return f": it needs {found[1]}" if found else f": {str(error).partition(chr(10))[0]}"
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -278,12 +260,6 @@ class _Unknown:
 
     def __setstate__(self, state: object) -> None:
         """Discard the state."""
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
@@ -349,16 +325,11 @@ def loaded_whole(value: Any, name: str) -> Any:
     """
     classes = sorted(set(not_loaded_in(value)))
     if classes:
+        listed = ", ".join(name.removeprefix("builtins.") for name in classes)
+        is_numpy = any(name.startswith("numpy.") for name in classes)
+        hint = "; NUMPY_GLOBALS of opt_checkpoint has those of numpy" if is_numpy else ""
         raise CheckpointCorruptError(
-            f"{name} cannot be loaded safely: it holds {_listed(classes)}. If you trust this checkpoint, pass "
-            f"safe_globals=[{_listed(classes)}]{_numpy_hint(classes)}"
+            f"{name} cannot be loaded safely: it holds {listed}. If you trust this checkpoint, pass "
+            f"safe_globals=[{listed}]{hint}"
         )
     return value
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(name.removeprefix("builtins.") for name in names)
-
-
-def _numpy_hint(names: Iterable[str]) -> str:
-    return "; NUMPY_GLOBALS of opt_checkpoint has those of numpy" if any(n.startswith("numpy.") for n in names) else ""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from opt_checkpoint.disk.archives import SafeGlobals, check_archive_size, load_object, loaded_whole
 from opt_checkpoint.disk.checksums import PieceSums, crc32, hashing
-from opt_checkpoint.disk.data_file import FILE_MARK, CheckedValues, DataFile, DataFiles, check_bytes, read_region
+from opt_checkpoint.disk.data_file import FILE_MARK, CheckedValues, DataFiles, has_right_sums, read_region
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
-from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, Region, StoredFile
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, Region, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
@@ -213,20 +213,12 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
         if name in wrong:
             found.append(Finding(name, wrong[name]))
         elif _crc_of(store, name, file.size) != file.crc:
-            damaged = [key for key, place in places if place.file == name and _is_damaged(files[name], place, key)]
+            damaged = [key for key, place in places if place.file == name and not has_right_sums(files[name], place)]
             found.append(Finding(name, "has changed: its checksum is wrong", tuple(dict.fromkeys(damaged))))
     for name in sorted(store.sizes()):
         if name not in index.files and name.endswith(".distcp"):
             found.append(Finding(name, "does not belong to this checkpoint"))
     return found
-
-
-def _is_damaged(file: DataFile, place: ByteRange, key: str) -> bool:
-    try:
-        check_bytes(file, place, key)
-    except CheckpointCorruptError:
-        return True
-    return False
 
 
 def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:

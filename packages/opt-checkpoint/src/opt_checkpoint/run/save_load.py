@@ -338,7 +338,7 @@ def read_planned(
     """
 
     def read() -> None:
-        planner.begin_writing(unexpected)
+        planner.begin_writing()
         reader.read_data(planner)
         planner.assemble()
 
@@ -347,7 +347,7 @@ def read_planned(
     return LoadReport(
         state=planner.assembled,
         missing=tuple(planner.missing),
-        unexpected=planner.unexpected,
+        unexpected=unexpected,
         cast=tuple(planner.cast),
         kind=reader.index.kind,
         bytes_wanted=reader.bytes_wanted,
