@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -104,46 +104,34 @@ def marks_of(model: nn.Module, names: Mapping[str, str], values: Mapping[str, An
         names: from names in the model to names in the checkpoint.
         values: tensors by name in the model; other values are skipped.
     """
-    model = _named_as_saved(model, names)
-    experts = _modules_of_experts(model)
-    return {
-        plain: _marks(model, name, plain, values[name], is_expert=name.rpartition(".")[0] in experts)
-        for name, plain in names.items()
-        if isinstance(values[name], Tensor)
-    }
-
-
-def _named_as_saved(model: nn.Module, names: Iterable[str]) -> nn.Module:
-    """The module whose tensors have these names: the state dicts of some wrappers leave out their prefix `module.`."""
-    inner = getattr(model, "module", None)
-    found = {
-        name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)
-    }
-    return inner if isinstance(inner, nn.Module) and found.isdisjoint(names) else model
-
-
-def _modules_of_experts(model: nn.Module) -> set[str]:
-    """Names of modules whose direct parameters are all experts: their buffers are the experts', too."""
+    inner = getattr(model, "module", None)  # the state dicts of some wrappers leave out their prefix `module.`
+    known = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
+    if isinstance(inner, nn.Module) and known.isdisjoint(names):
+        model = inner
     direct = {name: list(module.parameters(recurse=False)) for name, module in model.named_modules()}
-    return {name for name, own in direct.items() if own and not any(getattr(p, "allreduce", True) for p in own)}
-
-
-def _marks(model: nn.Module, name: str, plain: str, tensor: Tensor, *, is_expert: bool) -> Marks:
-    dim = getattr(tensor, "partition_dim", None)
-    outer = _before_number(name)
-    length = 0 if outer is None else _list_len(model.get_submodule(outer))
-    default = not is_expert or isinstance(tensor, nn.Parameter)
-    return Marks(
-        name=plain,
-        tensor=tensor,
-        is_expert=not getattr(tensor, "allreduce", default),
-        is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
-        dim=None if dim is None or dim < 0 else dim,
-        stride=getattr(tensor, "partition_stride", None) or 1,
-        is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
-        list_name=_before_number(plain) if length else None,
-        list_len=length,
-    )
+    # Modules whose direct parameters are all experts: their buffers are the experts', too.
+    experts = {name for name, own in direct.items() if own and not any(getattr(p, "allreduce", True) for p in own)}
+    marks = {}
+    for name, plain in names.items():
+        if isinstance(tensor := values[name], Tensor):
+            dim, outer, length = getattr(tensor, "partition_dim", None), _before_number(name), 0
+            if outer is not None:
+                module = model.get_submodule(outer)
+                numbers = {**module._modules, **module._parameters}  # of a ModuleList, Sequential, ParameterList
+                length = len(numbers) if sorted(numbers) == sorted(map(str, range(len(numbers)))) else 0
+            is_dense = name.rpartition(".")[0] not in experts or isinstance(tensor, nn.Parameter)
+            marks[plain] = Marks(
+                name=plain,
+                tensor=tensor,
+                is_expert=not getattr(tensor, "allreduce", is_dense),
+                is_cut=bool(getattr(tensor, "tensor_model_parallel", False)) and not is_dtensor(tensor),
+                dim=None if dim is None or dim < 0 else dim,
+                stride=getattr(tensor, "partition_stride", None) or 1,
+                is_on_stages=any(getattr(tensor, mark, False) for mark in _ON_STAGES),
+                list_name=_before_number(plain) if length else None,
+                list_len=length,
+            )
+    return marks
 
 
 def _before_number(name: str) -> str | None:
@@ -151,12 +139,6 @@ def _before_number(name: str) -> str | None:
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return None if at is None else ".".join(parts[:at])
-
-
-def _list_len(module: nn.Module) -> int:
-    """The length of a `ModuleList`, `Sequential` or `ParameterList`; 0 for a module that is not numbered from 0."""
-    names = {**module._modules, **module._parameters}
-    return len(names) if sorted(names) == sorted(map(str, range(len(names)))) else 0
 
 
 _EXPERT_NUMBER = re.compile(

@@ -162,25 +162,21 @@ def _held(param: ShardedTensor | ShardedTensorFactory) -> _Block:
         block = param.local_shape, param.global_shape, param.global_offset, param.prepend_axis_num
         return _Block(*block, flat, param.replica_id, param.may_repeat)
     param = param.declared()
-    if not param.segments:
-        return _held_of_built(param)
+    if not param.segments:  # its function does more than cut rows: it begins where one of its tensors begins
+        built = param.built_tensors()
+        if not built or any(piece.prepend_axis_num for piece in built):
+            raise CheckpointValueError(
+                f"state of {param.key} has a different shape from its parameter, and the rows that the factory's "
+                f"function cuts are unknown; declare the factory by segments"
+            )
+        piece = next((piece for piece in built if not any(piece.global_offset)), built[0])
+        block = piece.local_shape, piece.global_shape, piece.global_offset, 0
+        return _Block(*block, None, piece.replica_id, may_repeat=False)
     first, rank = param.segments[0], len(param.local_shape)
     prepended = len(first.global_shape) - rank
     return _Block(
         param.local_shape, first.global_shape, first.global_offset, prepended, flat, param.replica_id, may_repeat=False
     )
-
-
-def _held_of_built(factory: ShardedTensorFactory) -> _Block:
-    """A factory whose function does more than cut rows: it begins where one of its tensors begins."""
-    built = factory.built_tensors()
-    if not built or any(piece.prepend_axis_num for piece in built):
-        raise CheckpointValueError(
-            f"state of {factory.key} has a different shape from its parameter, and the rows that the factory's "
-            f"function cuts are unknown; declare the factory by segments"
-        )
-    first = next((piece for piece in built if not any(piece.global_offset)), built[0])
-    return _Block(first.local_shape, first.global_shape, first.global_offset, 0, None, first.replica_id, False)
 
 
 def _sharded(held: _Block, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
@@ -288,7 +284,10 @@ def get_param_id_to_sharded_param_map(
     """
     positions = get_optim_param_to_id_map(optim_params_iter)
     found: dict[int, ShardedParam] = {}
-    for entry in sorted(_tensors_of(model_sharded_state_dict), key=lambda e: e.key):
+    entries = (
+        v for v in sharded_values(model_sharded_state_dict) if isinstance(v, ShardedTensor | ShardedTensorFactory)
+    )
+    for entry in sorted(entries, key=lambda e: e.key):
         index = positions.get(id(None if entry.data is None else local_tensor(entry.data)))
         if index is None:
             logger.debug("%s is not tracked by the optimizer", entry.key)
@@ -297,26 +296,17 @@ def get_param_id_to_sharded_param_map(
         else:
             found[index] = entry
     if strict and positions and not found:
+        plain = next((leaf for leaf in leaves(model_sharded_state_dict) if isinstance(leaf.value, Tensor)), None)
+        hint = KEEP_VARS_HINT
+        if plain is not None:  # a plain `state_dict()`, for which `keep_vars=True` would not help
+            hint = (
+                f" It holds plain tensors, as {path_text(plain.path)}, which do not say what part of a global tensor "
+                f"they are. Pass opt_checkpoint.sharded_model(model), or a ShardedTensor of each parameter."
+            )
         raise CheckpointValueError(
-            f"none of the optimizer's {len(positions)} parameters is in the model state dict."
-            f"{_plain_tensor_hint(model_sharded_state_dict) or KEEP_VARS_HINT}"
+            f"none of the optimizer's {len(positions)} parameters is in the model state dict.{hint}"
         )
     return found
-
-
-def _plain_tensor_hint(state: ShardedStateDict) -> str:
-    """A hint for a plain `state_dict()`, for which `keep_vars=True` would not help."""
-    plain = next((leaf for leaf in leaves(state) if isinstance(leaf.value, Tensor)), None)
-    if plain is None:
-        return ""
-    return (
-        f" It holds plain tensors, as {path_text(plain.path)}, which do not say what part of a global tensor they are."
-        f" Pass opt_checkpoint.sharded_model(model), or a ShardedTensor of each parameter."
-    )
-
-
-def _tensors_of(state: ShardedStateDict) -> Iterable[ShardedParam]:
-    return (v for v in sharded_values(state) if isinstance(v, ShardedTensor | ShardedTensorFactory))
 
 
 def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor, prefix: str) -> ShardedParam:
@@ -404,17 +394,12 @@ def optim_state_to_sharding_state(
         kept = {name: value for name, value in states.items() if name not in excluded}
         if kept and param_id not in id_to_sharded_param_map:
             raise ValueError(f"Param id {param_id} does not match any model sharded param.{KEEP_VARS_HINT}")
-        sharded[param_id] = {
-            name: make_sharded_state(id_to_sharded_param_map[param_id], v, name, specs.get(name) or _default_spec(v))
-            for name, v in kept.items()
-        }
+        sharded[param_id] = {}
+        for name, value in kept.items():
+            default = LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
+            spec = specs.get(name) or default
+            sharded[param_id][name] = make_sharded_state(id_to_sharded_param_map[param_id], value, name, spec)
     optim_state_dict["state"] = sharded
     optim_state_dict["param_groups"] = copy.deepcopy(optim_state_dict["param_groups"])
     for group in optim_state_dict["param_groups"]:
         group["params"] = LocalNonpersistentObject(group["params"])
-
-
-def _default_spec(value: Any) -> StateSpec:
-    """The spec of an undeclared state: one value per parameter for numbers and 0-d tensors, else the parameter's
-    shape."""
-    return LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
