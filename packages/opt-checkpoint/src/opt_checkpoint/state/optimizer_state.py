@@ -99,14 +99,6 @@ class _Block(NamedTuple):
     def own_offset(self) -> Shape:
         return self.global_offset[self.prepended :]
 
-    def replica_if(self, main: bool) -> ReplicaId:
-        """The replica number of a state that several blocks share: main if `main` is true and the block is main.
-
-        An empty block of a non-empty parameter is never main.
-        """
-        empty = not all(self.local_shape) and all(self.global_shape)
-        return 0 if main and not empty and is_main(self.replica_id) else 1
-
     @property
     def has_first_element(self) -> bool:
         """Whether the block begins at the parameter's first element, which is true for exactly one block."""
@@ -180,7 +172,11 @@ def _held(param: ShardedTensor | ShardedTensorFactory) -> _Block:
 
 
 def _sharded(held: _Block, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
-    """A block at `offset` of a global tensor of `shape`, to which the prepended axes are added."""
+    """A block at `offset` of a global tensor of `shape`, to which the prepended axes are added.
+
+    It is the main replica if `main` is true and so is the block; an empty block of a non-empty parameter is never.
+    """
+    main = main and (all(held.local_shape) or not all(held.global_shape)) and is_main(held.replica_id)
     return ShardedTensor(
         key=key,
         data=tensor,
@@ -189,7 +185,7 @@ def _sharded(held: _Block, tensor: Tensor, key: str, shape: Shape, offset: Shape
         global_shape=held.global_shape[: held.prepended] + shape,
         global_offset=held.global_offset[: held.prepended] + offset,
         axis_fragmentations=None,
-        replica_id=held.replica_if(main),
+        replica_id=0 if main else 1,
         prepend_axis_num=held.prepended,
         may_repeat=held.may_repeat,
     )
@@ -284,9 +280,8 @@ def get_param_id_to_sharded_param_map(
     """
     positions = get_optim_param_to_id_map(optim_params_iter)
     found: dict[int, ShardedParam] = {}
-    entries = (
-        v for v in sharded_values(model_sharded_state_dict) if isinstance(v, ShardedTensor | ShardedTensorFactory)
-    )
+    kinds = ShardedTensor | ShardedTensorFactory
+    entries = [value for value in sharded_values(model_sharded_state_dict) if isinstance(value, kinds)]
     for entry in sorted(entries, key=lambda e: e.key):
         index = positions.get(id(None if entry.data is None else local_tensor(entry.data)))
         if index is None:
@@ -396,8 +391,7 @@ def optim_state_to_sharding_state(
             raise ValueError(f"Param id {param_id} does not match any model sharded param.{KEEP_VARS_HINT}")
         sharded[param_id] = {}
         for name, value in kept.items():
-            default = LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam()
-            spec = specs.get(name) or default
+            spec = specs.get(name) or (LikeParam() if isinstance(value, Tensor) and value.dim() else PerParam())
             sharded[param_id][name] = make_sharded_state(id_to_sharded_param_map[param_id], value, name, spec)
     optim_state_dict["state"] = sharded
     optim_state_dict["param_groups"] = copy.deepcopy(optim_state_dict["param_groups"])
