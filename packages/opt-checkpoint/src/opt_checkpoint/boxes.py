@@ -106,8 +106,8 @@ def boxes_of(shard: ShardedTensor) -> Iterator[FlatBox]:
     """
     if shard.flattened_range is None:
         box = Box(shard.global_offset, shard.global_block_shape)
-        if box.numel:
-            yield FlatBox(box, 0, box.numel)
+        if numel := math.prod(box.sizes):
+            yield FlatBox(box, 0, numel)
         return
     prepended, position = (1,) * shard.prepend_axis_num, 0
     for local in cut_flat_range(shard.local_shape, *flat_bounds(shard.flattened_range)):

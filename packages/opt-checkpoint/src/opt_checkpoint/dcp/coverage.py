@@ -143,9 +143,21 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
             are missing or double. All problems are reported at once, with keys and ranks.
     """
     problems: dict[int, str] = {}
-    for key, text in _tensor_problems(tensors):
-        problems.setdefault(key, text)
-    texts = [*(f"{tensors.keys[key]}: {text}" for key, text in sorted(problems.items())), *_object_problems(objects)]
+    for number, text in _tensor_problems(tensors):
+        problems.setdefault(number, text)
+    texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(problems.items())]
+    ranks, of_key = defaultdict[str, list[int]](list), dict[str, set[str]]()
+    shapes = {item.key: item.shape for own in objects for item in own}
+    for rank, own in enumerate(objects):
+        for item in own:
+            mains = of_key.setdefault(item.key, set())  # of a key that only replicas hold it stays empty
+            if item.main:
+                ranks[item.unique_key].append(rank)
+                mains.add(item.unique_key)
+    texts += [f"Duplicate ShardedObject keys: {k} on ranks {r}" for k, r in ranks.items() if len(r) > 1]
+    for key, mains in of_key.items():
+        if len(mains) != math.prod(shapes[key]):
+            texts.append(f"{key}: {len(mains)} of {math.prod(shapes[key])} ShardedObject are missing or too many")
     if texts:
         more = f"\n... and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
         raise CheckpointValueError("the ranks' states do not fit together:\n" + "\n".join(texts[:_SHOWN]) + more)
@@ -193,24 +205,6 @@ def _tensor_problems(tensors: TensorsOfRanks) -> Iterator[tuple[int, str]]:
 
 def _span(box: Box) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(box.offsets, box.sizes)) + "]"
-
-
-def _object_problems(per_rank: Sequence[Sequence[LocalObject]]) -> list[str]:
-    ranks: dict[str, list[int]] = defaultdict(list)
-    shapes: dict[str, tuple[int, ...]] = {}
-    found: dict[str, set[str]] = defaultdict(set)
-    for rank, own in enumerate(per_rank):
-        for item in own:
-            shapes[item.key] = item.shape
-            mains = found[item.key]  # a key that only replicas hold stays empty, which is reported below
-            if item.main:
-                ranks[item.unique_key].append(rank)
-                mains.add(item.unique_key)
-    problems = [f"Duplicate ShardedObject keys: {k} on ranks {r}" for k, r in ranks.items() if len(r) > 1]
-    for key, unique in found.items():
-        if len(unique) != math.prod(shapes[key]):
-            problems.append(f"{key}: {len(unique)} of {math.prod(shapes[key])} ShardedObject are missing or too many")
-    return problems
 
 
 def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[Mapping[str, Path]]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,7 +16,7 @@ from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.checksums import bytes_view
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
-from opt_checkpoint.state.dtype_names import dtype_name, is_storable
+from opt_checkpoint.state.dtype_names import DTYPE_NAMES
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tree import Path, path_text
@@ -77,7 +77,7 @@ class LocalLayout(NamedTuple):
         boxes = [flat.box for _, of_shard in held for flat in of_shard]
         return cls(
             keys=[shard.key for shard, _ in held],
-            dtypes=[dtype_name(shard.dtype) for shard, _ in held],
+            dtypes=[DTYPE_NAMES[shard.dtype] for shard, _ in held],
             flags=np.array(flags, np.uint8),
             ndim=np.array([len(shard.global_shape) for shard, _ in held], np.uint8),
             boxes=np.array([len(of_shard) for _, of_shard in held], np.int32),
@@ -197,33 +197,32 @@ def _storable(shard: ShardedTensor) -> Tensor:
         raise CheckpointValueError(
             f"{key} has layout {data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
         )
-    if not is_storable(shard.dtype):
+    if shard.dtype not in DTYPE_NAMES:
         raise CheckpointValueError(f"{key} has dtype {shard.dtype}, which cannot be stored; convert it first")
     return data
 
 
-def fingerprint(value: Any) -> int:
-    """A number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and bytes."""
-    sum_so_far = 0
-    for part in _parts(value):
-        sum_so_far = zlib.crc32(part, sum_so_far)
-    return sum_so_far
+def fingerprint(value: Any, start: int = 0) -> int:
+    """A number that is equal for equal plain values, to compare ranks. For a tensor: of its dtype, shape and bytes.
 
-
-def _parts(value: Any) -> Iterable[bytes | memoryview]:
+    Args:
+        value: any nested value.
+        start: the number of what is before it.
+    """
     if isinstance(value, Tensor):
-        yield f"tensor {value.dtype} {tuple(value.shape)}".encode()
-        yield bytes_view(contiguous(value))
-    elif isinstance(value, dict):
-        yield f"dict of {len(value)}".encode()
+        start = zlib.crc32(f"tensor {value.dtype} {tuple(value.shape)}".encode(), start)
+        return zlib.crc32(bytes_view(contiguous(value)), start)
+    if isinstance(value, dict):
+        start = zlib.crc32(f"dict of {len(value)}".encode(), start)
         for key, inner in value.items():
-            yield f"key {key!r}".encode()
-            yield from _parts(inner)
-    elif isinstance(value, list | tuple):
-        yield f"{type(value).__name__} of {len(value)}".encode()
+            start = fingerprint(inner, zlib.crc32(f"key {key!r}".encode(), start))
+        return start
+    if isinstance(value, list | tuple):
+        start = zlib.crc32(f"{type(value).__name__} of {len(value)}".encode(), start)
         for inner in value:
-            yield from _parts(inner)
-    elif isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype):
-        yield f"{type(value).__name__} {value!r}".encode()
-    else:  # its repr may contain an address, so ranks compare only the type
-        yield f"object of {type(value).__qualname__}".encode()
+            start = fingerprint(inner, start)
+        return start
+    plain = isinstance(value, bool | int | float | complex | str | bytes | type(None) | torch.dtype)
+    # The repr of other objects may contain an address, so ranks compare only the type.
+    text = f"{type(value).__name__} {value!r}" if plain else f"object of {type(value).__qualname__}"
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"), start)

@@ -219,7 +219,16 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     alone = groups.members[groups.start[single]]
     load = np.bincount(tensors.rank[tensors.owner[alone]], weights=nbytes[single], minlength=tensors.ranks)
     largest = max(_SMALLEST_PIECE_BYTES, int(int(nbytes.sum()) / tensors.ranks / _PIECES_PER_RANK))
-    group, offsets, sizes = _pieces(tensors, groups, np.flatnonzero(~single), nbytes, largest)
+    count = np.where(single, 0, -(-nbytes // largest))  # of pieces: rows of boxes that several ranks hold
+    uncut = np.flatnonzero(count == 1)
+    columns = [(uncut, tensors.offsets[groups.main[uncut]], tensors.sizes[groups.main[uncut]])]
+    for number in np.flatnonzero(count > 1).tolist():
+        boxes = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
+        rows = np.array(boxes, np.int64).reshape(len(boxes), 2, -1)
+        unused = ((0, 0), (0, tensors.offsets.shape[1] - rows.shape[2]))
+        padded = np.pad(rows[:, 0], unused), np.pad(rows[:, 1], unused, constant_values=1)
+        columns.append((np.full(len(boxes), number), *padded))
+    group, offsets, sizes = map(np.concatenate, zip(*columns))
     nbytes = np.prod(sizes, axis=1) * itemsize[group]
     order = np.lexsort((-nbytes, groups.holders[group]))
     group, offsets, sizes = group[order], offsets[order], sizes[order]
@@ -248,23 +257,6 @@ def _grouped(tensors: TensorsOfRanks) -> _Groups:
     kept, start, count = np.unique(group, return_index=True, return_counts=True)
     in_order = np.argsort(members[start], kind="stable")  # as the ranks hold them
     return _Groups(members, start[in_order], count[in_order], main[kept][in_order])
-
-
-def _pieces(
-    tensors: TensorsOfRanks, groups: _Groups, movable: Array, nbytes: Array, largest: int
-) -> tuple[Array, Array, Array]:
-    """Boxes that several ranks hold, or rows of such boxes: the group, offsets and sizes of each."""
-    count = -(-nbytes[movable] // largest)
-    uncut, cut = movable[count <= 1], movable[count > 1]
-    group, offsets, sizes = [uncut], [tensors.offsets[groups.main[uncut]]], [tensors.sizes[groups.main[uncut]]]
-    for number, parts in zip(cut.tolist(), count[count > 1].tolist()):
-        boxes = list(split_rows(tensors.box(groups.main[number]), parts))
-        rows = np.array(boxes, np.int64).reshape(len(boxes), 2, -1)
-        unused = ((0, 0), (0, tensors.offsets.shape[1] - rows.shape[2]))
-        group.append(np.full(len(boxes), number))
-        offsets.append(np.pad(rows[:, 0], unused))
-        sizes.append(np.pad(rows[:, 1], unused, constant_values=1))
-    return np.concatenate(group), np.concatenate(offsets), np.concatenate(sizes)
 
 
 def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes: Array, load: list[int]) -> Array:

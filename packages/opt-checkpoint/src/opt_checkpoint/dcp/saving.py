@@ -135,7 +135,11 @@ class ShardedSavePlanner:
         else:
             self.plan = cached
             cached.check_values(digests)
-        self._stock = stock_values(self.flat)
+        # The plain values that stock `load` looks for, by its keys: paths that continue into lists. Those in scoped
+        # parts describe optimizers in the form of this package.
+        parts = tuple(path for path, _ in scopes(self.flat.state) if path)
+        paths = [path for path in self.flat.common if not any(path[: len(part)] == part for part in parts)]
+        self._stock = dict(leaf for path in paths for leaf in _stock_leaves(path, lookup(self.flat.state, path)))
         self.stock_only = self._stock.keys() - set(self.plan.tensors.keys)
         first, *others = (own.objects for own in self.plan.assigned)
         self.objects_of_ranks = [[*first, COMMON_KEY, *(k for k in self._stock if k in self.stock_only)], *others]
@@ -201,19 +205,6 @@ class ShardedSavePlanner:
             if part != held.box and held.box.overlap(part) != part:
                 raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {held.box}")
             yield shard.key, part, view_of(shard, held, part)
-
-
-def stock_values(flat: FlatState) -> dict[str, Any]:
-    """The plain values that `torch.distributed.checkpoint.load` looks for, by its keys: paths that continue into lists.
-
-    Values in scoped parts are left out: they describe optimizers in the form of this package.
-    """
-    parts = tuple(path for path, _ in scopes(flat.state) if path)
-    values: dict[str, Any] = {}
-    for path in flat.common:
-        if not any(path[: len(part)] == part for part in parts):
-            values.update(_stock_leaves(path, lookup(flat.state, path)))
-    return values
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:

@@ -201,7 +201,7 @@ def dump_object(value: object, name: str) -> bytes:
     stream = io.BytesIO()
     try:
         torch.save([value], stream)
-        load_archive(stream.getvalue())
+        torch.load(io.BytesIO(stream.getvalue()), map_location="cpu", weights_only=True)
     except Exception as error:  # torch's message has many lines
         found, first_line = re.search(r"GLOBAL (\S+)", str(error)), str(error).partition("\n")[0]
         raise CheckpointValueError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -159,9 +159,16 @@ def encode_dcp_metadata(
         number, file = (np.array([memo.number(name)], "<u4") for name in (key, location.file))
         template = _stored_at(memo, number, file, np.array([[location.start, location.nbytes]]))
         storage.append(_records(1, template).reshape(-1).data)
+    # Key and path of every tensor and object. The path of most is just the key.
+    is_plain = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
+    plain = keys[is_plain]
+    planner = [_records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()]
+    for position, key in zip(keys[~is_plain].tolist(), (key for key in tensors if key in paths)):
+        planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + b"".join(map(memo.get, paths[key])) + b"t")
+    planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]
     body = [
         *(memo.new(dcp.Metadata), memo.get("state_dict_metadata") + b"}(", *state, b"u"),
-        *(memo.get("planner_data") + b"}(", *_paths(memo, tensors, keys, objects, paths), b"u"),
+        *(memo.get("planner_data") + b"}(", *planner, b"u"),
         *(memo.get("storage_data") + b"}(", *storage, b"u"),
         memo.get("storage_meta") + b"N" + memo.get("version") + b"N" + _CLOSE + b".",
     ]
@@ -185,20 +192,3 @@ def _stored_at(
         *_integers(places[:, 1:]),
         _CLOSE,
     ]
-
-
-def _paths(
-    memo: _Memo,
-    tensors: StoredTensors,
-    keys: Array,
-    objects: Iterable[str],
-    paths: Mapping[str, Sequence[str | int]],
-) -> Iterator[Buffer]:
-    """Key and path of every tensor and object. The path of most is just the key."""
-    is_plain = np.fromiter((key not in paths for key in tensors), bool, len(tensors))
-    plain = keys[is_plain]
-    yield _records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).reshape(-1).data
-    for number, key in zip(keys[~is_plain].tolist(), (key for key in tensors if key in paths)):
-        yield _REFERENCE + struct.pack("<I", number) + b"(" + b"".join(map(memo.get, paths[key])) + b"t"
-    for key in objects:
-        yield memo.get(key) + b"(" + memo.get(key) + b"t"

@@ -78,22 +78,9 @@ def decode_columns(first_line: bytes, raw: bytes, what: str) -> tuple[dict[str, 
 COUNTS, LENGTHS = "path_parts", "path_lengths"
 
 
-def encode_paths(keys: Sequence[str], paths: Mapping[str, Path]) -> dict[str, Array]:
-    """The columns `path_parts`, the number of parts in the path of each key, and `path_lengths`.
-
-    A length is twice the number of characters of a part, plus one for an integer. A key without a path has no parts.
-
-    Args:
-        keys: all keys, in order.
-        paths: paths by key, of text and integers; `path_text` of a path is its key.
-    """
-    own = [paths.get(key, ()) for key in keys]
-    lengths = [2 * len(str(part)) + isinstance(part, int) for path in own for part in path]
-    return {COUNTS: np.array([len(path) for path in own], "<u4"), LENGTHS: np.array(lengths, "<u4")}
-
-
 def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str, Path]:
-    """The paths by key; empty without these columns, as in older manifests.
+    """The paths by key, from the columns `path_parts`, the number of parts in each (none for a key without a path), and
+    `path_lengths`: twice the number of characters of a part, plus one for an integer. Empty without these columns.
 
     Raises:
         CheckpointCorruptError: the columns do not fit the keys.
@@ -143,7 +130,9 @@ def encode_manifest(index: CheckpointIndex) -> bytes:
         "objects": [[key, p.file, p.start, p.nbytes, *p.sums] for key, p in sorted(index.objects.items())],
         "dtypes": list(tensors.dtypes),
     }
-    columns = encode_paths(list(tensors), {key: path for key, path in paths.items() if key not in unusual})
+    usual = [() if key in unusual else tuple(paths.get(key, ())) for key in tensors]
+    lengths = [2 * len(str(part)) + isinstance(part, int) for path in usual for part in path]
+    columns = {COUNTS: np.array([len(path) for path in usual], "<u4"), LENGTHS: np.array(lengths, "<u4")}
     return encode_columns(_FIRST_LINE % FORMAT, header, {**tensors.columns, **columns})
 
 

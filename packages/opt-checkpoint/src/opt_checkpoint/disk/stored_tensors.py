@@ -53,25 +53,20 @@ class StoredTensors(Mapping[str, StoredTensor]):
         for name, (dtype, ndim) in _COLUMNS.items():
             if name not in columns or columns[name].dtype.str != dtype or columns[name].ndim != ndim:
                 raise CheckpointCorruptError(f"the manifest has no column {name} of {dtype} with {ndim} axes")
-        self._set({name: columns[name] for name in _COLUMNS}, tuple(dtypes), files)
+        self.columns, self.dtypes, self._files = {name: columns[name] for name in _COLUMNS}, tuple(dtypes), dict(files)
         self._check()
 
-    def _set(self, columns: Mapping[str, Array], dtypes: tuple[str, ...], files: Mapping[str, StoredFile]) -> None:
-        self.columns, self.dtypes, self._files = columns, dtypes, dict(files)
-        self._dtypes = tuple(map(dtype_from_name, dtypes))
-        self._file_names = tuple(files)
-        self._made: dict[str, StoredTensor] = {}
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.columns, self.dtypes, self._files
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"columns": self.columns, "dtypes": self.dtypes, "files": self._files}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(**state)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.columns, self.dtypes, self._files = state
         self._derive()  # checked where they were read
 
     def _derive(self) -> None:
         """Keys, and for each chunk the index of its tensor, its bytes and the index of its first checksum."""
-        c = self.columns
+        c, self._dtypes, self._file_names = self.columns, list(map(dtype_from_name, self.dtypes)), list(self._files)
+        self._made: dict[str, StoredTensor] = {}
         blob, bounds = c["keys"].tobytes(), accumulate(c["key_bytes"].tolist(), initial=0)
         try:
             keys = [blob[a:b].decode("utf-8", "surrogatepass") for a, b in pairwise(bounds)]
@@ -92,8 +87,8 @@ class StoredTensors(Mapping[str, StoredTensor]):
         _require(all(len(c[name]) == chunks for name in ("offsets", "sizes", "file")), "its columns differ in length")
         _require(axes <= MAX_DIMS and c["offsets"].shape[1] == c["sizes"].shape[1] == axes, "its axes differ")
         _require(c["ndim"].max(initial=0) <= axes, "a tensor has more axes than its shape")
-        _require(c["dtype"].max(initial=0) < max(1, len(self._dtypes)), "a dtype is not listed")
-        _require(c["file"].max(initial=0) < max(1, len(self._file_names)), "a file is not listed")
+        _require(c["dtype"].max(initial=0) < max(1, len(self.dtypes)), "a dtype is not listed")
+        _require(c["file"].max(initial=0) < max(1, len(self._files)), "a file is not listed")
         _require(c["key_bytes"].sum() == len(c["keys"]), "its keys do not add up")
         for name in ("shape", "chunks", "offsets", "sizes", "start"):
             _require(((c[name] >= 0) & (c[name] < _LIMIT)).all(), f"a number of {name} is out of range")

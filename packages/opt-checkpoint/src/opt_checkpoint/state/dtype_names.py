@@ -40,13 +40,13 @@ _UNTYPED = (
 _BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
     {str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)}
 )
-_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
+DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
 BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` for `torch.float32`."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -58,11 +58,6 @@ def dtype_from_name(name: str) -> torch.dtype:
     if name not in _BY_NAME:
         raise CheckpointCorruptError(f"dtype {name!r} is not known; known are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]
-
-
-def is_storable(dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be written."""
-    return dtype in _NAMES
 
 
 def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:

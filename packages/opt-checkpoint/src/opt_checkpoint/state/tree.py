@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
-from opt_checkpoint.state.dtype_names import is_storable
+from opt_checkpoint.state.dtype_names import DTYPE_NAMES
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
 
@@ -161,7 +161,7 @@ def without_tensors(at: Path, value: Any) -> tuple[Any, dict[Path, Tensor]]:
                 f"{path_text((*at, *path))} has layout {value.layout}; only dense tensors can be stored, so pass "
                 f"tensor.to_dense()"
             )
-        if isinstance(value, Tensor) and is_storable(value.dtype):
+        if isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
             tensors[path] = value
             return None
         if type(value) in (list, tuple):
