@@ -89,12 +89,6 @@ def test_a_saved_nan_is_refused_by_its_field(value: Any) -> None:
     assert groups == [fresh(**{**DECAY, "lr": 0.5})]
 
 
-def test_an_override_wins() -> None:
-    groups = [fresh(), fresh()]
-    apply_saved_groups(groups, [["a", "b"], ["c"]], SAVED, override={"lr": 0.5})
-    assert [g["lr"] for g in groups] == [0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [

@@ -21,12 +21,10 @@ from opt_checkpoint import (
     CheckpointingException,
     CheckpointKeyError,
     LayoutBound,
-    LikeParam,
     LocalNonpersistentObject,
     PerMatrix,
     PerParam,
     Reduced,
-    Segment,
     ShardedTensor,
     ShardedTensorFactory,
     get_optim_param_to_id_map,
@@ -272,16 +270,6 @@ def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> Non
     assert "another rule" not in hint
 
 
-def test_a_saved_state_is_loaded_under_another_name_by_an_alias(tmp_path: Path) -> None:
-    param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
-    saved = make_sharded_optimizer_tensor(param, torch.ones(3), "optimizer.state.exp_avg")
-    save_as_ranks([{"s": saved}], tmp_path / "x")
-    wanted = {"s": make_sharded_optimizer_tensor(param, torch.zeros(3), "optimizer.state.momentum_buffer")}
-    report = load(wanted, tmp_path / "x", aliases={"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."})
-    assert report.state["s"].tolist() == [1, 1, 1]
-    assert report.missing == ()
-
-
 @pytest.mark.parametrize(("stored", "wanted"), [("param", "fp32_param"), ("fp32_param", "param")])
 def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: Path, stored: str, wanted: str) -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
@@ -292,16 +280,6 @@ def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: P
     with pytest.raises(CheckpointKeyError, match=f"saved by another rule, with {stored};"):
         load(state, tmp_path / "x")
     assert load(state, tmp_path / "x", aliases=REFERENCE_ALIASES).state["s"].tolist() == [1, 1, 1]
-
-
-def fused() -> ShardedTensorFactory:
-    segment = Segment(row_start=0, row_stop=4, global_shape=(4, 2), global_offset=(0, 0))
-    return ShardedTensorFactory("up", torch.zeros(4, 2), segments=(segment,), local_shape=(4, 2))
-
-
-def test_a_fused_parameter_has_one_step(tmp_path: Path) -> None:
-    made = make_sharded_state(fused(), 3.0, "step", PerParam())
-    assert (made.key, made.global_shape, made.replica_id) == ("optimizer.state.step.up", (), 0)
 
 
 MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
@@ -327,8 +305,3 @@ def test_specs_that_cannot_hold_are_refused(name: str) -> None:
     param, value, spec, text = MISUSES[name]
     with pytest.raises(CheckpointingException, match=text):
         make_sharded_state(param, value, "s", spec)
-
-
-def test_like_param_is_the_plain_rule() -> None:
-    values = torch.zeros(12, 8)
-    assert make_sharded_state(block(0, 1, 0), values, "exp_avg", LikeParam()).key == "optimizer.state.exp_avg.w"

@@ -80,11 +80,6 @@ def test_padding_may_differ_where_that_is_allowed(tmp_path: Path, rows: int, exp
     assert torch.cat(targets).tolist() == expected
 
 
-def test_memory_is_made_where_there_is_none(saved: Path) -> None:
-    wanted = state_at(0, 0, 1)["w"].without_data()
-    assert torch.equal(load({"w": wanted}, saved).state["w"], state_at(1, 0, 1)["w"].data)
-
-
 @pytest.mark.parametrize("turned", [False, True])
 def test_tensors_that_are_not_contiguous_are_saved_and_loaded(tmp_path: Path, turned: bool) -> None:
     base = torch.randn(9, 14)

@@ -12,7 +12,6 @@ from states import assert_is_step, state_at
 
 from opt_checkpoint import (
     CheckpointKeyError,
-    CheckpointMismatchError,
     CheckpointNotFoundError,
     ShardedTensor,
     StrictHandling,
@@ -90,15 +89,6 @@ def test_strictness_has_names_in_torchs_words(saved: Path, mode: str) -> None:
 
 
 # ----- dtypes and shapes
-
-
-def test_another_dtype_is_converted_only_if_requested(saved: Path) -> None:
-    target = torch.zeros(12, 40, dtype=torch.bfloat16)
-    with pytest.raises(CheckpointMismatchError, match="which would round; pass dtype='cast'"):
-        load({"w": sharded_like("w", target)}, saved)
-    report = load({"w": sharded_like("w", target)}, saved, dtype="cast")
-    assert report.cast == ("w",)
-    assert torch.equal(target, state_at(1, 0, 1)["w"].data.view(12, 40).to(torch.bfloat16))
 
 
 def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def fill_the_disk_of_one(rank: int, size: int, folder: str) -> str:
         pytest.raises(CheckpointFailedError, match=no_space) as caught,
     ):
         save(state_at(2, rank, size), Path(folder) / "target")
+    assert isinstance(caught.value, OSError)
+    assert caught.value.errno == errno.ENOSPC
     save(state_at(3, rank, size), Path(folder) / "next")
     return str(caught.value)
 

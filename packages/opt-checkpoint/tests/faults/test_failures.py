@@ -109,18 +109,6 @@ def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, err
     assert (str(again), again.errno) == (str(caught.value), error)
 
 
-def fill_a_disk(rank: int, size: int, folder: str) -> None:
-    failing = failing_at(2 if rank else -1, errno.ENOSPC)
-    with failing, pytest.raises(OSError, match=r"rank 1: OSError: \[Errno 28\]") as caught:
-        save(state_at(1, rank, size), Path(folder) / "x")
-    assert caught.value.errno == errno.ENOSPC
-    assert isinstance(caught.value, CheckpointFailedError)
-
-
-def test_a_full_disk_of_one_rank_is_an_os_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, fill_a_disk, str(tmp_path))
-
-
 def test_bad_input_is_a_value_error_without_ranks_in_its_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^saving \S+ failed: ") as caught:
         save({"w": (sharded_like("w", torch.ones(2)),)}, tmp_path / "x")
