@@ -52,14 +52,13 @@ def test_contradictions_are_refused_in_megatron_cores_order(name: str) -> None:
 
 
 def test_uneven_offsets_are_fine_without_fragmentations() -> None:
-    assert not sharded(global_offset=(3, 0), axis_fragmentations=None).has_regular_grid
+    assert sharded(global_offset=(3, 0), axis_fragmentations=None).global_offset == (3, 0)
 
 
 def test_rank_offsets_count_prepended_axes() -> None:
     made = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
     assert (made.global_shape, made.global_offset) == ((8, 8, 3), (5, 4, 0))
     assert made.axis_fragmentations == (8, 2, 1)
-    assert made.local_chunk_offset_in_global() == (5, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +72,6 @@ def test_rank_offsets_out_of_range_or_given_twice_are_refused(triples: list[tupl
 def test_rank_offsets_describe_whole_blocks_only() -> None:
     with pytest.raises(ValueError, match=r"call \.flat"):
         ShardedTensor.from_rank_offsets("w", torch.zeros(4), flattened_range=slice(0, 2))  # type: ignore[arg-type]
-
-
-def test_an_empty_axis_has_no_chunk_offset() -> None:
-    made = ShardedTensor.from_rank_offsets("w", torch.zeros(0, 3), (0, 1, 2))
-    with pytest.raises(CheckpointingException, match="not on a regular grid"):
-        made.local_chunk_offset_in_global()
 
 
 @pytest.mark.parametrize("prepended", [0, 1])

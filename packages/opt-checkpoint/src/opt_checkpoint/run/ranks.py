@@ -10,8 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -40,57 +39,49 @@ class Ranks:
         rank: this process's number.
         size: the number of ranks.
         group: their process group; None for a single process, and for torch's default group.
+        first: the world's number of rank 0.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-
-    @property
-    def _first(self) -> int:
-        """Rank 0 of the group as a rank of the world."""
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
-
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """One exchange. Raises CheckpointFailedError for the timeouts and lost connections of gloo and nccl."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
+    first: int = 0
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
         values = [value] * self.size
-        if self.size > 1:
-            with self._answered():
-                dist.all_gather_object(values, value, group=self.group)
+        self.call(dist.all_gather_object, values, value)
         return values
 
     def gather(self, value: Any) -> list[Any] | None:
         """Return the value of every rank on rank 0, and None on the others."""
         values = [value] * self.size if self.rank == 0 else None
-        if self.size > 1:
-            with self._answered():
-                dist.gather_object(value, values, dst=self._first, group=self.group)
+        self.call(dist.gather_object, value, values, self.first)
         return values
 
     def scatter(self, values: Sequence[Any] | None) -> Any:
         """Return the value that rank 0 passes for this rank; other ranks pass None."""
         received = [None if values is None else values[0]]
-        if self.size > 1:
-            with self._answered():
-                given = None if values is None else list(values)
-                dist.scatter_object_list(received, given, src=self._first, group=self.group)
+        self.call(dist.scatter_object_list, received, values and list(values), self.first)
         return received[0]
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         box = [value]
-        if self.size > 1:
-            with self._answered():
-                dist.broadcast_object_list(box, src=self._first, group=self.group)
+        self.call(dist.broadcast_object_list, box, self.first)
         return box[0]
+
+    def call(self, collective: Callable[..., object], *arguments: Any) -> None:
+        """Carry out a collective of torch, unless there is one rank.
+
+        Raises:
+            CheckpointFailedError: for the timeouts and lost connections of gloo and nccl.
+        """
+        try:
+            if self.size > 1:
+                collective(*arguments, group=self.group)
+        except RuntimeError as error:
+            raise CheckpointFailedError(f"a rank did not answer: {error}") from error
 
 
 def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:
@@ -99,7 +90,8 @@ def ranks_of(process_group: dist.ProcessGroup | Ranks | None) -> Ranks:
         return process_group
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
         return Ranks()
-    return Ranks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group)
+    first = 0 if process_group is None else dist.get_global_rank(process_group, 0)
+    return Ranks(dist.get_rank(process_group), dist.get_world_size(process_group), process_group, first)
 
 
 def leave(group: dist.ProcessGroup) -> None:

@@ -160,11 +160,6 @@ class ShardedTensor(ShardedBase):
                 )
 
     @property
-    def has_regular_grid(self) -> bool:
-        """Whether the global tensor is cut into equal pieces along every axis."""
-        return self.axis_fragmentations is not None
-
-    @property
     def global_block_shape(self) -> Shape:
         """Shape of the local block with its prepended axes (of size 1)."""
         return (1,) * self.prepend_axis_num + self.local_shape
@@ -174,18 +169,6 @@ class ShardedTensor(ShardedBase):
         """Key, offset and flat bounds: equal for replicas of one shard, different otherwise."""
         flat = None if self.flattened_range is None else flat_bounds(self.flattened_range)
         return ShardIdentity(self.key, self.global_offset, flat)
-
-    def local_chunk_offset_in_global(self) -> Shape:
-        """Offset of the block counted in blocks.
-
-        Raises:
-            CheckpointingException: an axis is empty, or the offset is not a whole number of blocks.
-        """
-        if any(n == 0 or o % n for o, n in zip(self.global_offset, self.global_block_shape)):
-            raise CheckpointValueError(
-                f"Block {self.global_block_shape} at {self.global_offset} is not on a regular grid ({self.key})"
-            )
-        return tuple(o // n for o, n in zip(self.global_offset, self.global_block_shape))
 
     def without_data(self) -> ShardedTensor:
         """The same description with `data=None`."""

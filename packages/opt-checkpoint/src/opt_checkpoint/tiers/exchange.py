@@ -220,10 +220,9 @@ class RanksInTurn(Ranks):
     turns: Turns = field(default_factory=lambda: Turns(lambda name: name))
     name: str = ""
 
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        with self.turns.turn(self.name), super()._answered():
-            yield
+    def call(self, collective: Callable[..., object], *arguments: Any) -> None:
+        with self.turns.turn(self.name):
+            super().call(collective, *arguments)
 
 
 def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
@@ -231,4 +230,4 @@ def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
     if ranks.size == 1:
         return [ranks] * len(names)
     turns = Turns(ranks.broadcast)
-    return [RanksInTurn(ranks.rank, ranks.size, ranks.group, turns, name) for name in names]
+    return [RanksInTurn(ranks.rank, ranks.size, ranks.group, ranks.first, turns, name) for name in names]
