@@ -308,6 +308,8 @@ def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, cap
 
 
 BAD = {
+    "an object": ({"x": object()}, {}, r"x is a object that could not be loaded again without running its pickle"),
+    "a function": ({"x": lambda: 0}, {}, r"x is a function that could not be loaded again"),
     "an array": ({"rng": {"np": np.zeros(2)}}, {}, r"rng\.np is a ndarray .* it needs numpy"),
     "a numpy number": ({"step": np.int64(5)}, {}, r"step is a int64 .*int\(x\)"),
     "a numpy number in a list": ({"l": {"s": [1, np.float64(2)]}}, {}, r"l\.s is a list"),

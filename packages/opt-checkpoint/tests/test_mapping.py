@@ -51,10 +51,6 @@ def test_contradictions_are_refused_in_megatron_cores_order(name: str) -> None:
         sharded(**changes)
 
 
-def test_uneven_offsets_are_fine_without_fragmentations() -> None:
-    assert sharded(global_offset=(3, 0), axis_fragmentations=None).global_offset == (3, 0)
-
-
 def test_rank_offsets_count_prepended_axes() -> None:
     made = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
     assert (made.global_shape, made.global_offset) == ((8, 8, 3), (5, 4, 0))
