@@ -37,9 +37,8 @@ from opt_checkpoint.dcp.layout import MAIN, LocalContents, LocalLayout
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, Offer, PlanCache
 from opt_checkpoint.dcp.saving import COMMON_KEY, CheckpointWriter, ShardedSavePlanner, WrittenFile
 from opt_checkpoint.disk.archives import dump_object
-from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
-from opt_checkpoint.disk.data_file import file_header
-from opt_checkpoint.disk.index import ByteRange, StoredFile
+from opt_checkpoint.disk.data_file import crc32, file_header
+from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, StoredFile
 
 _SHAPES = [(512, 128), (128,), (128, 512), (512,), (120, 125)]
 _FRAME_BYTES = (448, 256)  # before and after the values of a chunk

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opt_checkpoint import ShardedObject, load, read_index, sharded_like, verify_checkpoint
-from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.data_file import bytes_view
 
 sys.path.insert(0, str(Path(__file__).parent / "golden"))
 

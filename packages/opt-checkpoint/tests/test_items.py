@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save, sharded_like, verify_checkpoint
 from opt_checkpoint.disk.archives import find_values, load_object, not_loaded_in
-from opt_checkpoint.disk.checksums import bytes_view, crc32_combine
+from opt_checkpoint.disk.data_file import bytes_view, crc32_combine
 from opt_checkpoint.disk.data_file_writer import frame_tensor
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.disk.manifest import (

@@ -23,7 +23,7 @@ from opt_checkpoint import (
     read_common,
     read_index,
 )
-from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.data_file import crc32
 from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 
 

@@ -32,7 +32,7 @@ from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.saving import ShardedSavePlanner, view_of
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
-from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.disk.index import (
     COMMON_KEY,
     COPIES,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
-from opt_checkpoint.disk.checksums import bytes_view
+from opt_checkpoint.disk.data_file import bytes_view
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.dtype_names import DTYPE_NAMES

@@ -19,7 +19,7 @@ import numpy as np
 from opt_checkpoint.boxes import Array, equal_rows, split_rows
 from opt_checkpoint.dcp.coverage import TensorsOfRanks, validate_sharding_integrity
 from opt_checkpoint.dcp.layout import LocalLayout
-from opt_checkpoint.disk.checksums import crc32
+from opt_checkpoint.disk.data_file import crc32
 from opt_checkpoint.errors import CheckpointValueError
 
 _PIECES_PER_RANK = 12  # the largest movable piece is a twelfth of a rank's share: at most 9 % above the mean

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_archive
-from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
-from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, has_right_sums, read_region
-from opt_checkpoint.disk.index import ByteRange, CheckpointIndex, StoredChunk
+from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, crc32, has_right_sums, read_region
+from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
 
 Verify: TypeAlias = Literal["sizes", "chunks", "none"]

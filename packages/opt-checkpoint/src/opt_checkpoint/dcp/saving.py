@@ -24,14 +24,21 @@ from opt_checkpoint.dcp.coverage import common_differences
 from opt_checkpoint.dcp.layout import LocalContents, local_contents
 from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer, PlanCache
 from opt_checkpoint.disk.archives import dump_object
-from opt_checkpoint.disk.checksums import PIECE_BYTES, crc32
-from opt_checkpoint.disk.data_file import file_header
+from opt_checkpoint.disk.data_file import crc32, file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, MEGATRON_MARKED, METADATA
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
-from opt_checkpoint.disk.index import COMMON_KEY, PATHS, ByteRange, CheckpointIndex, Kind, StoredFile
+from opt_checkpoint.disk.index import (
+    COMMON_KEY,
+    PATHS,
+    PIECE_BYTES,
+    ByteRange,
+    CheckpointIndex,
+    Kind,
+    StoredFile,
+    StoredTensors,
+)
 from opt_checkpoint.disk.manifest import encode_manifest
-from opt_checkpoint.disk.stored_tensors import StoredTensors
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.flat_state import FlatState, flatten_state, separate_tensors_
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.disk.archives import SafeGlobals, check_archive_size, load_object, loaded_whole
-from opt_checkpoint.disk.checksums import PieceSums, crc32, hashing
-from opt_checkpoint.disk.data_file import FILE_MARK, CheckedValues, DataFiles, has_right_sums, read_region
+from opt_checkpoint.disk.data_file import (
+    FILE_MARK,
+    CheckedValues,
+    DataFiles,
+    PieceSums,
+    crc32,
+    has_right_sums,
+    hashing,
+    read_region,
+)
 from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, Region, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest

@@ -26,8 +26,15 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import row_major_strides
 from opt_checkpoint.disk.archives import contiguous
-from opt_checkpoint.disk.checksums import HASH_PIECE_BYTES, PieceSums, bytes_view, crc32, crc32_combine, hashing
-from opt_checkpoint.disk.data_file import is_plain_memory
+from opt_checkpoint.disk.data_file import (
+    HASH_PIECE_BYTES,
+    PieceSums,
+    bytes_view,
+    crc32,
+    crc32_combine,
+    hashing,
+    is_plain_memory,
+)
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.state.dtype_names import STORAGE_CLASSES, dtype_name
 from opt_checkpoint.state.sharded import Shape

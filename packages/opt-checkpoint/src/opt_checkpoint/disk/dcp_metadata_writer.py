@@ -22,8 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.boxes import Array
-from opt_checkpoint.disk.index import ByteRange
-from opt_checkpoint.disk.stored_tensors import StoredTensors
+from opt_checkpoint.disk.index import ByteRange, StoredTensors
 from opt_checkpoint.state.dtype_names import dtype_from_name
 
 Buffer: TypeAlias = bytes | memoryview

@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from opt_checkpoint.boxes import Array
-from opt_checkpoint.disk.checksums import crc32
-from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, check_index
-from opt_checkpoint.disk.stored_tensors import StoredTensors
+from opt_checkpoint.disk.data_file import crc32
+from opt_checkpoint.disk.index import PATHS, ByteRange, CheckpointIndex, Kind, StoredFile, StoredTensors, check_index
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.state.tree import Path, path_text
 from opt_checkpoint.store import MANIFEST, Location, store_at

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.disk.checksums import bytes_view, crc32
+from opt_checkpoint.disk.data_file import bytes_view, crc32
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointFailedError
 from opt_checkpoint.run.ranks import Ranks, from_all
