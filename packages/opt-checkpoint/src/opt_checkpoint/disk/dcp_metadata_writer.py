@@ -36,6 +36,7 @@ _CLASSES = (
     _StorageInfo,
     Size,
 )
+_END_OF_TENSOR = b"e" + _CLOSE
 _INTEGER, _LONG, _REFERENCE = b"J", b"\x8a\x08", b"j"  # BININT of four bytes; LONG1 of eight; LONG_BINGET of four
 _SHORT_REFERENCE = b"h"  # BINGET of one byte
 _MEMOIZED = b"\x940"  # MEMOIZE, POP
@@ -68,10 +69,9 @@ class _Memo:
 
     def texts(self, values: Iterable[bytes]) -> Array:
         """The numbers of many distinct strings, encoded as UTF-8."""
-        first = self._count
-        for raw in values:
-            self.written.write(b"X%b%b%b" % (len(raw).to_bytes(4, "little"), raw, _MEMOIZED))
-            self._count += 1
+        texts = [b"X%b%b%b" % (len(raw).to_bytes(4, "little"), raw, _MEMOIZED) for raw in values]
+        self.written.write(b"".join(texts))
+        first, self._count = self._count, self._count + len(texts)
         return np.arange(first, self._count, dtype="<u4")
 
     def get(self, value: Any) -> bytes:
@@ -98,7 +98,9 @@ def _integers(columns: Array) -> list[bytes | Array]:
 def _records(rows: int, template: Sequence[bytes | Array]) -> Array:
     """`rows` records of equal length, as rows of bytes: constant bytes, and integers of 4 or 8 bytes from columns."""
     parts = [part if isinstance(part, bytes) else bytes(part.itemsize) for part in template]
-    records = np.tile(np.frombuffer(b"".join(parts), np.uint8), (rows, 1))
+    joined = np.frombuffer(b"".join(parts), np.uint8)
+    records = np.empty((rows, len(joined)), np.uint8)
+    records[:] = joined
     position = 0
     for part, raw in zip(template, parts, strict=True):
         if not isinstance(part, bytes):
@@ -146,11 +148,13 @@ def encode_dcp_metadata(
                 memo.get("chunks") + b"](",
             ],
         )
-        box = [memo.new(dcp.ChunkStorageMetadata) + memo.get("offsets"), *memo.shapes(offsets)]
-        boxes = _records(len(chunks), [*box, memo.get("sizes"), *memo.shapes(sizes), _CLOSE])
+        begin = [memo.new(dcp.ChunkStorageMetadata) + memo.get("offsets"), *memo.shapes(offsets)]
+        boxes = _records(len(chunks), [*begin, memo.get("sizes"), *memo.shapes(sizes), _CLOSE])
         bounds = np.searchsorted(owner[chunks], np.append(at, len(c["ndim"]))).tolist()
-        for head, (first, last) in zip(heads, pairwise(bounds)):
-            state += [head.data, boxes[first:last].reshape(-1).data, b"e" + _CLOSE]
+        (head, all_heads), (box, all_boxes) = ((rows.shape[1], rows.reshape(-1).data) for rows in (heads, boxes))
+        for row, (first, last) in enumerate(pairwise(bounds)):
+            tensor = all_heads[row * head : (row + 1) * head]
+            state += [tensor, all_boxes[first * box : last * box], _END_OF_TENSOR]
         template = _stored_at(memo, keys[owner[chunks]], file_numbers[c["file"][chunks]], archives[chunks], offsets)
         storage.append(_records(len(chunks), template).reshape(-1).data)
     for key, location in objects.items():
