@@ -131,8 +131,13 @@ def local_contents(flat: FlatState, held: Held) -> LocalContents:
     for path, shard in flat.tensors.items():
         data = _storable(shard)
         identity, flag = shard.identity, PLAIN if path in plain else 0
-        if (other := first.setdefault(identity, path)) != path:
-            _check_copy(flat, other, path)
+        copied = flat.tensors[first.setdefault(identity, path)].data
+        if copied is not None and copied is not data and not are_equal(copied, data):
+            raise CheckpointValueError(
+                f"{path_text(first[identity])} and {path_text(path)} would both be stored as {shard.key}; give one of "
+                f"them another key: put what sharded_model and sharded_optimizer return under different names, or call "
+                f"add_prefix_for_sharding(part, 'name.') on one part"
+            )
         if is_main_replica(shard.replica_id) and identity not in mains:
             mains.add(identity)
             flag |= MAIN
@@ -154,16 +159,6 @@ def local_contents(flat: FlatState, held: Held) -> LocalContents:
         digests=np.array(digests, np.int64),
         common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
     )
-
-
-def _check_copy(flat: FlatState, first: Path, second: Path) -> None:
-    a, b = flat.tensors[first], flat.tensors[second]
-    if a.data is not None and b.data is not None and a.data is not b.data and not are_equal(a.data, b.data):
-        raise CheckpointValueError(
-            f"{path_text(first)} and {path_text(second)} would both be stored as {b.key}; give one of them another "
-            f"key: put what sharded_model and sharded_optimizer return under different names, or call "
-            f"add_prefix_for_sharding(part, 'name.') on one part"
-        )
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

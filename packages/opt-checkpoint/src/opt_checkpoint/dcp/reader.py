@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
@@ -144,19 +143,16 @@ class CheckpointReader:
         if isinstance(item, ObjectRead):
             planner.load_bytes(item.key, bytes(raw))
         elif place.archive and self._values[item.chunk] is None:
-            item.target.copy_(item.region.of_tensor(_archived(raw, item.chunk, item.dtype)))
+            tensor, shape = load_archive(bytes(raw)), item.chunk.archived or item.chunk.box.sizes
+            if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
+                raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
+            whole = tensor.reshape(-1)[item.chunk.first :][: item.chunk.box.numel].view(item.chunk.box.sizes)
+            item.target.copy_(item.region.of_tensor(whole))
         else:
             size, chunk = item.dtype.itemsize, item.chunk
             is_complete = chunk.within is None and len(raw) == math.prod(chunk.box.sizes) * size
             values = raw[item.region.span[0] * size :] if is_complete else raw
             chunk.as_stored(item.target).copy_(item.region.of_bytes(values, item.dtype))
-
-
-def _archived(raw: memoryview, chunk: StoredChunk, dtype: torch.dtype) -> Tensor:
-    tensor, shape = load_archive(bytes(raw)), chunk.archived or chunk.box.sizes
-    if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
-        raise CheckpointCorruptError(f"the archive at {chunk.place} does not hold {dtype} of shape {shape}")
-    return tensor.reshape(-1)[chunk.first : chunk.first + chunk.box.numel].view(chunk.box.sizes)
 
 
 def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:

@@ -135,8 +135,15 @@ class ShardedSavePlanner:
         digests = np.concatenate([own.digests for own in contents])
         cached = self._cached.plan if self.is_cached else None
         layouts = cached.layouts if cached else [own.layout for own in contents if own.layout is not None]
-        if not self._has_equal_common:
-            self._compare_common(common_differences([own.common for own in contents], [own.plain for own in layouts]))
+        common = [] if self._has_equal_common else [own.common for own in contents]
+        if differing := common and common_differences(common, [own.plain for own in layouts]):
+            text = f"common values differ between ranks: {', '.join(differing[:8])}"
+            if self._policy == "equal":
+                raise CheckpointValueError(
+                    f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where "
+                    f"only some ranks have it), or pass common='first_rank' to store the first rank's"
+                )
+            logger.warning("%s; rank 0's are stored", text)
         if cached is None:
             self.plan = GlobalPlan.of(layouts, digests, only_first=self._policy == "first_rank")
         else:
@@ -151,17 +158,6 @@ class ShardedSavePlanner:
         first, *others = (own.objects for own in self.plan.assigned)
         self.objects_of_ranks = [[*first, COMMON_KEY, *(k for k in self._stock if k in self.stock_only)], *others]
         return [None] * len(contents) if cached else [*self.plan.assigned]
-
-    def _compare_common(self, differing: Sequence[str]) -> None:
-        if not differing:
-            return
-        text = f"common values differ between ranks: {', '.join(differing[:8])}"
-        if self._policy == "equal":
-            raise CheckpointValueError(
-                f"{text}; make values ShardedObjects and tensors ShardedTensors (sharded_like(key, tensor) where only "
-                f"some ranks have it), or pass common='first_rank' to store the first rank's"
-            )
-        logger.warning("%s; rank 0's are stored", text)
 
     def take(self, assigned: AssignedParts | None) -> None:
         """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""

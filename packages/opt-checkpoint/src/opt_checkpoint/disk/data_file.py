@@ -258,43 +258,29 @@ class CheckedValues:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        if self._place.sums:
-            self._read_pieces(start - self._place.start, view)
-        else:
+        if not self._place.sums:
             self._file.read_into(start, view)
-
-    def _read_pieces(self, offset: int, view: memoryview) -> None:
+            return
+        offset = start - self._place.start
         while len(view):
             number, skipped = divmod(offset, PIECE_BYTES)
-            if skipped == 0 and (len(view) >= PIECE_BYTES or offset + len(view) == self._place.nbytes):
-                count = self._read_aligned(number, view)
+            count = min(len(view), self._file.read_bytes)
+            count -= count % PIECE_BYTES if offset + count < self._place.nbytes else 0
+            if skipped == 0 and count:  # whole pieces, directly
+                self._file.read_into(self._place.start + offset, view[:count])
+                for first in range(0, count, PIECE_BYTES):
+                    self._check(number + first // PIECE_BYTES, view[first:count][:PIECE_BYTES])
             else:
-                kept = self._piece(number)[skipped:][: len(view)]
+                if self._kept is None or self._kept[0] != number:
+                    begin = number * PIECE_BYTES
+                    piece = memoryview(bytearray(min(PIECE_BYTES, self._place.nbytes - begin)))
+                    self._file.read_into(self._place.start + begin, piece)
+                    self._check(number, piece)
+                    self._kept = number, piece
+                kept = self._kept[1][skipped:][: len(view)]
                 count = len(kept)
                 view[:count] = kept
             offset, view = offset + count, view[count:]
-
-    def _read_aligned(self, number: int, view: memoryview) -> int:
-        """Read whole pieces directly into `view`. Returns the number of bytes."""
-        offset = number * PIECE_BYTES
-        count = min(len(view), self._file.read_bytes)
-        if offset + count != self._place.nbytes:
-            count -= count % PIECE_BYTES
-        self._file.read_into(self._place.start + offset, view[:count])
-        for start in range(0, count, PIECE_BYTES):
-            self._check(number, view[start:count][:PIECE_BYTES])
-            number += 1
-        return count
-
-    def _piece(self, number: int) -> memoryview:
-        """A piece of which a part is requested."""
-        if self._kept is None or self._kept[0] != number:
-            start = number * PIECE_BYTES
-            piece = memoryview(bytearray(min(PIECE_BYTES, self._place.nbytes - start)))
-            self._file.read_into(self._place.start + start, piece)
-            self._check(number, piece)
-            self._kept = number, piece
-        return self._kept[1]
 
     def _check(self, number: int, piece: memoryview) -> None:
         if crc32(piece) != self._place.sums[number]:

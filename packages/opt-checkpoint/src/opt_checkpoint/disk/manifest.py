@@ -159,30 +159,22 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
         )
     header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:
-        index = _index_of(path, header, columns)
+        files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
+        if any(not 0 <= file.size < 1 << 62 for file in files.values()):
+            raise ValueError("a file has an impossible size")
+        tensors, details = StoredTensors(columns, tuple(map(str, header["dtypes"])), files), dict(header["details"])
+        details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}
+        objects = {
+            str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)
+            for key, file, start, nbytes, crc in header["objects"]
+        }
+        save_id = str(header["save_id"])
     except CheckpointCorruptError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CheckpointCorruptError(f"{what} is not a manifest: {error!r}") from error
+    index = CheckpointIndex(
+        path=path, kind=Kind.OURS, tensors=tensors, objects=objects, files=files, save_id=save_id, details=details
+    )
     check_index(index)
     return index
-
-
-def _index_of(path: Location, header: dict[str, Any], columns: dict[str, Any]) -> CheckpointIndex:
-    files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
-    if any(not 0 <= file.size < 1 << 62 for file in files.values()):
-        raise ValueError("a file has an impossible size")
-    tensors = StoredTensors(columns, tuple(map(str, header["dtypes"])), files)
-    details = dict(header.get("details", {}))
-    return CheckpointIndex(
-        path=path,
-        kind=Kind.OURS,
-        tensors=tensors,
-        objects={
-            str(key): ByteRange(file=str(file), start=int(start), nbytes=int(nbytes), sums=(int(crc),), archive=True)
-            for key, file, start, nbytes, crc in header["objects"]
-        },
-        files=files,
-        save_id=str(header["save_id"]),
-        details={**details, PATHS: {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}},
-    )
