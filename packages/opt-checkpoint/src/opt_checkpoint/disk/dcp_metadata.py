@@ -94,13 +94,18 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
         shape = _entries(about, "mcore_data").get("nd_reformulated_orig_global_shape")  # of flattened blocks
         if shape is not None and key in tensors:
             tensors[key] = unflattened(key, tensors[key], _integers(shape, "nd_reformulated_orig_global_shape"))
-    files = {place.file for place in places.values()}
+    files = {}
+    for name in {place.file for place in places.values()}:
+        if sizes.get(name, -1) < 0:
+            problem = "is not a regular file; it is not read" if name in sizes else "is missing"
+            raise CheckpointCorruptError(f"data file {path / name} {problem}")
+        files[name] = StoredFile(size=sizes[name])
     index = CheckpointIndex(
         path=path,
         kind=Kind.MEGATRON if MEGATRON_MARK in sizes else Kind.DCP,
         tensors=tensors,
         objects=objects,
-        files={name: StoredFile(size=_size(path, name, sizes)) for name in files},
+        files=files,
         details={PATHS: _paths_of(metadata, {*tensors, *objects})},
     )
     check_index(index)
@@ -215,26 +220,14 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
             chunks.append(StoredChunk(box=box, place=place))
     if first_overlap([chunk.box for chunk in chunks]) is not None:
         raise _damaged(f"chunks of {key} overlap")
-    dtype = _dtype_of(key, stored.attributes.get("properties"))
-    return StoredTensor(shape=_integers(stored.attributes.get("size"), key), dtype=dtype, chunks=tuple(chunks))
-
-
-def _dtype_of(key: str, properties: Any) -> torch.dtype:
-    """The dtype in a `TensorProperties`, whose state is a tuple that begins with dtype and layout."""
+    properties = stored.attributes.get("properties")  # its state is a tuple that begins with dtype and layout
     state = properties.state if type(properties) is Made else None
     if type(state) is not tuple or len(state) < 2 or type(state[0]) is not Name:
         raise _damaged(f"{key} has no dtype")
-    layout = state[1].args if type(state[1]) is Made else None
-    if layout != ("torch.strided",):
+    if type(state[1]) is not Made or state[1].args != ("torch.strided",):
         raise CheckpointCorruptError(f"{key} is stored in a sparse layout, which this version does not read")
-    return dtype_from_name(state[0].name)
-
-
-def _size(path: Location, name: str, sizes: Mapping[str, int]) -> int:
-    if sizes.get(name, -1) < 0:
-        problem = "is not a regular file; it is not read" if name in sizes else "is missing"
-        raise CheckpointCorruptError(f"data file {path / name} {problem}")
-    return sizes[name]
+    shape, dtype = _integers(stored.attributes.get("size"), key), dtype_from_name(state[0].name)
+    return StoredTensor(shape=shape, dtype=dtype, chunks=tuple(chunks))
 
 
 def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:

@@ -120,12 +120,16 @@ class Staging:
             target = self._buffers[path] = empty
         if device is None:
             target.copy_(source)
-        else:  # on the side stream; the state keeps the source alive until `snapshot` has waited for the copy
-            side = self._sides.setdefault(source.device, device.side_stream())
-            side.wait_event(device.current_stream().record_event())
-            with device.on(side):
-                target.copy_(source, non_blocking=True)
+        else:
+            self._copy_from(device, source, target)
         return target
+
+    def _copy_from(self, device: CudaDevice, source: Tensor, target: Tensor) -> None:
+        """Copy on the side stream. The state keeps the source alive until `snapshot` has waited for the copy."""
+        side = self._sides.setdefault(source.device, device.side_stream())
+        side.wait_event(device.current_stream().record_event())
+        with device.on(side):
+            target.copy_(source, non_blocking=True)
 
 
 def _plain_copy(value: Any) -> Any:
