@@ -23,12 +23,13 @@ _rank = threading.local()  # the device of this thread's rank
 _HOST_READS = ("tolist", "numpy")  # methods of a tensor that a dispatch mode does not see
 
 
-class DeferredDevice:
+class DeferredDevice(devices.Device):
     """The `Device` of one rank."""
 
     is_asynchronous = True
 
     def __init__(self, world: World, rank: int):
+        super().__init__()
         self.world, self.rank = world, rank
         self._compute = Queue(world, rank, "compute")
         self._side = Queue(world, rank, "side")

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from opt_distributed.comm.device import Host
+from opt_distributed.comm.device import Device
 from opt_distributed.step.capture import MANY_MISSES, Recorded
 
 
-class Device(Host):
+class FakeDevice(Device):
     """A CPU with graphs, which notes what they do."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.did: list[str] = []
 
     def graph(self) -> Any:
@@ -31,7 +32,7 @@ class Device(Host):
 
 def run(keys: str) -> list[str]:
     """What is done in calls with these keys, one character each; results name the call that made them."""
-    device = Device()
+    device = FakeDevice()
     recorded: Recorded[int] = Recorded(device)
     found = []
     for number, key in enumerate(keys):

@@ -16,7 +16,7 @@ from opt_distributed.comm.threads import World
 from opt_stack import Optimizer, OptimizerConfig, get_optimizer
 
 
-class _Queued(device.Host):
+class _Queued(device.Device):
     """A host that reports errors as late as an accelerator does."""
 
     is_asynchronous = True

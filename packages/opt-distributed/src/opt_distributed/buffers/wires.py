@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
-from opt_distributed.comm.device import Device, Event, Host
+from opt_distributed.comm.device import Device, Event
 from opt_distributed.comm.groups import Axes
 from opt_distributed.layout import Bucket
 
@@ -124,7 +124,7 @@ def to_owners(wire: Wire, bucket: Bucket, comm: Comm) -> Wire:
     return SumToOwners(wire, comm, bucket) if bucket.cuts else wire
 
 
-_HOST = Host()
+_HOST = Device()
 
 
 class CollectiveError(RuntimeError):

@@ -1,7 +1,7 @@
 """`Device`: streams, events, graphs, pinned memory, and memory that is freed while work on it is queued.
 
 No other module of this package uses streams or events directly. On an accelerator, an operation returns before it has
-run. On a CPU it is complete when it returns, so that most methods of `Host` do nothing. The tests have
+run. On a CPU it is complete when it returns, so that most methods of `Device` do nothing. The tests have
 a third implementation: a CPU that runs its operations later (`integration_tests/testing/fake_accelerator`).
 """
 
@@ -19,23 +19,11 @@ class GraphError(ValueError):
     """The device does not support graphs, or work cannot be captured."""
 
 
-class Graph(Protocol):
-    """Captured work of one device, which can be replayed any number of times on the same memory."""
+class Graph:
+    """Captured work of one CUDA device, which can be replayed any number of times on the same memory.
 
-    def capture(self) -> AbstractContextManager[None]:
-        """Record the operations inside without running them, in place of an earlier capture.
-
-        Inside, the host must not read from the device, upload to it, or wait for events recorded before.
-        """
-        ...
-
-    def replay(self) -> None:
-        """Queue the recorded work to the current stream."""
-        ...
-
-
-class CudaGraph:
-    """`torch.cuda.CUDAGraph`, with a memory pool of its own for tensors that the recorded work allocates."""
+    A `torch.cuda.CUDAGraph`, with a memory pool of its own for tensors that the recorded work allocates.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -43,6 +31,10 @@ class CudaGraph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
+        """Record the operations inside without running them, in place of an earlier capture.
+
+        Inside, the host must not read from the device, upload to it, or wait for events recorded before.
+        """
         graph = torch.cuda.CUDAGraph()
         # Restricted to this thread, because NCCL's watchdog thread queries events meanwhile.
         with torch.cuda.device(self._device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -50,14 +42,10 @@ class CudaGraph:
         self._graph = graph
 
     def replay(self) -> None:
+        """Queue the recorded work to the current stream."""
         assert self._graph is not None
         with torch.cuda.device(self._device):
             self._graph.replay()
-
-
-def refuse(device: torch.device) -> GraphError:
-    """The error of a device that does not support graphs."""
-    return GraphError(f"graphs on device {str(device)!r}: only cuda devices have them; run without")
 
 
 class Event(Protocol):
@@ -80,65 +68,151 @@ class Stream(Protocol):
         ...
 
 
-class Device(Protocol):
-    """The device of the tensors: the order of its work, and copies to and from the host."""
+class _Done:
+    """The only stream and the only event of a CPU, where operations are complete when they return."""
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether operations may return before they have run."""
-        ...
+    def record_event(self) -> "_Done":
+        return self
+
+    def wait_event(self, event: Any) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+
+_DONE = _Done()
+
+
+class Device:
+    """The device of the tensors: the order of its work, and copies to and from the host. This class is a CPU."""
+
+    is_asynchronous = False  # whether operations may return before they have run
+
+    def __init__(self, device: torch.device = torch.device("cpu")):
+        self._device = device
 
     def current_stream(self) -> Stream:
         """The stream to which operations are queued at present."""
-        ...
+        return _DONE
 
     def side_stream(self) -> Stream:
         """The one stream for work that must not delay the compute stream."""
-        ...
+        return _DONE
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
         """Queue the operations inside to `stream`."""
-        ...
+        return nullcontext()
 
     def reaches(self, event: Any, *, within: float) -> bool:
         """Wait at most `within` seconds for the event of a stream. Return whether all work before it has run."""
-        ...
+        return True
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         """Allocate uninitialised pinned host memory: copies to it from the device need not block the host."""
-        ...
+        return torch.empty_like(tensor)
 
     def upload(self, tensor: Tensor) -> Tensor:
         """Copy a host tensor to the device without blocking the host."""
-        ...
+        return tensor
 
     def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """Allocate (numel,) uninitialised host memory. Copies between pinned memory and the device need not block."""
-        ...
+        return torch.empty(numel, dtype=dtype)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to host memory and wait for the copy. On a CPU, return the tensor itself."""
-        ...
+        return tensor
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in device memory rather than host memory. Always true on a CPU."""
-        ...
+        return True
 
     def on_host(self) -> AbstractContextManager[None]:
         """Operations inside use host memory only, so that nothing is queued."""
-        ...
+        return nullcontext()
 
     def release_(self, tensor: Tensor) -> None:
-        """Free the memory of `tensor` and of all its views. The current stream may still have work queued on it."""
-        ...
+        """Free the memory of `tensor` and of all its views. The current stream may still have work queued on it.
+
+        Works with every allocator of torch.
+        """
+        tensor.untyped_storage().resize_(0)
 
     def take_back_(self, tensor: Tensor) -> None:
         """Allocate the memory of `tensor` and of its views again, uninitialised."""
-        ...
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
     def graph(self) -> Graph:
         """Return an empty graph. Raises GraphError if the device does not support graphs."""
-        ...
+        if self._device.type != "cuda":
+            raise GraphError(f"graphs on device {str(self._device)!r}: only cuda devices have them; run without")
+        return Graph(self._device)
+
+
+class Accelerator(Device):
+    """A device of the type that `torch.accelerator` uses."""
+
+    is_asynchronous = True
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._side: torch.Stream | None = None
+
+    def current_stream(self) -> Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def side_stream(self) -> Stream:
+        if self._side is None:
+            self._side = torch.Stream(self._device)
+        return self._side
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, torch.Stream)
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def reaches(self, event: Any, *, within: float) -> bool:
+        if self._is_capturing():
+            return False  # a query would end the capture with an error
+        deadline = time.monotonic() + within
+        try:
+            while not event.query():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+        except RuntimeError:  # the device has failed, or this process was forked from the one that uses it
+            return False
+        return True
+
+    def pinned_like(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        if self._is_capturing():
+            raise GraphError(
+                f"upload of a host tensor of shape {tuple(tensor.shape)} while a graph is captured: every replay would "
+                "copy from memory that has been freed by then; upload it before the capture"
+            )
+        # torch's pinned-memory allocator does not reuse the source before the copy has run.
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor.cpu()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type
+
+    def _is_capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:
@@ -164,142 +238,7 @@ class HostCopy:
         return self._copy
 
 
-class _Done:
-    """The only stream and the only event of a CPU, where operations are complete when they return."""
-
-    def record_event(self) -> "_Done":
-        return self
-
-    def wait_event(self, event: Any) -> None:
-        return None
-
-    def synchronize(self) -> None:
-        return None
-
-
-_DONE = _Done()
-
-
-class _OwnsMemory:
-    """Frees and allocates memory by resizing the storage, which works with every allocator of torch."""
-
-    def release_(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
-    def take_back_(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-
-class Host(_OwnsMemory):
-    """A CPU."""
-
-    is_asynchronous = False
-
-    def current_stream(self) -> Stream:
-        return _DONE
-
-    def side_stream(self) -> Stream:
-        return _DONE
-
-    def on(self, stream: Stream) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def reaches(self, event: Any, *, within: float) -> bool:
-        return True
-
-    def pinned_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor)
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def holds(self, tensor: Tensor) -> bool:
-        return True
-
-    def on_host(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def graph(self) -> Graph:
-        raise refuse(torch.device("cpu"))
-
-
-class Accelerator(_OwnsMemory):
-    """A device of the type that `torch.accelerator` uses."""
-
-    is_asynchronous = True
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._side: torch.Stream | None = None
-
-    def current_stream(self) -> Stream:
-        return torch.accelerator.current_stream(self._device)
-
-    def side_stream(self) -> Stream:
-        if self._side is None:
-            self._side = torch.Stream(self._device)
-        return self._side
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        assert isinstance(stream, torch.Stream)
-        before = torch.accelerator.current_stream(self._device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-
-    def reaches(self, event: Any, *, within: float) -> bool:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # a query would end the capture with an error
-        deadline = time.monotonic() + within
-        try:
-            while not event.query():
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.001)
-        except RuntimeError:  # the device has failed, or this process was forked from the one that uses it
-            return False
-        return True
-
-    def pinned_like(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
-
-    def upload(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise GraphError(
-                f"upload of a host tensor of shape {tuple(tensor.shape)} while a graph is captured: every replay would "
-                "copy from memory that has been freed by then; upload it before the capture"
-            )
-        # torch's pinned-memory allocator does not reuse the source before the copy has run.
-        return tensor.pin_memory().to(self._device, non_blocking=True)
-
-    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu()
-
-    def holds(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type
-
-    def on_host(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def graph(self) -> Graph:
-        if self._device.type != "cuda":
-            raise refuse(self._device)
-        return CudaGraph(self._device)
-
-
 @cache
 def device_of(device: torch.device) -> Device:
     """Return the `Device` of a torch device."""
-    return Host() if device.type in ("cpu", "meta") else Accelerator(device)
+    return Device(device) if device.type in ("cpu", "meta") else Accelerator(device)
