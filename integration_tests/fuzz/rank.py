@@ -30,7 +30,7 @@ from fuzz.gradients import first_weight, local_gradient, part, tokens
 from opt_config import ParamKey
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import ProcessGroups, Roles
-from opt_distributed.finalize import Peers, finalize_model_grads
+from opt_distributed.finalize import finalize_model_grads
 from opt_distributed.step import StepResult
 from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_groups
 
@@ -249,11 +249,8 @@ class Run:
         needs = self.setup.per_token or any(param.over_tp or param.tied for param in self.case.params)
         if not (self.setup.wrapped and needs):
             return
-        peers: Any = self.groups
-        if isinstance(peers, Roles):
-            peers = Peers(tensor=peers.dense.tp, expert_tensor=peers.expert.tp, embedding=peers.embedding)
         count = tokens(self.case, step, self.place.replica) if self.setup.per_token else None
-        finalize_model_grads(self.models, count, peers)
+        finalize_model_grads(self.models, count, self.groups)
 
     def _steps(self) -> dict[str, int]:
         """Updates that each parameter had, as far as this rank keeps its state."""

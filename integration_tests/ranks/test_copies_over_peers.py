@@ -75,7 +75,7 @@ class Place(NamedTuple):
         role = {
             "shared_embedding": "embedding",
             "shared_position_embedding": "positions",
-            "pipeline_parallel": "stages",
+            "pipeline_parallel": "pp",
         }
         known: dict[str, Any] = {role[mark]: self.peer} if mark in role and knows_stages else {}
         return Roles(dense=axes, expert=axes, everyone=self.world, **known)

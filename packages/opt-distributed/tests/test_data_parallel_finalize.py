@@ -13,7 +13,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
-from opt_distributed.finalize import Peers, finalize_model_grads
+from opt_distributed.finalize import finalize_model_grads
 
 CONFIGS = {
     "replicated": DistributedDataParallelConfig(),
@@ -61,7 +61,7 @@ def test_tensor_parallel_ranks_sum_partial_gradients_and_average_equal_ones(
         tp, dp = divmod(comm.rank, 2)
         ddp = DistributedDataParallel(config, Scales(), groups=over(ThreadComm(rows[tp], dp)))
         backward(ddp(10.0**comm.rank))
-        finalize_model_grads([ddp], pg_collection=Peers(tensor=ThreadComm(columns[dp], tp)))
+        finalize_model_grads([ddp], pg_collection={"tp": ThreadComm(columns[dp], tp)})
         return owned_values(ddp)
 
     found = run_threads(4, rank_main)
@@ -99,7 +99,7 @@ def test_stages_sum_the_gradients_of_the_tied_embedding(config: DistributedDataP
         )
         embedding = RecordingComm(ThreadComm(columns[dp], stage))
         backward(ddp(10.0**comm.rank))
-        finalize_model_grads([ddp], pg_collection=Peers(embedding=embedding))
+        finalize_model_grads([ddp], pg_collection={"embd": embedding})
         return owned_values(ddp), sum(call.numel for call in embedding.calls)
 
     found = run_threads(4, rank_main)
@@ -142,7 +142,7 @@ def test_stages_sum_what_all_chunks_hold_and_the_position_embedding(config: Dist
         for number, chunk in enumerate(chunks):
             backward(chunk(10.0**comm.rank * (1 + number)))
         column = ThreadComm(columns[dp], stage)
-        finalize_model_grads(chunks, pg_collection=Peers(stages=column, positions=column))
+        finalize_model_grads(chunks, pg_collection={"pp": column, "pos_embd": column})
         return [owned_values(chunk) for chunk in chunks]
 
     found = run_threads(4, rank_main)
@@ -170,7 +170,7 @@ def test_norms_of_queries_and_keys_are_partial_if_the_caller_says_so(qk_layernor
         norms = nn.ModuleDict({name: nn.RMSNorm(8) for name in ("q_layernorm", "k_layernorm", "input_layernorm")})
         ddp = DistributedDataParallel(CONFIGS["flat"], norms, groups=over(Alone()))
         backward(torch.stack([param.sum() * 10.0**comm.rank for param in norms.parameters()]).sum())
-        finalize_model_grads([ddp], pg_collection=Peers(tensor=comm), qk_layernorm=qk_layernorm)
+        finalize_model_grads([ddp], pg_collection={"tp": comm}, qk_layernorm=qk_layernorm)
         return owned_values(ddp)
 
     for rank, values in enumerate(run_threads(2, rank_main)):
@@ -203,7 +203,7 @@ def test_router_biases_follow_the_tokens_of_all_ranks_that_route_with_them() -> 
         without.expert_bias = None
         routers = nn.ModuleList([Router(tokens[tp, dp].clone()), without, Router(tokens[tp, dp].double())])
         ddp = DistributedDataParallel(CONFIGS["flat"], routers, groups=over(ThreadComm(rows[tp], dp)))
-        peers = Peers(tensor=ThreadComm(columns[dp], tp))
+        peers = {"tp": ThreadComm(columns[dp], tp)}
         finalize_model_grads([ddp], pg_collection=peers, router_bias_update_rate=0.25)
         assert without.local_tokens_per_expert.equal(tokens[tp, dp])
         assert not any(routers[i].local_tokens_per_expert.any() for i in (0, 2))
@@ -227,7 +227,7 @@ def test_gradients_are_divided_by_the_tokens_of_all_replicas_as_the_last_stage_c
         ddp = DistributedDataParallel(config, Stage(3, 3), groups=groups, calculate_per_token_loss=True)
         backward(ddp(12.0 * (1 + dp)))
         tokens = torch.tensor([3.0 + 2.0 * dp if stage == 1 else 999.0])  # the first stage knows nothing
-        finalize_model_grads([ddp], tokens, pg_collection=Peers(stages=ThreadComm(columns[dp], stage)))
+        finalize_model_grads([ddp], tokens, pg_collection={"pp": ThreadComm(columns[dp], stage)})
         assert tokens.item() in (3, 5, 999)
         return owned_values(ddp)
 
@@ -258,7 +258,7 @@ def test_tokens_may_be_a_number_and_groups_come_third() -> None:
     ddp(torch.ones(2, 3)).sum().backward()
     ddp.start_grad_sync()
     before = [param.main_grad.clone() for param in ddp.parameters()]
-    finalize_model_grads([ddp], 4, Peers())
+    finalize_model_grads([ddp], 4, {})
     assert all(torch.equal(param.main_grad, grad / 4) for param, grad in zip(ddp.parameters(), before))
     assert any(grad.any() for grad in before)
 

@@ -14,8 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from opt_distributed import ProcessGroupError
 from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of
 from opt_distributed.comm import groups as process_groups
-from opt_distributed.comm.groups import roles_of
-from opt_distributed.finalize import Peers
+from opt_distributed.comm.groups import PEERS, peers_of, roles_of
 
 
 @contextmanager
@@ -115,7 +114,7 @@ def test_groups_that_would_leave_replicas_out_of_a_reduction_are_refused(message
     with fake_world(2):
         made = CONTRADICTIONS[message]()
         made.mp = made.tp_ep_pp = None
-        if "expt_dp" not in made._groups:
+        if "expt_dp" not in made.roles:
             made.expt_dp = made.dp
         with pytest.raises(ProcessGroupError, match=message):
             roles_of(made, sharded=False)
@@ -126,21 +125,11 @@ def test_a_role_that_does_not_exist_is_refused() -> None:
         ProcessGroups(data=None)
 
 
-PEERS = {
-    "tensor": "tp",
-    "expert_tensor": "expt_tp",
-    "embedding": "embd",
-    "positions": "pos_embd",
-    "stages": "pp",
-}
-
-
-@pytest.mark.parametrize("peers", PEERS)
-def test_gradients_are_finalized_over_the_group_of_each_role(peers: str) -> None:
+@pytest.mark.parametrize("role", PEERS)
+def test_gradients_are_finalized_over_the_group_of_each_role(role: str) -> None:
     with fake_world(4):
-        found = Peers.of_groups(groups(**{PEERS[peers]: [0, 3]}))
-        assert ranks(getattr(found, peers)) == [0, 3]
-        assert all(isinstance(getattr(found, other), Alone) for other in PEERS if other != peers)
+        (found,) = peers_of(groups(**{role: [0, 3]})).items()
+        assert (found[0], ranks(found[1])) == (role, [0, 3])
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------

@@ -1,19 +1,18 @@
 """`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_, update_router_biases_
+from opt_distributed.buffers.peers import Part, marks_of, sum_over_peers_, update_router_biases_
 from opt_distributed.buffers.stored import UnusableGradientError
-from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import ProcessGroups, Roles, groups_of_collection
+from opt_distributed.comm.collectives import ALONE, Comm
+from opt_distributed.comm.groups import ProcessGroups, Roles, groups_of_collection, peers_of
 
-__all__ = ["ROUTER_BIAS_UPDATE_RATE", "Peers", "finalize_model_grads", "unfinalized"]
-
-Groups = ProcessGroups | Roles | Peers | None
+Groups = ProcessGroups | Roles | Mapping[str, Comm] | None
 ROUTER_BIAS_UPDATE_RATE = 1e-3
 """The default of Megatron-Core and of the paper (see `routers`)."""
 
@@ -51,8 +50,8 @@ def finalize_model_grads(
         model_chunks: the chunks of this rank.
         num_tokens: tokens in this rank's losses of the iteration, a number or a tensor of shape () or (1,). Only the
             value on the last stage is used. None: losses are means.
-        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd` and `pp` are used), or `Peers`.
-            None: the groups that the first chunk was wrapped with.
+        pg_collection: process groups by role (`tp`, `expt_tp`, `embd`, `pos_embd` and `pp` are used), or a mapping of
+            roles to `Comm`. None: the groups that the first chunk was wrapped with.
         qk_layernorm: each rank applies parameters with `q_layernorm` or `k_layernorm` in their names to its own heads,
             so that their gradients are partial even without sequence parallelism. None: `config.qk_layernorm` of the
             modules decides, as in Megatron-Core.
@@ -65,22 +64,47 @@ def finalize_model_grads(
         CollectiveError: a reduction failed, or exceeded the timeout of its group.
     """
     chunks = tuple(model_chunks)
-    _check(chunks, num_tokens)
-    given = chunks[0].roles if pg_collection is None and chunks else pg_collection
-    peers = _peers(given)
+    for index, chunk in enumerate(chunks):
+        if not isinstance(chunk, DistributedDataParallel):
+            raise ValueError(
+                f"model chunk {index} is a {type(chunk).__name__}; wrap it in DistributedDataParallel, or leave plain "
+                "modules to the optimizer's step"
+            )
+        if num_tokens is not None and not chunk.calculate_per_token_loss:
+            raise ValueError(
+                f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
+                "calculate_per_token_loss=True"
+            )
+    peers = _peers(chunks[0].roles if pg_collection is None and chunks else pg_collection)
     if qk_layernorm is None:
         qk_layernorm = any(chunk.qk_layernorm for chunk in chunks)
-    _check_peers(chunks, given, peers, qk_layernorm=qk_layernorm)
+    _check_peers(chunks, peers, qk_layernorm=qk_layernorm)
     for chunk in chunks:
         chunk.finish_grad_sync()
     incomplete = [chunk for chunk in chunks if not chunk.num_finalized]
-    sum_over_peers_(_owned(incomplete), peers, qk_layernorm=qk_layernorm)
+    parts = (  # that this rank owns of the gradients, in the order of the layouts
+        Part(chunk.metas[piece.id], buffer.memory.grad_piece(piece.id, piece.of_param))
+        for chunk in incomplete
+        for buffer in chunk.synced_buffers
+        for piece in buffer.owned()
+    )
+    sum_over_peers_(parts, peers, qk_layernorm=qk_layernorm)
     for chunk in incomplete:
         chunk.num_finalized = len(chunks)
-    update_router_biases_(chunks, rate=router_bias_update_rate, comms=[peers.tensor, *_replicas(chunks)])
+    replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
+    update_router_biases_(chunks, rate=router_bias_update_rate, comms=[peers.get("tp", ALONE), *replicas])
     unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
-    if num_tokens is not None and unscaled:
-        _divide_by_tokens_(unscaled, num_tokens, peers)
+    if num_tokens is None or not unscaled:
+        return
+    device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
+    total = torch.as_tensor(num_tokens, device=device).detach().to(torch.float32, copy=True)
+    stages = peers.get("pp", ALONE)
+    stages.broadcast_(total, src=stages.size - 1)
+    for comm in replicas:
+        comm.all_reduce_(total)
+    factor = total.clamp(min=1).reciprocal()  # without tokens, gradients are zeros
+    for chunk in unscaled:
+        chunk.scale_gradients(factor)
 
 
 def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> UnusableGradientError | None:
@@ -92,10 +116,12 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
     for chunk in chunks:
         for meta in chunk.marked if chunk.num_finalized < len(chunks) else ():
             qk_layernorm, num_chunks = chunk.qk_layernorm, len(chunks)
-            of_both = (
-                marks_of(meta, r, qk_layernorm=qk_layernorm, num_chunks=num_chunks) for r in (roles, chunk.roles)
-            )
-            mark = next((mark for marks in of_both for mark in marks), None)
+            of_both = [
+                mark
+                for known in (roles, chunk.roles)
+                for mark in marks_of(meta, known, qk_layernorm=qk_layernorm, num_chunks=num_chunks)
+            ]
+            mark = of_both[0] if of_both else None
             if mark is not None and (not chunk.num_finalized or meta.pipeline_parallel):
                 return UnusableGradientError(
                     f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies "
@@ -112,64 +138,21 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
     return None
 
 
-def _peers(given: Groups) -> Peers:
-    if given is None or isinstance(given, Peers):
-        return given or Peers()
-    if isinstance(given, Roles):
-        return Peers.of_roles(given)
-    return Peers.of_groups(given if isinstance(given, ProcessGroups) else groups_of_collection(given))
+def _peers(given: Any) -> Mapping[str, Comm]:
+    if isinstance(given, Mapping):
+        return given
+    return peers_of(given if given is None or isinstance(given, ProcessGroups | Roles) else groups_of_collection(given))
 
 
-def _check_peers(chunks: Sequence[DistributedDataParallel], given: Groups, peers: Peers, *, qk_layernorm: bool) -> None:
+def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, Comm], *, qk_layernorm: bool) -> None:
     """Raise ValueError if a gradient needs a sum over a group that is not given."""
     for chunk in chunks:
         for meta in chunk.marked:
             for mark in marks_of(meta, chunk.roles, qk_layernorm=qk_layernorm):
-                # A group that neither the wrapper nor the caller knows is an error, unless the caller said it is none.
-                is_known = mark.comm is not None or isinstance(given, Roles)
-                is_set = isinstance(given, Peers) or mark.role in getattr(given, "roles", ())
-                if peers.of_role(mark.role).size == 1 and (is_known or not is_set):
+                # A group of one rank is accepted if the wrapper does not know a larger one.
+                if mark.role not in peers or (mark.comm is not None and peers[mark.role].size == 1):
                     raise ValueError(
                         f"parameter {str(meta.id)!r} is marked {mark.attr}, but the group {mark.role} is not given; "
                         "pass pg_collection=opt_stack.ProcessGroups(...) with it to finalize_model_grads or to "
                         f"DistributedDataParallel ({mark.role}=None if this rank holds the only copy)"
                     )
-
-
-def _owned(chunks: Sequence[DistributedDataParallel]) -> Iterator[Part]:
-    """The parts that this rank owns of the gradients, in the order of the layouts."""
-    for chunk in chunks:
-        for buffer in chunk.synced_buffers:
-            for piece in buffer.owned():
-                yield Part(chunk.metas[piece.id], buffer.memory.grad_piece(piece.id, piece.of_param))
-
-
-def _divide_by_tokens_(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int, peers: Peers) -> None:
-    """Divide gradients by the total number of tokens, or by 1 if there are none."""
-    device = next((param.device for chunk in chunks for param in chunk.parameters()), None)
-    total = torch.as_tensor(num_tokens, device=device).detach().to(torch.float32, copy=True)
-    peers.stages.broadcast_(total, src=peers.stages.size - 1)
-    for comm in _replicas(chunks):
-        comm.all_reduce_(total)
-    factor = total.clamp(min=1).reciprocal()
-    for chunk in chunks:
-        chunk.scale_gradients(factor)
-
-
-def _replicas(chunks: Sequence[DistributedDataParallel]) -> Sequence[Comm]:
-    """The groups of data-parallel ranks, over which sums are taken in order."""
-    return [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
-
-
-def _check(chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | int | None) -> None:
-    for index, chunk in enumerate(chunks):
-        if not isinstance(chunk, DistributedDataParallel):
-            raise ValueError(
-                f"model chunk {index} is a {type(chunk).__name__}; wrap it in DistributedDataParallel, or leave plain "
-                "modules to the optimizer's step"
-            )
-        if num_tokens is not None and not chunk.calculate_per_token_loss:
-            raise ValueError(
-                f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
-                "calculate_per_token_loss=True"
-            )

@@ -1,58 +1,18 @@
-"""`Peers`: ranks with other parts of the same model, and the sums over them that complete a gradient."""
+"""Sums over peers, ranks with other parts of the same model, that complete a gradient; biases of routers."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.wires import CollectiveError
-from opt_distributed.comm.collectives import Alone, Comm, comm_of, sum_together_
-from opt_distributed.comm.groups import ProcessGroups, Roles
+from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
+from opt_distributed.comm.groups import Roles, peers_of
 from opt_paramgroups import ParamMeta
 
 QK_NORMS = ("q_layernorm", "k_layernorm")
 """Parts of the names of norms that every tensor-parallel rank applies to its own heads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peers:
-    """The ranks that hold other parts of the same model; worlds of one if there are none."""
-
-    tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of dense parameters
-    expert_tensor: Comm = field(default_factory=Alone)  # tensor-parallel peers of experts
-    embedding: Comm = field(default_factory=Alone)  # stages that hold the tied embedding
-    positions: Comm = field(default_factory=Alone)  # stages that hold the position embedding
-    stages: Comm = field(default_factory=Alone)  # pipeline stages; the last one knows the loss
-
-    @classmethod
-    def of_groups(cls, groups: ProcessGroups) -> "Peers":
-        """Derive the peers from process groups by role."""
-        return cls(
-            tensor=comm_of(groups.tp),
-            expert_tensor=comm_of(groups.expt_tp),
-            embedding=comm_of(groups.embd),
-            positions=comm_of(groups.pos_embd),
-            stages=comm_of(groups.pp),
-        )
-
-    @classmethod
-    def of_roles(cls, roles: Roles) -> "Peers":
-        """The peers that the roles of a step know; worlds of one where they know none."""
-        return cls(
-            tensor=roles.dense.tp,
-            expert_tensor=roles.expert.tp,
-            embedding=roles.embedding or Alone(),
-            positions=roles.positions or Alone(),
-            stages=roles.stages or Alone(),
-        )
-
-    def of_role(self, role: str) -> Comm:
-        """The ranks of one role of `ProcessGroups`."""
-        fields = {"tp": "tensor", "expt_tp": "expert_tensor", "embd": "embedding", "pos_embd": "positions"}
-        comm: Comm = getattr(self, fields.get(role, "stages"))
-        return comm
 
 
 class Mark(NamedTuple):
@@ -77,23 +37,23 @@ def is_marked(meta: ParamMeta) -> bool:
 
 def marks_of(meta: ParamMeta, roles: Roles, *, qk_layernorm: bool = False, num_chunks: int = 1) -> list[Mark]:
     """Why the gradient of a parameter must be summed or averaged over other ranks; empty if it must not."""
-    axes, tp = (roles.expert, "expt_tp") if meta.is_expert else (roles.dense, "tp")
+    tp, peers = "expt_tp" if meta.is_expert else "tp", peers_of(roles)
     is_qk_norm = qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)
     over_stages = roles.everyone.size > roles.dense.num_replicas * roles.dense.tp.size  # there are other stages
     found = [
-        Mark(attr, role, comm)
-        for is_marked, attr, role, comm, is_needed in (
-            (meta.sequence_parallel, "sequence_parallel", tp, axes.tp, True),
-            (meta.average_gradients_across_tp, "average_gradients_across_tp_domain", tp, axes.tp, True),
-            (is_qk_norm, "qk_layernorm", tp, axes.tp, True),
-            (meta.shared_embedding, "shared_embedding", "embd", roles.embedding, over_stages),
-            (meta.shared_position_embedding, "shared_position_embedding", "pos_embd", roles.positions, over_stages),
-            (meta.pipeline_parallel, "pipeline_parallel", "pp", roles.stages, over_stages),
+        Mark(attr, role, peers.get(role))
+        for is_marked, attr, role in (
+            (meta.sequence_parallel, "sequence_parallel", tp),
+            (meta.average_gradients_across_tp, "average_gradients_across_tp_domain", tp),
+            (is_qk_norm, "qk_layernorm", tp),
+            (meta.shared_embedding, "shared_embedding", "embd"),
+            (meta.shared_position_embedding, "shared_position_embedding", "pos_embd"),
+            (meta.pipeline_parallel, "pipeline_parallel", "pp"),
         )
-        if is_marked and (is_needed if comm is None else comm.size > 1)
+        if is_marked and (peers[role].size > 1 if role in peers else over_stages)
     ]
     if meta.pipeline_parallel and num_chunks > 1 and not found:
-        found.append(Mark("pipeline_parallel", "pp", Alone()))  # the chunks of this rank hold copies
+        found.append(Mark("pipeline_parallel", "pp", ALONE))  # the chunks of this rank hold copies
     return found
 
 
@@ -104,53 +64,50 @@ class Part(NamedTuple):
     value: Tensor  # contiguous, updated
 
 
-def sum_over_peers_(parts: Iterable[Part], peers: Peers, *, qk_layernorm: bool = False) -> None:
-    """Replace parts of gradients by their sums or means over peers. Collective; all peers pass equal parts, in order.
+def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_layernorm: bool = False) -> None:
+    """Replace parts of gradients by their sums or means over `peers`, which are groups by role.
 
-    Writes the parts of marked parameters: sums of `pipeline_parallel` ones over stages, and over the chunks of a stage;
-    sums of `sequence_parallel` ones over tensor-parallel ranks, or means of `average_gradients_across_tp_domain` ones,
-    which takes precedence, as in Megatron-Core; sums of tied embeddings and position embeddings over their stages.
+    Collective; all peers pass equal parts, in order. Writes the parts of marked parameters: sums of `pipeline_parallel`
+    ones over stages, and over the chunks of a stage; sums of `sequence_parallel` ones over tensor-parallel ranks, or
+    means of `average_gradients_across_tp_domain` ones, which takes precedence, as in Megatron-Core; sums of tied
+    embeddings and position embeddings over their stages.
 
     Raises:
         CollectiveError: a sum failed, or exceeded the timeout of its group.
     """
+    # Stages may hold copies in another order, because the other parameters of a stage decide on its layout.
     of_model = list(parts)
-
-    def chosen(is_chosen: Callable[[ParamMeta], bool]) -> list[Tensor]:
-        # Stages may hold copies in another order, because the other parameters of a stage decide on its layout.
-        found = [part for part in of_model if is_chosen(part.meta)]
-        return [part.value for part in sorted(found, key=lambda part: (part.meta.shape, part.meta.id.name))]
-
-    def is_partial(meta: ParamMeta) -> bool:
-        return meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS))
-
+    by_shape = sorted(of_model, key=lambda part: (part.meta.shape, part.meta.id.name))
+    copies: dict[str, list[Tensor]] = {}
+    for meta, value in of_model:
+        if meta.pipeline_parallel:
+            copies.setdefault(meta.id.name, []).append(value)
     try:
-        _sum_over_stages_([part for part in of_model if part.meta.pipeline_parallel], peers.stages)
-        for is_expert, comm in ((False, peers.tensor), (True, peers.expert_tensor)):
-            of_family = [part for part in of_model if part.meta.is_expert == is_expert]
+        for first, *others in copies.values():
+            for other in others:
+                first.add_(other)
+        sum_together_([copies[name][0] for name in sorted(copies)], peers.get("pp", ALONE))
+        for first, *others in copies.values():
+            for other in others:
+                other.copy_(first)
+        for is_expert, role in ((False, "tp"), (True, "expt_tp")):
+            comm, of_family = peers.get(role, ALONE), [part for part in of_model if part.meta.is_expert == is_expert]
             averaged = [value for meta, value in of_family if meta.average_gradients_across_tp]
-            partial = [v for meta, v in of_family if is_partial(meta) and not meta.average_gradients_across_tp]
+            partial = [
+                value
+                for meta, value in of_family
+                if not meta.average_gradients_across_tp
+                and (meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)))
+            ]
             sum_together_(partial, comm)
             sum_together_(averaged, comm, scale=1.0 / comm.size)
-        for grad in chosen(lambda meta: meta.shared_embedding):
-            peers.embedding.all_reduce_(grad)
-        sum_together_(chosen(lambda meta: meta.shared_position_embedding), peers.positions)
+        for meta, value in by_shape:
+            if meta.shared_embedding:
+                peers.get("embd", ALONE).all_reduce_(value)
+        positions = [value for meta, value in by_shape if meta.shared_position_embedding]
+        sum_together_(positions, peers.get("pos_embd", ALONE))
     except Exception as error:  # whatever a backend raises when a peer is gone
         raise CollectiveError(f"sum of gradients over tensor-parallel ranks and stages: {error}") from error
-
-
-def _sum_over_stages_(parts: Sequence[Part], stages: Comm) -> None:
-    """Sum parts with equal names over all chunks of all stages."""
-    copies: dict[str, list[Tensor]] = {}
-    for meta, value in parts:
-        copies.setdefault(meta.id.name, []).append(value)
-    for first, *others in copies.values():
-        for other in others:
-            first.add_(other)
-    sum_together_([copies[name][0] for name in sorted(copies)], stages)
-    for first, *others in copies.values():
-        for other in others:
-            other.copy_(first)
 
 
 # Load balancing without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664) adds a bias to each expert's score when
@@ -170,19 +127,14 @@ def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: S
     """
     if rate < 0:
         raise ValueError(f"router_bias_update_rate={rate}; pass a rate above 0, or 0 to leave biases unchanged")
-    routers = list(_routers(modules))
+    routers = []
+    for inner in (inner for module in modules for inner in module.modules()):
+        bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
+        if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
+            routers.append((bias, tokens))
     for comm in comms:
         sum_together_([tokens for _, tokens in routers], comm)
     for bias, tokens in routers:
         counts = tokens.to(torch.float32)
         bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
         tokens.zero_()
-
-
-def _routers(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Biases and token counts of all routers. Routers whose bias is None are skipped."""
-    for module in modules:
-        for inner in module.modules():
-            bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
-            if isinstance(bias, Tensor) and isinstance(tokens, Tensor):
-                yield bias, tokens

@@ -4,8 +4,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
-from threading import Event
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,38 +47,28 @@ FINISH_SECONDS = 5.0  # for pending collectives; one whose peer has died never c
 RELEASE_SECONDS = 0.1  # for gloo's threads to release the tensors of completed collectives; they need microseconds
 
 
-class Started:
+class _Started:
     """A pending collective. It is kept alive until `wait` was called, even if nothing else refers to it."""
+
+    under_way: ClassVar[set["_Started"]] = set()
 
     def __init__(self, work: Any):
         self.work = work
-        _under_way.add(self)
+        self.under_way.add(self)
 
     def wait(self) -> object:
-        """Return when the result may be read."""
         try:
             return self.work.wait()
         finally:
-            _under_way.discard(self)
-
-
-_under_way: set[Started] = set()
-
-
-def wait_at_exit() -> None:
-    """Let the interpreter wait for collectives before it shuts down. Called by whatever uses a process group."""
-    _is_used.set()
-
-
-_is_used = Event()
+            self.under_way.discard(self)
 
 
 @atexit.register  # at import, so that hooks of scripts, which may destroy groups, run before
 def _finish_collectives() -> None:
-    if not _is_used.is_set():
+    if not TorchComm.is_used:
         return
     deadline = time.monotonic() + FINISH_SECONDS
-    while time.monotonic() < deadline and not all(started.work.is_completed() for started in _under_way):
+    while time.monotonic() < deadline and not all(started.work.is_completed() for started in _Started.under_way):
         time.sleep(0.001)
     time.sleep(RELEASE_SECONDS)
 
@@ -123,11 +112,8 @@ class Comm(Protocol):
     return.
     """
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+    rank: int
+    size: int
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
         """Reduce `x` over all ranks, in place."""
@@ -155,10 +141,10 @@ class Comm(Protocol):
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `Allocate`."""
-        ...
+        return zeros(numel, dtype=dtype, device=device)
 
 
-class Alone:
+class Alone(Comm):
     """A world of one rank."""
 
     rank = 0
@@ -184,9 +170,6 @@ class Alone:
     def gather_objects(self, value: Any) -> list[Any]:
         return [value]
 
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros(numel, dtype=dtype, device=device)
-
 
 ALONE: Comm = Alone()
 
@@ -197,14 +180,16 @@ _OPS = {Op.SUM: dist.ReduceOp.SUM, Op.MAX: dist.ReduceOp.MAX}
 
 
 def _pending(work: Any) -> Pending:
-    return DONE if work is None else Started(work)
+    return DONE if work is None else _Started(work)
 
 
-class TorchComm:
+class TorchComm(Comm):
     """A `torch.distributed` process group to which this rank belongs. `allocate` allocates its buffers."""
 
+    is_used: ClassVar[bool] = False  # in this process, by any group
+
     def __init__(self, group: dist.ProcessGroup, *, allocate: Allocate = zeros):
-        wait_at_exit()
+        TorchComm.is_used = True
         self.group = group
         self.allocates = allocate
         self.rank = dist.get_rank(group)
@@ -285,7 +270,7 @@ def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) 
             start += tensor.numel()
 
 
-class HostComm:
+class HostComm(Comm):
     """A `Comm` for host tensors: copies them to the device and results back. The host waits for every collective."""
 
     def __init__(self, comm: Comm, device: Device):
@@ -323,10 +308,6 @@ class HostComm:
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
 
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros(numel, dtype=dtype, device=device)
-
     def _back(self, x: Tensor, there: Tensor) -> Pending:
-        arrived = self.device.to_host(there)
-        x.view(-1).copy_(arrived.view(-1))
+        x.view(-1).copy_(self.device.to_host(there).view(-1))
         return DONE

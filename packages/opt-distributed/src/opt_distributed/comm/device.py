@@ -89,8 +89,8 @@ class Device:
 
     is_asynchronous = False  # whether operations may return before they have run
 
-    def __init__(self, device: torch.device = torch.device("cpu")):
-        self._device = device
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._device = torch.device(device)
 
     def current_stream(self) -> Stream:
         """The stream to which operations are queued at present."""

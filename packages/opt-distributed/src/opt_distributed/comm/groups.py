@@ -13,17 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm, comm_of
 from opt_distributed.comm.mesh import groups_of_mesh
 
-__all__ = [
-    "ROLES",
-    "Axes",
-    "ProcessGroupCollection",
-    "ProcessGroupError",
-    "ProcessGroups",
-    "Roles",
-    "roles_of",
-    "world",
-]
-
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         "dp": "replicas of the dense parameters",
@@ -56,21 +45,17 @@ class ProcessGroups:
     """
 
     def __init__(self, **groups: dist.ProcessGroup | None):
-        self._groups: dict[str, dist.ProcessGroup | None] = {}
         for role, group in groups.items():
             setattr(self, role, group)
 
     def __setattr__(self, role: str, group: dist.ProcessGroup | None) -> None:
-        if role == "_groups":
-            super().__setattr__(role, group)
-        elif role in ROLES:
-            self._groups[role] = group
-        else:
+        if role not in ROLES:
             raise ProcessGroupError(f"unknown role {role!r} of a process group; roles are {', '.join(ROLES)}")
+        super().__setattr__(role, group)
 
     def __getattr__(self, role: str) -> dist.ProcessGroup | None:
         if role in ROLES:
-            return self._groups.get(role)
+            return None
         raise AttributeError(role)
 
     @classmethod
@@ -85,15 +70,15 @@ class ProcessGroups:
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles that were set, including those set to None."""
-        return tuple(self._groups)
+        return tuple(vars(self))
 
     def first_of(self, *roles: str) -> dist.ProcessGroup | None:
         """The group of the first of `roles` that was set, even to None; None if none of them was set."""
-        return next((self._groups[role] for role in roles if role in self._groups), None)
+        return next((vars(self)[role] for role in roles if role in vars(self)), None)
 
     def require(self, *roles: str, because: str) -> None:
         """Raise ProcessGroupError if any of `roles` was never set."""
-        missing = [role for role in roles if role not in self._groups]
+        missing = [role for role in roles if role not in vars(self)]
         if missing:
             named = "; ".join(f"{role} ({ROLES[role]})" for role in missing)
             raise ProcessGroupError(
@@ -130,17 +115,30 @@ class Roles:
     dense: Axes
     expert: Axes
     everyone: Comm  # all ranks of the model, which must agree on errors
-    pp: Comm = field(default_factory=Alone)  # pipeline stages
     ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
     instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
     embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
     positions: Comm | None = None  # stages that hold the position embedding; None: unknown
-    stages: Comm | None = None  # pipeline stages; None: unknown
+    pp: Comm | None = None  # pipeline stages; None: unknown
 
     @property
     def totals(self) -> Comm:
         """The ranks over which statistics are summed: the instance, or all."""
         return self.everyone if self.instance is None else self.instance
+
+
+PEERS = ("tp", "expt_tp", "embd", "pos_embd", "pp")
+"""Roles of ranks that hold other parts of the same model, over which gradients may have to be summed."""
+
+
+def peers_of(given: "ProcessGroups | Roles | None") -> dict[str, Comm]:
+    """The groups of `PEERS` that are known. A role that is missing was never set."""
+    if given is None:
+        return {}
+    if isinstance(given, ProcessGroups):
+        return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
+    found = zip(PEERS, (given.dense.tp, given.expert.tp, given.embedding, given.positions, given.pp), strict=True)
+    return {role: comm for role, comm in found if comm is not None}
 
 
 def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
@@ -167,26 +165,17 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
-    known = {role: comm_of(groups.first_of(role)) for role in ("embd", "pos_embd", "pp") if role in groups.roles}
-    dense = Axes(
-        dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")),
-        tp=comm_of(groups.tp),
-        inter=inter,
-    )
+    known = peers_of(groups)
+    dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
     return Roles(
         dense=dense,
-        expert=Axes(
-            dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")),
-            tp=comm_of(groups.expt_tp),
-            inter=inter,
-        ),
+        expert=Axes(dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")), tp=comm_of(groups.expt_tp), inter=inter),
         everyone=everyone,
-        pp=comm_of(groups.pp),
         ep=comm_of(groups.ep),
         instance=_instance(groups, dense, everyone),
         embedding=known.get("embd"),
         positions=known.get("pos_embd"),
-        stages=known.get("pp"),
+        pp=known.get("pp"),
     )
 
 
@@ -263,30 +252,27 @@ def _size(group: dist.ProcessGroup | None) -> int:
 
 # Megatron-Core is never imported here: if its state is initialised, its module is loaded already.
 PARALLEL_STATE = "megatron.core.parallel_state"
-_GETTERS: Mapping[str, tuple[str, dict[str, bool]]] = MappingProxyType(
+_GETTERS = MappingProxyType(
     {
-        "dp": ("get_data_parallel_group", {}),
-        "dp_cp": ("get_data_parallel_group", {"with_context_parallel": True}),
-        "intra_dp_cp": (
-            "get_data_parallel_group",
-            {"with_context_parallel": True, "partial_data_parallel": True},
-        ),
-        "expt_dp": ("get_expert_data_parallel_group", {}),
-        "intra_expt_dp": ("get_expert_data_parallel_group", {"partial_expert_data_parallel": True}),
-        "mp": ("get_model_parallel_group", {}),
-        "tp_ep_pp": ("get_expert_tensor_model_pipeline_parallel_group", {}),
-        "tp": ("get_tensor_model_parallel_group", {}),
-        "expt_tp": ("get_expert_tensor_parallel_group", {}),
-        "pp": ("get_pipeline_model_parallel_group", {}),
-        "cp": ("get_context_parallel_group", {}),
-        "ep": ("get_expert_model_parallel_group", {}),
-        "embd": ("get_embedding_group", {}),
-        "pos_embd": ("get_position_embedding_group", {}),
-        "inter_dist_opt": ("get_inter_distributed_optimizer_instance_group", {}),
-        "intra_dist_opt": ("get_intra_distributed_optimizer_instance_group", {}),
+        "dp": "data_parallel",
+        "dp_cp": "data_parallel with_context_parallel",
+        "intra_dp_cp": "data_parallel with_context_parallel partial_data_parallel",
+        "expt_dp": "expert_data_parallel",
+        "intra_expt_dp": "expert_data_parallel partial_expert_data_parallel",
+        "mp": "model_parallel",
+        "tp_ep_pp": "expert_tensor_model_pipeline_parallel",
+        "tp": "tensor_model_parallel",
+        "expt_tp": "expert_tensor_parallel",
+        "pp": "pipeline_model_parallel",
+        "cp": "context_parallel",
+        "ep": "expert_model_parallel",
+        "embd": "embedding",
+        "pos_embd": "position_embedding",
+        "inter_dist_opt": "inter_distributed_optimizer_instance",
+        "intra_dist_opt": "intra_distributed_optimizer_instance",
     }
 )
-"""By role: the function of `parallel_state` that returns the group, and its arguments."""
+"""By role: NAME in `parallel_state.get_NAME_group`, and the arguments that are set to True."""
 
 
 def megatron_is_initialized() -> bool:
@@ -299,10 +285,10 @@ def groups_of_parallel_state() -> ProcessGroups:
     """The groups of Megatron-Core's `parallel_state`. Roles that its version or this run does not have stay unset."""
     state: Any = sys.modules[PARALLEL_STATE]
     groups = ProcessGroups()
-    for role, (name, arguments) in _GETTERS.items():
-        getter = getattr(state, name, None)
+    for role, (name, *flags) in ((role, getter.split()) for role, getter in _GETTERS.items()):
+        getter = getattr(state, f"get_{name}_group", None)
         try:
-            group = None if getter is None else getter(**arguments)
+            group = None if getter is None else getter(**dict.fromkeys(flags, True))
         except (AssertionError, TypeError):  # the group was not created, or this version lacks the argument
             continue
         if group is not None:

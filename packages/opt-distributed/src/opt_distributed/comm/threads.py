@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.collectives import DONE, Op, Pending, Sizes, zeros
+from opt_distributed.comm.collectives import DONE, Comm, Op, Pending, Sizes
 
 TIMEOUT_S = 300.0  # for a rank that waits for another, which may compile sweeps
 
@@ -25,7 +25,7 @@ class World:
         return [ThreadComm(self, rank) for rank in range(self.size)]
 
 
-class ThreadComm:
+class ThreadComm(Comm):
     """One rank's view of a `World`. Sums are computed in rank order, so that results do not depend on timing."""
 
     def __init__(self, world: World, rank: int):
@@ -58,9 +58,6 @@ class ThreadComm:
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self._exchange(value)
-
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros(numel, dtype=dtype, device=device)
 
     def _everyone(self, x: Tensor) -> list[Tensor]:
         return self._exchange(x.detach().clone())

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
-from opt_distributed.buffers.peers import Part, Peers, marks_of, sum_over_peers_
+from opt_distributed.buffers.peers import Part, marks_of, sum_over_peers_
 from opt_distributed.buffers.reduced import ReducedGrads
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Alone, Comm
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm.groups import Axes, Roles, peers_of
 from opt_distributed.comm.mesh import tensor_peers_outside
 from opt_distributed.pieces.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId, ParamMeta
@@ -325,7 +325,7 @@ class PeerSums:
     def __init__(
         self, sources: Iterable[Source], metas: Mapping[ParamId, ParamMeta], roles: Roles, *, qk_layernorm: bool
     ):
-        self._peers, self._qk_layernorm = Peers.of_roles(roles), qk_layernorm
+        self._peers, self._qk_layernorm = peers_of(roles), qk_layernorm
         self._marked: dict[BufferedGrads, list[ParamMeta]] = {}
         ids = marked_ids(metas, roles, qk_layernorm=qk_layernorm)
         for source in sources:

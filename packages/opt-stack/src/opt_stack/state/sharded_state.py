@@ -20,7 +20,7 @@ from opt_checkpoint import (
     groups_to_saved,
 )
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, place_
-from opt_distributed.comm import Axes, Comm, Roles, agree
+from opt_distributed.comm import Alone, Axes, Comm, Roles, agree
 from opt_distributed.saving import MAIN, STEP, check_loaded, read_piece
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
@@ -206,7 +206,7 @@ def axes_of(roles: Roles) -> ModelAxes:
         tp=roles.dense.tp,
         expert_tp=roles.expert.tp,
         ep=roles.ep,
-        pp=roles.pp,
+        pp=roles.pp or Alone(),
         dense=replica(roles.dense),
         expert=replica(roles.expert),
     )
