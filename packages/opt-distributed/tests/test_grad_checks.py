@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
 from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError, grad_checks
+from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError, bucket
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import ThreadComm, World
@@ -75,13 +75,13 @@ def test_large_finite_gradients_are_finite() -> None:
 
 
 def it_is_read_in_backward(patch: pytest.MonkeyPatch) -> None:
-    init = grad_checks.NonfiniteGrads.__init__
+    init = bucket.NonfiniteGrads.__init__
 
     def reading(check: Any, *args: Any, **kwargs: Any) -> None:
         init(check, *args, **kwargs)
         check._value.item()
 
-    patch.setattr(grad_checks.NonfiniteGrads, "__init__", reading)
+    patch.setattr(bucket.NonfiniteGrads, "__init__", reading)
 
 
 def the_verdict_is_read_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_a_gradient_ten_times_the_first_hundred_is_refused(fields: dict[str, Any
     def rank_main(comm: ThreadComm) -> list[str]:
         ddp = wrap(comm, **fields)
         factor = 1.0 if comm.rank == 1 else 0.5
-        for number in range(grad_checks.NUM_ITERATIONS):
+        for number in range(bucket.NUM_ITERATIONS):
             assert iterate(ddp, factor * (2.0 if number == 50 else 1.0)) == ""
         values = [(0.5, 19.9), (0.5, 20.2), (0.5, 19.9), (math.nan, 1.0), (math.inf, 1.0)]
         return [iterate(ddp, pair[comm.rank]) for pair in values]
@@ -156,7 +156,7 @@ def test_a_gradient_ten_times_the_first_hundred_is_refused(fields: dict[str, Any
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_checks, "NUM_ITERATIONS", 2)
+    monkeypatch.setattr(bucket, "NUM_ITERATIONS", 2)
 
 
 @pytest.mark.usefixtures("short")

@@ -15,7 +15,7 @@ from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, over, sgd
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.buffers import UnusableGradientError, grad_checks
+from opt_distributed.buffers import UnusableGradientError, bucket
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
@@ -280,7 +280,7 @@ def test_a_pattern_that_matches_nothing_anywhere_is_refused_on_every_rank() -> N
 
 
 def test_a_step_from_large_gradients_changes_nothing_on_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_checks, "NUM_ITERATIONS", 1)
+    monkeypatch.setattr(bucket, "NUM_ITERATIONS", 1)
 
     def rank_main(comm: ThreadComm) -> None:
         (chunk,), optimizer = build(comm, {"check_for_large_grads": True})

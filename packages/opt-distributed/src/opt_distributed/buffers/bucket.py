@@ -1,6 +1,6 @@
-"""One bucket of gradients in an iteration: accumulating, then being reduced, then reduced."""
+"""One bucket of gradients in an iteration: accumulating, then being reduced, then reduced; checks before its sum."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
@@ -8,7 +8,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.grad_checks import LargestOverReplicas, NonfiniteGrads, largest_norm
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import (
     GradientError,
@@ -18,11 +17,99 @@ from opt_distributed.buffers.stored import (
     is_rebound,
 )
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
-from opt_distributed.comm.collectives import Op
+from opt_distributed.comm.collectives import Op, Pending
+from opt_distributed.comm.device import Device, HostCopy
 from opt_distributed.comm.groups import Axes
+from opt_kernels.backends import grad_stats
 from opt_paramgroups import ParamId
 
 _NO_SUMS: Mapping[ParamId, Tensor] = MappingProxyType({})
+
+
+class LargestOverReplicas:
+    """The largest of one number over all replicas. Its reduction starts on construction, with that of a bucket, so that
+    all ranks launch both in one order."""
+
+    def __init__(self, value: Tensor, axes: Axes, what: str, *, device: Device):
+        self._value = value  # (1,)
+        self._is_staged = axes.inter.size > 1
+        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
+
+    def advance(self) -> None:
+        """Start the reduction over other optimizer instances, if there are any."""
+        if self._is_staged:
+            self._flight.advance()
+
+    def finish(self) -> Tensor:
+        """Return (1,), on the device of the gradients."""
+        self._flight.finish()
+        return self._value
+
+    def _stages(self, axes: Axes) -> Iterator[Pending]:
+        yield axes.dp.all_reduce_(self._value, op=Op.MAX, async_op=True)
+        if self._is_staged:
+            yield axes.inter.all_reduce_(self._value, op=Op.MAX, async_op=True)
+
+
+class NonfiniteGrads(LargestOverReplicas):
+    """Which gradients of a bucket are not finite on this rank, and, as fp32 1 or 0, whether any is not on any rank."""
+
+    def __init__(self, full: Tensor, views: Mapping[ParamId, Tensor], axes: Axes, name: str, *, device: Device):
+        self._name, self._device = name, device
+        self._ids = [id for id, view in views.items() if view.numel()]
+        self._flags = torch.zeros(1, dtype=torch.float32, device=full.device)
+        # On a CPU one reduction over the bucket is enough, unless a parameter must be named.
+        if self._ids and (device.is_asynchronous or not torch.stack(full.aminmax()).isfinite().all()):
+            largest = torch.stack(torch._foreach_norm([views[id] for id in self._ids], torch.inf))
+            self._flags = (~largest.isfinite()).to(torch.float32)
+        super().__init__(self._flags.amax(0, keepdim=True), axes, f"check of {name}", device=device)
+
+    def problem(self) -> UnusableGradientError:
+        """The error, given that some gradient is not finite. The host waits for the flags of this rank."""
+        flags = HostCopy(self._flags, self._device).wait().tolist()
+        bad = [str(id) for id, flag in zip(self._ids, flags, strict=False) if flag]
+        if bad:
+            return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
+        return UnusableGradientError(f"gradients in {self._name} are not finite on another rank")
+
+
+NUM_ITERATIONS = 100
+THRESHOLD = 10.0
+
+
+class LargeGrads:
+    """The limit of one family of buckets, from the norms of their first iterations.
+
+    Like Megatron-Core's `check_for_large_grads` (`rerun_state_machine.is_unexpectedly_large`): the limit is ten times
+    the largest norm of a bucket in the first hundred iterations. Here the norms are the largest over ranks, so that all
+    ranks have one limit and one verdict, and the limit counts iterations rather than buckets. It is not saved: after a
+    resume it is learned again. Infinite and NaN norms are ignored, because `check_for_nan_in_grad` and loss scaling
+    detect them.
+    """
+
+    def __init__(self, buckets: Sequence["GradBucket"]):
+        self.buckets = tuple(buckets)
+        self._num_seen = 0
+        self.largest = 0.0  # norm in the first iterations
+
+    def verdict(self) -> UnusableGradientError | None:
+        """Return the error if a norm of the reduced iteration is too large. The same on all ranks that reduced it.
+
+        The host reads one number, in the step. Iterations without gradients are not counted.
+        """
+        norms = [bucket.norm for bucket in self.buckets if bucket.norm is not None]
+        if not norms:
+            return None
+        value, index = (found.item() for found in torch.cat(norms).max(0))
+        if self._num_seen >= NUM_ITERATIONS and value > THRESHOLD * self.largest:
+            return UnusableGradientError(
+                f"gradients in {self.buckets[int(index)].name} are unexpectedly large: their norm on a rank is "
+                f"{value:.6g}, and {self.largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
+            )
+        if value > 0 and self._num_seen < NUM_ITERATIONS:
+            self._num_seen += 1
+            self.largest = max(self.largest, value)
+        return None
 
 
 class BucketState(Enum):
@@ -31,7 +118,7 @@ class BucketState(Enum):
     ACCUMULATING = auto()  # after `begin`: backward passes add to it
     IN_FLIGHT = auto()  # after `launch`: its memory must not be used
     REDUCED = auto()  # after `finish`: this rank's shard holds the result
-    AWAY = auto()  # after `send_away`: its memory is freed
+    AWAY = auto()  # its memory is freed, until `begin`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +154,9 @@ class GradBucket:
         self.arrivals: dict[ParamId, int] = {}  # gradients added in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
-        self.norm: Tensor | None = None  # (1,) see `largest_norm`, if large gradients are refused
+        self.norm: Tensor | None = None  # (1,) the largest over ranks, in float64, if large gradients are refused
         self._largest_norm: LargestOverReplicas | None = None
-        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, if the step reads it
+        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, if they are refused
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
 
@@ -147,21 +234,22 @@ class GradBucket:
         self._adopt_or_note()
         if self._missing:
             self.problem = self.problem or self._find_assigned()
-        self._round_sums_()
+        for id, total in self.sums.items():
+            self.views[id].copy_(total)
+            bind_main_grad(self.memory.params[id], self.views[id])
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
+        axes, device = self.reduction.axes, self.memory.queues
         if self.reduction.check_for_nan:
-            self._check_for_nan(full)
-        if self.reduction.check_for_large:
-            self._largest_norm = largest_norm(
-                full, self.reduction.axes, f"norm of {self.name}", device=self.memory.queues
-            )
+            self.nonfinite = NonfiniteGrads(full, self.views, axes, self.name, device=device)
+        if self.reduction.check_for_large:  # infinite and NaN norms count as 0
+            norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0).view(1)
+            self._largest_norm = LargestOverReplicas(norm, axes, f"norm of {self.name}", device=device)
         if self.reduction.scale_before != 1.0:
             full.mul_(self.reduction.scale_before)
         what = f"gradient reduction {iteration} of {self.name}"
         wire = self.wire
-        stages = wire.stages(full, self.result)
-        self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
+        self._flight = InFlight(wire.stages(full, self.result), what, device=device, is_staged=wire.is_staged)
 
     def advance(self) -> None:
         """Wait for the present stage of a reduction in several stages and start the next, if one is pending."""
@@ -192,7 +280,12 @@ class GradBucket:
         if self.reduction.scale_after != 1.0:
             self.result.mul_(self.reduction.scale_after)
         self.state = BucketState.REDUCED
-        self.problem = self.problem or self._find_rebound()
+        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
+        if rebound:
+            self.problem = self.problem or UnusableGradientError(
+                f"main_grad of {rebound[0]} was replaced while its bucket was being reduced; call finish_grad_sync() "
+                "before you replace it"
+            )
 
     def begin(self) -> None:
         """Begin an iteration."""
@@ -249,10 +342,6 @@ class GradBucket:
                 "between iterations"
             )
 
-    def send_away(self) -> None:
-        """Note that the memory will be freed, until `begin`."""
-        self.state = BucketState.AWAY
-
     def check_here(self) -> None:
         """Raise GradientError if the gradients' memory was freed."""
         if self.state is BucketState.AWAY:
@@ -280,11 +369,6 @@ class GradBucket:
         except GradientError as error:
             self.problem = self.problem or UnusableGradientError(str(error))
 
-    def _round_sums_(self) -> None:
-        for id, total in self.sums.items():
-            self.views[id].copy_(total)
-            bind_main_grad(self.memory.params[id], self.views[id])
-
     def _find_assigned(self) -> UnusableGradientError | None:
         """A gradient that the caller assigned to ``param.grad``, which no backward pass adds to the buffer."""
         for id in self.ids:
@@ -295,33 +379,3 @@ class GradBucket:
                     "param.main_grad.add_(grad) instead, or call zero_grad() to drop it"
                 )
         return None
-
-    def _find_rebound(self) -> UnusableGradientError | None:
-        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
-        if not rebound:
-            return None
-        return UnusableGradientError(
-            f"main_grad of {rebound[0]} was replaced while its bucket was being reduced; call finish_grad_sync() "
-            "before you replace it"
-        )
-
-    def _check_for_nan(self, full: Tensor) -> None:
-        """Start the check. On an accelerator the step reads its result; on a CPU it is known at once."""
-        queues = self.memory.queues
-        if queues.is_asynchronous:
-            self.nonfinite = NonfiniteGrads(self.views, self.reduction.axes, self.name, device=queues)
-        else:
-            self.problem = self.problem or self._find_nonfinite(full)
-
-    def _find_nonfinite(self, full: Tensor) -> UnusableGradientError | None:
-        """One reduction over the bucket, with one verdict of all replicas; parameters are checked to name them."""
-        largest = torch.stack(full.aminmax()) if full.numel() else full
-        found = 1.0 - largest.isfinite().all().to(torch.float32).view(1)
-        for comm in (self.reduction.axes.dp, self.reduction.axes.inter):
-            comm.all_reduce_(found, op=Op.MAX)
-        if not found.item():
-            return None
-        bad = [str(id) for id, view in self.views.items() if not bool(view.isfinite().all())]
-        if bad:
-            return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
-        return UnusableGradientError(f"gradients in {self.name} are not finite on another rank")

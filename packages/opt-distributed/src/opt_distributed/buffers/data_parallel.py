@@ -4,16 +4,16 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding
-from opt_distributed.buffers.bucket import GradBucket
+from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, SyncedBuffer, make_buffers
-from opt_distributed.buffers.grad_sync import GradHook, GradSync, Reduces, share_order
+from opt_distributed.buffers.grad_sync import GradSync, share_order
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
@@ -240,7 +240,7 @@ class DistributedDataParallel(nn.Module):
         if synchronize:
             self._synchronize()
         for bucket in self.grad_sync.buckets:
-            bucket.send_away()
+            bucket.state = BucketState.AWAY
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
         for sums in self._local_sums:
@@ -392,8 +392,19 @@ class DistributedDataParallel(nn.Module):
             for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
-                hook = GradHook(self.grad_sync, id, accumulator)
+                hook = _grad_hook(self.grad_sync, id, accumulator)
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _grad_hook(grad_sync: GradSync, id: ParamId, accumulator: Tensor) -> Callable[[nn.Parameter], None]:
+    """The hook of a parameter. Python's garbage collector does not see through it: it must not keep the wrapper."""
+    weak = ref(grad_sync)
+
+    def hook(param: nn.Parameter) -> None:
+        if (found := weak()) is not None:
+            found.take(id, param, accumulator)
+
+    return hook
 
 
 def _sharding(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
@@ -425,7 +436,7 @@ def _grad_sync(
             GradBucket(buffer.memory, index, buffer.reduction, sums=buffer.sums.views)
             for buffer, index in _buckets(buffers)
         ],
-        reduces=Reduces.IN_BACKWARD if config.overlap_grad_reduce else Reduces.IN_STEP,
+        in_backward=config.overlap_grad_reduce,
         learns=config.overlap_grad_reduce or config.overlap_param_gather,
         number=chunk,
         before_launch=before_launch,

@@ -12,14 +12,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
-from typing import NamedTuple, Protocol
-from weakref import WeakSet, ref
+from typing import NamedTuple
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
-from opt_distributed.buffers.bucket import BucketState, GradBucket
-from opt_distributed.buffers.grad_checks import LargeGrads, are_bad
+from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads
 from opt_distributed.buffers.stored import (
     GradientError,
     SparseGradientError,
@@ -28,6 +27,7 @@ from opt_distributed.buffers.stored import (
     take_grad_,
 )
 from opt_distributed.comm.collectives import group_of
+from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.groups import from_all_replicas
 from opt_paramgroups import ParamId
 
@@ -42,24 +42,6 @@ class LaunchKey(NamedTuple):
     number: int  # among the chunk's buckets of the family
 
 
-class Chunk(Protocol):
-    """The part of a chunk's `GradSync` that the order uses."""
-
-    buckets: tuple[GradBucket, ...]
-    keys: tuple[LaunchKey, ...]
-    number: int  # of the chunk
-    iteration: int
-    is_started: bool  # whether all its buckets may be launched, complete or not
-    groups: list[object]  # process groups of its reductions
-    before_launch: Callable[[], None]  # starts collectives that precede reductions on every rank
-    launch_order: "LaunchOrder"
-
-    @property
-    def may_launch_early(self) -> bool:
-        """Whether complete buckets may be launched before `finish`."""
-        ...
-
-
 class LaunchOrder:
     """The order of launches of chunks whose iterations begin and end together, such as those of one optimizer.
 
@@ -68,7 +50,7 @@ class LaunchOrder:
     could come between these on one rank and after them on another.
     """
 
-    def __init__(self, chunks: Sequence[Chunk]):
+    def __init__(self, chunks: Sequence["GradSync"]):
         numbers = sorted(chunk.number for chunk in chunks)
         if len(set(numbers)) < len(numbers):
             raise ValueError(
@@ -106,20 +88,20 @@ class LaunchOrder:
                 return
             self._launch(chunk, index)
 
-    def launch_through(self, last: Chunk) -> None:
+    def launch_through(self, last: "GradSync") -> None:
         """Launch all buckets of `last`, complete or not, and, in order, all buckets that precede one of them."""
         pending = list(self._pending())
         own = [position for position, (chunk, _) in enumerate(pending) if chunk is last]
         for chunk, index in pending[: own[-1] + 1] if own else ():
             self._launch(chunk, index)
 
-    def _pending(self) -> Iterator[tuple[Chunk, int]]:
+    def _pending(self) -> Iterator[tuple["GradSync", int]]:
         """Buckets that are not launched yet, in order, except those whose memory was freed."""
         for chunk, index in self._sequence:
             if chunk.buckets[index].state is BucketState.ACCUMULATING:
                 yield chunk, index
 
-    def _launch(self, chunk: Chunk, index: int) -> None:
+    def _launch(self, chunk: "GradSync", index: int) -> None:
         """Launch a bucket, after the previous one has advanced a stage: only one at a time has scratch memory."""
         if self._previous is not None:
             self._previous.advance()
@@ -143,7 +125,7 @@ class LaunchOrder:
         return not others
 
 
-def share_order(chunks: Iterable[Chunk]) -> None:
+def share_order(chunks: Iterable["GradSync"]) -> None:
     """Give one order of launches to `chunks` and to all chunks that share an order with one of them.
 
     Raises:
@@ -156,46 +138,16 @@ def share_order(chunks: Iterable[Chunk]) -> None:
 
 
 # Process groups are global to a process, and so is the order of their collectives: the only state of this module.
-_live: WeakSet[Chunk] = WeakSet()
+_live: WeakSet["GradSync"] = WeakSet()
 _lock = threading.Lock()
 
 
-def register(chunk: Chunk) -> None:
-    """Register a chunk, so that other orders check its groups."""
-    with _lock:
-        _live.add(chunk)
-
-
-def _others(chunks: Sequence[Chunk]) -> list[Chunk]:
+def _others(chunks: Sequence["GradSync"]) -> list["GradSync"]:
     """Live chunks outside of `chunks` that reduce over one of their groups."""
     with _lock:
         live = list(_live)
     groups = [group for chunk in chunks for group in chunk.groups]
     return [one for one in live if one not in chunks and any(group in groups for group in one.groups)]
-
-
-def groups_of(buckets: Iterable[GradBucket]) -> list[object]:
-    """The process groups of these reductions; a `Comm` without a process group is returned itself."""
-    axes = {id(bucket.reduction.axes): bucket.reduction.axes for bucket in buckets}.values()
-    return [group_of(comm) or comm for one in axes for comm in (one.dp, one.inter) if comm.size > 1]
-
-
-class Reduces(Enum):
-    """When a model chunk's buckets are reduced."""
-
-    IN_STEP = auto()  # all in `finish`
-    IN_BACKWARD = auto()  # each as soon as its gradients are complete, from the second iteration on
-
-
-class _Seen(NamedTuple):
-    """What one rank observed of one bucket in the first iteration."""
-
-    time: float  # when it became complete, as a share of the chunk's buckets
-    lacks_gradient: bool  # whether a parameter received none
-
-
-def _nothing() -> None:
-    """Nothing must precede a reduction."""
 
 
 class GradSync:
@@ -211,21 +163,33 @@ class GradSync:
         self,
         buckets: Sequence[GradBucket],
         *,
-        reduces: Reduces,
+        in_backward: bool,  # whether complete buckets are reduced at once, from the second iteration on
         learns: bool,
-        number: int = 0,
-        before_launch: Callable[[], None] = _nothing,
+        number: int,
+        before_launch: Callable[[], None],
     ):
         self.buckets = tuple(buckets)
-        self.reduces = reduces
+        self.in_backward = in_backward
         self.number = number  # of the chunk
-        self.before_launch = before_launch
-        self.groups = groups_of(buckets)
+        self.before_launch = before_launch  # starts collectives that precede reductions on every rank
         self.is_last_microbatch = True
-        self.is_started = False
+        self.is_started = False  # whether all buckets may be launched, complete or not
         self.iteration = 1  # reductions begun, counted from 1
         self._has_to_learn = learns
-        self.large_grads = [LargeGrads(of_family) for of_family in _measured(self.buckets)]
+        self._families = [  # indices of dense buckets, and of those of experts; each has the same on all its replicas
+            family
+            for is_expert in (False, True)
+            if (family := [at for at, bucket in enumerate(buckets) if bucket.reduction.is_expert == is_expert])
+        ]
+        self._axes = [self.buckets[family[0]].reduction.axes for family in self._families]
+        self.groups = [  # of the reductions: process groups, or a `Comm` that has none
+            group_of(comm) or comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1
+        ]
+        self.large_grads = [
+            LargeGrads([self.buckets[at] for at in family])
+            for family in self._families
+            if self.buckets[family[0]].reduction.check_for_large
+        ]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self._has_run = False  # whether a pass of this iteration may have launched buckets on some rank
@@ -233,7 +197,8 @@ class GradSync:
         self._refused: list[UnusableGradientError] = []  # in this iteration, because gradients are too large
         self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
         self.launch_order = LaunchOrder([self])
-        register(self)
+        with _lock:
+            _live.add(self)
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -243,7 +208,7 @@ class GradSync:
     @property
     def may_launch_early(self) -> bool:
         """Whether complete buckets may be launched before `finish`; the same on all ranks."""
-        return self.reduces is Reduces.IN_BACKWARD and not self._has_to_learn and not self._finished
+        return self.in_backward and not self._has_to_learn and not self._finished
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -254,15 +219,29 @@ class GradSync:
         finally:
             self.is_last_microbatch = before
 
-    def check_accumulating(self, id: ParamId) -> None:
-        """Raise GradientError if a gradient of this parameter may not be added now."""
-        self.buckets[self._bucket_of[id]].check_accumulating(id)
+    def take(self, id: ParamId, param: nn.Parameter, accumulator: Tensor) -> None:
+        """Add a gradient that autograd left to its accumulator, and note that it is there.
+
+        A gradient that cannot be used is dropped: `finish` raises, after the reductions that other ranks take part in.
+
+        Raises:
+            GradientError: a gradient of this parameter may not be added now.
+        """
+        bucket = self.buckets[self._bucket_of[id]]
+        bucket.check_accumulating(id)
+        adopt_main_grad_(param, accumulator, str(id))
+        try:
+            take_grad_(param, str(id))
+        except SparseGradientError as error:
+            param.grad = None
+            bucket.problem = bucket.problem or error
+        self._note(id)
 
     def note_forward(self) -> None:
         """Note a forward pass, whose backward may launch buckets on this rank or another."""
         self._has_run = True
 
-    def note(self, id: ParamId) -> None:
+    def _note(self, id: ParamId) -> None:
         """Note that a gradient was added to the buffer. In the last microbatch, launch buckets that are ready."""
         if not self.is_last_microbatch:
             return
@@ -274,15 +253,11 @@ class GradSync:
             self._completed.setdefault(index, len(self._completed))
             self.launch_order.launch_ready()
 
-    def refuse(self, id: ParamId, problem: UnusableGradientError) -> None:
-        """Note that a gradient cannot be used. `finish` raises, after the reductions that other ranks take part in."""
-        bucket = self.buckets[self._bucket_of[id]]
-        bucket.problem = bucket.problem or problem
-
     def start(self) -> None:
         """Launch every bucket, complete or not, as soon as all buckets before it are launched."""
         if not self._finished:
-            self._check_here()
+            for bucket in self.buckets:
+                bucket.check_here()
             self.is_started = True
             self.launch_order.launch_ready()
 
@@ -307,7 +282,8 @@ class GradSync:
                 that no other rank waits for this one.
         """
         if not self._finished:
-            self._check_here()
+            for bucket in self.buckets:
+                bucket.check_here()
             self.launch_order.launch_through(self)
         for index in self.order:
             self.buckets[index].finish()
@@ -346,7 +322,7 @@ class GradSync:
         If only this rank drops one, its reductions met those of the next iteration on other ranks, whose gradients are
         wrong. This exchange then meets the exchange of their step, which fails before it updates anything.
         """
-        for axes in {id(bucket.reduction.axes): bucket.reduction.axes for bucket in self.buckets}.values():
+        for axes in self._axes:
             dropped = from_all_replicas(axes, (self.number, self.iteration))
             if any(other != dropped[0] for other in dropped):
                 raise GradientError(
@@ -355,72 +331,28 @@ class GradSync:
                 )
 
     def _judge_nonfinite(self) -> None:
-        checked = [bucket for index in self.order if (bucket := self.buckets[index]).nonfinite is not None]
-        checks = [bucket.nonfinite for bucket in checked if bucket.nonfinite is not None]
-        if not checks:
-            return
-        for bucket, check, is_bad in zip(checked, checks, are_bad(checks, checked[0].memory.queues), strict=True):
-            if is_bad:
-                bucket.problem = bucket.problem or check.problem()
-
-    def _check_here(self) -> None:
-        for bucket in self.buckets:
-            bucket.check_here()
+        """Refuse buckets with gradients that are not finite on some rank. The host waits once for all of them."""
+        checked = [(bucket, bucket.nonfinite) for bucket in self.buckets if bucket.nonfinite is not None]
+        if checked:
+            found = HostCopy(torch.cat([check.finish() for _, check in checked]), checked[0][0].memory.queues).wait()
+            for (bucket, check), is_bad in zip(checked, found.tolist(), strict=True):
+                if is_bad:
+                    bucket.problem = bucket.problem or check.problem()
 
     def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
         is_expert = self.buckets[index].reduction.is_expert
-        is_late = is_late or self.reduces is Reduces.IN_STEP
-        return LaunchKey(is_late, -self.number, time, is_expert, index)
+        return LaunchKey(is_late or not self.in_backward, -self.number, time, is_expert, index)
 
     def _learn(self) -> None:
+        """Agree with the replicas of each family when its buckets are complete, and which ones may lack a gradient."""
+        keys = list(self.keys)
         for bucket in self.buckets:
             bucket.learn()
-        keys = list(self.keys)
-        for is_expert in (False, True):
-            family = [index for index, bucket in enumerate(self.buckets) if bucket.reduction.is_expert == is_expert]
-            if not family:
-                continue
-            axes = self.buckets[family[0]].reduction.axes
-            reports: list[list[_Seen]] = from_all_replicas(axes, [self._seen(index) for index in family])
-            for index, seen in zip(family, zip(*reports, strict=True), strict=True):
-                keys[index] = self._key(index, time=seen[0].time, is_late=any(one.lacks_gradient for one in seen))
+        for family, axes in zip(self._families, self._axes, strict=True):
+            seen = [(self._completed.get(at, len(keys)) / len(keys), self.buckets[at].lacks_gradient) for at in family]
+            reports: list[list[tuple[float, bool]]] = from_all_replicas(axes, seen)
+            for index, per_rank in zip(family, zip(*reports, strict=True), strict=True):
+                keys[index] = self._key(index, time=per_rank[0][0], is_late=any(lacks for _, lacks in per_rank))
         self.keys = tuple(keys)
         self._has_to_learn = False
         self.launch_order.sort()
-
-    def _seen(self, index: int) -> _Seen:
-        position = self._completed.get(index, len(self.buckets))
-        return _Seen(position / len(self.buckets), self.buckets[index].lacks_gradient)
-
-
-def _measured(buckets: Sequence[GradBucket]) -> Iterator[list[GradBucket]]:
-    """Buckets whose norms are checked, by family: the same on all replicas of a family."""
-    for is_expert in (False, True):
-        of_family = [one for one in buckets if one.reduction.check_for_large and one.reduction.is_expert == is_expert]
-        if of_family:
-            yield of_family
-
-
-class GradHook:
-    """Adds the gradient of a parameter to its accumulator, and notes that it is there.
-
-    Python's garbage collector does not see through hooks of tensors, so this one must not keep the wrapper alive.
-    """
-
-    def __init__(self, grad_sync: GradSync, id: ParamId, accumulator: Tensor):
-        self._grad_sync = ref(grad_sync)
-        self._id, self._accumulator = id, accumulator
-
-    def __call__(self, param: Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        grad_sync = self._grad_sync()
-        if grad_sync is None:  # the wrapper is gone
-            return
-        grad_sync.check_accumulating(self._id)
-        adopt_main_grad_(param, self._accumulator, str(self._id))
-        try:
-            take_grad_(param, str(self._id))
-        except SparseGradientError as error:
-            param.grad = None
-            grad_sync.refuse(self._id, error)
-        grad_sync.note(self._id)
