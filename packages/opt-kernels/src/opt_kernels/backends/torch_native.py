@@ -10,17 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from opt_kernels.backends import reference
-from opt_kernels.backends.elements import (
-    Run,
-    compute_dtype,
-    dense_run_of,
-    in_memory_order,
-    read_main,
-    scaled_grad,
-    skipped,
-    write_main_,
-)
+from opt_kernels.backends import elements, reference
 from opt_kernels.backends.reference import GradStats, check_norm_type, decoded, encode_
 from opt_kernels.codecs import Plain, StateCodec, scale_name
 from opt_kernels.formulas.adam import ADAM
@@ -52,14 +42,14 @@ def update_(
     skip: Tensor | None = None,
 ) -> None:
     """Same as `reference.update_`, except for the last bits. Hyper-parameters are read on the host."""
-    if skipped(skip):
+    if elements.skipped(skip):
         return
     scale, scales = float(grad_scale), [scale_name(name) for name, codec in codecs.items() if codec.block]
     for hyper, works in batches:
         fused = _fused(formula, hyper)
         update = fused or _by_formula(formula, formula.scalars_of(hyper))
         # In reverse order: the gradients that the statistics read last are still in the cache.
-        runs = [dense_run_of(work, list(codecs), scales) for work in works][::-1]
+        runs = [elements.dense_run_of(work, list(codecs), scales) for work in works][::-1]
         # A formula allocates temporaries, which must not be as large as whole parameters.
         whole = [run for run in runs if fused is not None and scale == 1.0 and _is_direct(run, codecs)]
         if whole:
@@ -68,24 +58,24 @@ def update_(
         step = int(hyper.step) if stochastic_rounding else None
         direct = {id(run) for run in whole}
         for piece in (piece for run in runs if id(run) not in direct for piece in _pieces(run, codecs)):
-            dtype = compute_dtype(piece)
-            main = piece.main if piece.main is not None and piece.main.dtype is dtype else read_main(piece)
-            grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else scaled_grad(piece, scale)
+            dtype = elements.compute_dtype(piece)
+            main = piece.main if piece.main is not None and piece.main.dtype is dtype else elements.read_main(piece)
+            grad = piece.grad if piece.grad.dtype is dtype and scale == 1.0 else elements.scaled_grad(piece, scale)
             values = decoded(piece, codecs, in_place=True)
             update([main], [grad], {name: [value] for name, value in values.items()})
-            write_main_(piece, main, stochastic_step=step)
+            elements.write_main_(piece, main, stochastic_step=step)
             encode_(piece, codecs, list(values.values()))
 
 
-def _is_direct(run: Run, codecs: Mapping[str, StateCodec]) -> bool:
+def _is_direct(run: elements.Run, codecs: Mapping[str, StateCodec]) -> bool:
     """Whether main, gradient and states are stored in the compute dtype, and there is no out."""
-    dtype = compute_dtype(run)
+    dtype = elements.compute_dtype(run)
     if run.out is not None or run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False
     return all(isinstance(codec, Plain) and codec.dtype is dtype for codec in codecs.values())
 
 
-def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
+def _pieces(run: elements.Run, codecs: Mapping[str, StateCodec]) -> Iterator[elements.Run]:
     """The run in flat pieces."""
     if run.grad.dim() == 1 and run.grad.numel() <= PIECE_NUMEL:
         yield run
@@ -100,7 +90,7 @@ def _pieces(run: Run, codecs: Mapping[str, StateCodec]) -> Iterator[Run]:
     for index, grad in enumerate(split(run.grad)):
         state = {name: next(parts) for name, parts in states.items()}
         first = run.first + index * PIECE_NUMEL
-        yield Run(grad, next(mains, None), next(outs, None), next(remainders, None), state, first)
+        yield elements.Run(grad, next(mains, None), next(outs, None), next(remainders, None), state, first)
 
 
 def _by_formula(formula: Formula, scalars: Mapping[str, float]) -> Update:
@@ -177,7 +167,9 @@ def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: 
     not finite, or so small that squares may have underflowed. For this the sum is read on the host.
     """
     check_norm_type(norm_type)
-    pieces = [piece for grad in grads if grad.numel() for piece in torch.split(in_memory_order(grad), PIECE_NUMEL)]
+    pieces = [
+        piece for grad in grads if grad.numel() for piece in torch.split(elements.in_memory_order(grad), PIECE_NUMEL)
+    ]
     if norm_type != 2.0 or not pieces:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     norms, zeros = [], []

@@ -6,20 +6,8 @@ from functools import reduce
 from math import isfinite
 from typing import Any
 
+from opt_kernels.formulas import syntax
 from opt_kernels.formulas.numbers import Constant
-from opt_kernels.formulas.syntax import (
-    OF_SCALARS,
-    FormulaError,
-    assigned,
-    body_of,
-    decided,
-    evaluated,
-    folded,
-    is_constant,
-    is_square_or_cube,
-    parameters_of,
-    scalar_expressions,
-)
 
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="
@@ -58,28 +46,28 @@ class Dialect:
 
     def raised(self, base: ast.expr, exponent: ast.expr) -> str:
         """base ** exponent: a product for squares and cubes, else the function `power`."""
-        if is_square_or_cube(exponent):
+        if syntax.is_square_or_cube(exponent):
             x = self.expression(base)
             square = self.operation("*", x, x)
-            return square if evaluated(exponent, {}) == 2 else self.operation("*", square, x)
+            return square if syntax.evaluated(exponent, {}) == 2 else self.operation("*", square, x)
         return self.call("power", [self.expression(base), self.expression(exponent)])
 
     def expression(self, node: ast.expr) -> str:
         """The expression in this language. Raises FormulaError for an expression that formulas do not support."""
-        if is_constant(node, self.constants):
-            value = evaluated(node, self.constants)
+        if syntax.is_constant(node, self.constants):
+            value = syntax.evaluated(node, self.constants)
             if isinstance(value, str):
-                raise FormulaError(
+                raise syntax.FormulaError(
                     f"{ast.unparse(node)!r} is a string; formulas may compare strings, but compute with numbers only"
                 )
             return self.literal(float(value))
         match node:
             case ast.BinOp(left, ast.Pow(), right):
                 return self.raised(left, right)
-            case ast.BinOp(_, ast.Div(), right) if is_constant(right, self.constants) and not evaluated(
+            case ast.BinOp(_, ast.Div(), right) if syntax.is_constant(right, self.constants) and not syntax.evaluated(
                 right, self.constants
             ):
-                raise FormulaError(f"{ast.unparse(node)!r} divides by zero")
+                raise syntax.FormulaError(f"{ast.unparse(node)!r} divides by zero")
             case ast.BinOp(left, op, right) if type(op) in OPERATORS:
                 return self.operation(OPERATORS[type(op)], self.expression(left), self.expression(right))
             case ast.UnaryOp(ast.USub(), operand):
@@ -89,14 +77,14 @@ class Dialect:
             case ast.Call(ast.Name("where"), [condition, yes, no]):
                 return self.CHOICE.format(self.condition(condition), self.expression(yes), self.expression(no))
             case ast.IfExp(test, yes, no):
-                remaining = decided(test, self.constants)
+                remaining = syntax.decided(test, self.constants)
                 if isinstance(remaining, bool):
                     return self.expression(yes if remaining else no)
                 return self.CHOICE.format(self.condition(remaining), self.expression(yes), self.expression(no))
             case ast.Call(ast.Name(function), arguments):
                 return self.call(function, [self.expression(argument) for argument in arguments])
         hint = "; in scalars a // b is floor(a / b)" if isinstance(node, ast.BinOp) else ""
-        raise FormulaError(
+        raise syntax.FormulaError(
             f"a formula may not contain {ast.unparse(node)!r}; allowed are + - * / **, names and calls{hint}"
         )
 
@@ -113,7 +101,7 @@ class Dialect:
                 return pattern.format(self.condition(left), self.condition(right))
             case ast.UnaryOp(ast.Not(), operand):
                 return self.NEGATION.format(self.condition(operand))
-        raise FormulaError(
+        raise syntax.FormulaError(
             f"a formula may not branch on {ast.unparse(node)!r}; compare two numbers, and put comparisons into "
             "parentheses to combine them, as in (a > 0) & (b > 0)"
         )
@@ -121,7 +109,7 @@ class Dialect:
     def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
         """Assignments and branches as lines of source."""
         lines: list[str] = []
-        for statement in folded(list(body), self.constants):
+        for statement in syntax.folded(list(body), self.constants):
             match statement:
                 case ast.Assign([ast.Name(name)], value):
                     lines.append(self.assignment(name, self.expression(value)))
@@ -136,7 +124,7 @@ class Dialect:
                 case ast.Pass():
                     pass
                 case _:
-                    raise FormulaError(
+                    raise syntax.FormulaError(
                         f"a formula may not contain {ast.unparse(statement)!r}; allowed are assignments to names, "
                         "`if` on scalars and constants, and one `return` at the end"
                     )
@@ -146,7 +134,7 @@ class Dialect:
 def check_branch(test: ast.expr, allowed: frozenset[str]) -> None:
     """Raise FormulaError for a branch on elements, because the elements of a parameter may differ."""
     if wrong := _names(test) - allowed:
-        raise FormulaError(
+        raise syntax.FormulaError(
             f"`if {ast.unparse(test)}` branches on elements ({', '.join(sorted(wrong))}); branch on scalars and "
             "constants, and choose between elements with where(condition, a, b)"
         )
@@ -162,12 +150,14 @@ def body_and_results(
     update: Callable[..., Any], names: Sequence[str], constants: Mapping[str, Constant]
 ) -> tuple[list[ast.stmt], list[ast.expr]]:
     """The statements of an update, and the expressions of its results in `names`: the new main and states."""
-    *body, last = folded(body_of(update), constants) or [ast.Pass()]
+    *body, last = syntax.folded(syntax.body_of(update), constants) or [ast.Pass()]
     value = last.value if isinstance(last, ast.Return) else None
     results = list(value.elts) if isinstance(value, ast.Tuple) else [] if value is None else [value]
-    main, _, *states = parameters_of(update)[0]
+    main, _, *states = syntax.parameters_of(update)[0]
     if len(results) != 1 + len(states):
-        raise FormulaError(f"{update.__qualname__} must end with `return {', '.join((main, *states))}`, the new values")
+        raise syntax.FormulaError(
+            f"{update.__qualname__} must end with `return {', '.join((main, *states))}`, the new values"
+        )
     return body, [result for name, result in zip((main, *states), results) if name in names]
 
 
@@ -208,9 +198,9 @@ def check(
 
 def check_scalars(scalars: Callable[..., Any], constants: Mapping[str, Constant]) -> None:
     """Raise FormulaError for scalars that cannot be translated, or read an undefined name."""
-    body, values = scalar_expressions(scalars)
-    known = frozenset(parameters_of(scalars)[1])
-    numbers = known | {*assigned(body)}
+    body, values = syntax.scalar_expressions(scalars)
+    known = frozenset(syntax.parameters_of(scalars)[1])
+    numbers = known | {*syntax.assigned(body)}
     dialect = _CheckScalars(constants, known, scalars.__qualname__, numbers)
     dialect.statements(body, numbers)
     for _, value in values:
@@ -235,7 +225,7 @@ class Check(Dialect):
 
     def condition(self, node: ast.expr) -> str:
         if isinstance(node, ast.BoolOp | ast.UnaryOp) and (elements := _names(node) - self.scalars):
-            raise FormulaError(  # a tensor of elements has no single truth value in Python
+            raise syntax.FormulaError(  # a tensor of elements has no single truth value in Python
                 f"{self.function}: {ast.unparse(node)!r} of elements ({', '.join(sorted(elements))}); combine "
                 "comparisons of elements with & and |, in parentheses: where((a > 0) & (b > 0), x, y)"
             )
@@ -243,7 +233,7 @@ class Check(Dialect):
 
     def name(self, name: str) -> str:
         if name not in self.known:
-            raise FormulaError(
+            raise syntax.FormulaError(
                 f"{self.function} reads {name}, which is not defined there; allowed are "
                 f"{', '.join(sorted(self.known)) or 'keyword-only parameters'}. Assign a variable in both branches of "
                 "an `if`, and read a state that depends on a choice inside an `if` on it; constants of its module are "
@@ -252,7 +242,7 @@ class Check(Dialect):
         return ""
 
     def statements(self, body: Sequence[ast.stmt], scalars: frozenset[str]) -> list[str]:
-        for statement in folded(list(body), self.constants):
+        for statement in syntax.folded(list(body), self.constants):
             if isinstance(statement, ast.If):
                 self._check_branches(statement, scalars)
             else:
@@ -273,17 +263,17 @@ class Check(Dialect):
 
     def literal(self, value: float) -> str:
         if not TINY <= abs(value) <= HUGE and value != 0:
-            raise FormulaError(f"{self.function} has the constant {value!r}, which is not a float32 number")
+            raise syntax.FormulaError(f"{self.function} has the constant {value!r}, which is not a float32 number")
         return ""
 
     def call(self, function: str, arguments: list[str]) -> str:
-        if function in OF_SCALARS:
-            raise FormulaError(f"{self.function} calls {function} on elements, but only scalars may")
+        if function in syntax.OF_SCALARS:
+            raise syntax.FormulaError(f"{self.function} calls {function} on elements, but only scalars may")
         return ""
 
     def assignment(self, name: str, value: str) -> str:
         if name in self.constants:
-            raise FormulaError(
+            raise syntax.FormulaError(
                 f"{self.function} assigns {name}, which is a choice: sweeps are compiled for the value it was declared "
                 "with; assign another name"
             )
@@ -296,7 +286,7 @@ class _CheckScalars(Check):
 
     def literal(self, value: float) -> str:
         if not isfinite(value):
-            raise FormulaError(f"{self.function} has the constant {value!r}; constants are finite")
+            raise syntax.FormulaError(f"{self.function} has the constant {value!r}; constants are finite")
         return ""
 
     def call(self, function: str, arguments: list[str]) -> str:

@@ -12,16 +12,7 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import flat, in_memory_order
 from opt_kernels.codecs import narrow
-from opt_kernels.hooks.values import (
-    CautiousUpdate,
-    ClipUpdateRms,
-    CoupledDecay,
-    Hook,
-    Hooks,
-    Hyperball,
-    LrDecoupledDecay,
-    RelativeUpdate,
-)
+from opt_kernels.hooks import values
 from opt_kernels.works import Hyper, Work
 
 ROW = 1 << 12  # elements summed in float32 before float64 takes over, so that rounding does not grow with the parameter
@@ -99,41 +90,41 @@ class Moves(NamedTuple):
     rate: Tensor
 
 
-def moves_of(hooks: Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Moves:
+def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Moves:
     """The factors of works with these sums (n, NUM_SUMS) over whole parameters, without synchronizing the host.
 
     With `couples`, the decay of the rule was already added to the gradient.
     """
-    ball = next((hook for hook in hooks if isinstance(hook, Hyperball)), None)
+    ball = next((hook for hook in hooks if isinstance(hook, values.Hyperball)), None)
     if ball is not None:
         return _on_the_ball(ball, sums, hyper)
     factors = torch.ones_like(sums[:, 0])
-    for hook in sorted(hooks, key=lambda hook: not isinstance(hook, CautiousUpdate)):
+    for hook in sorted(hooks, key=lambda hook: not isinstance(hook, values.CautiousUpdate)):
         factors = factors * _factors(hook, sums, factors)
     rate = hyper.lr * factors
     return Moves(1 - share_that_decays(hooks, hyper, couples=couples) * torch.ones_like(rate), rate)
 
 
-def share_that_decays(hooks: Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
+def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
     """d in p <- p - d p, for elements that are not masked."""
     decay = next((hook for hook in hooks if hook.decays), None)
-    if isinstance(decay, CoupledDecay) or (decay is None and couples):
+    if isinstance(decay, values.CoupledDecay) or (decay is None and couples):
         return 0.0
-    if isinstance(decay, LrDecoupledDecay):
+    if isinstance(decay, values.LrDecoupledDecay):
         return hyper.lr / decay.max_lr * hyper.weight_decay
     return hyper.lr * hyper.weight_decay
 
 
-def _factors(hook: Hook, sums: Tensor, before: Tensor) -> Tensor:
+def _factors(hook: values.Hook, sums: Tensor, before: Tensor) -> Tensor:
     """The factors of `hook`, (n,), for updates that were already multiplied by `before`."""
     numel, kept, u_squares, p_squares, _ = columns(sums)
     u_norm = before * u_squares.sqrt()
     match hook:
-        case CautiousUpdate():
+        case values.CautiousUpdate():
             return numel / (kept + 1)
-        case ClipUpdateRms(threshold=threshold):
+        case values.ClipUpdateRms(threshold=threshold):
             return 1 / (u_norm / numel.clamp_min(1).sqrt() / threshold).clamp_min(1)
-        case RelativeUpdate():
+        case values.RelativeUpdate():
             p_norm = p_squares.sqrt()
             return torch.where((u_norm == 0) | (p_norm == 0), 1.0, p_norm / u_norm)
     return torch.ones_like(before)
@@ -152,7 +143,7 @@ def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
         update.mul_((ratio * of_main / of_update).clamp_min_(1.0))
 
 
-def _on_the_ball(ball: Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
+def _on_the_ball(ball: values.Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
     """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so one reduction suffices."""
     _, _, u_squares, p_squares, products = columns(sums)
     radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)

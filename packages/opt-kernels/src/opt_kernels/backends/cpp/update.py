@@ -12,21 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_kernels.backends import torch_native
+from opt_kernels.backends import elements, torch_native
 from opt_kernels.backends.cpp.compiler import Source, attempt
 from opt_kernels.backends.cpp.threads import run
 from opt_kernels.backends.cpp.translate import has_codes, source_of
-from opt_kernels.backends.elements import (
-    Columns,
-    LayoutError,
-    are_in_order,
-    check_work,
-    columns_of,
-    in_order,
-    parts_of,
-    skipped,
-    tensors_of,
-)
 from opt_kernels.backends.tables import DeviceTables
 from opt_kernels.codecs import Companded, Plain, Root, Scaled, StateCodec
 from opt_kernels.formulas.formula import Formula
@@ -145,16 +134,18 @@ def update_(
 
     Raises LayoutError for tensors that cannot be swept.
     """
-    if skipped(skip):
+    if elements.skipped(skip):
         return
     scale = float(grad_scale)
-    columns = columns_of(parts_of(batches), codecs)
+    columns = elements.columns_of(elements.parts_of(batches), codecs)
     sweeps = _sweeps_of(columns, codecs)
     if sweeps is None:
-        columns = columns_of(parts_of(in_order(batches, tuple(codecs))), codecs)
+        columns = elements.columns_of(elements.parts_of(elements.in_order(batches, tuple(codecs))), codecs)
         sweeps = _sweeps_of(columns, codecs)
     if sweeps is None:
-        raise LayoutError("scales of a state are not contiguous; pass contiguous ones, as init_state makes them")
+        raise elements.LayoutError(
+            "scales of a state are not contiguous; pass contiguous ones, as init_state makes them"
+        )
     rows = array("f", [value for hyper, _ in batches for value in _row(formula, hyper, scale)])
     others: list[int] = []
     for sweep in sweeps:
@@ -167,7 +158,9 @@ def update_(
         torch_native.update_(rest, formula, codecs, stochastic_rounding=stochastic_rounding, grad_scale=scale)
 
 
-def _swept(sweep: _Sweep, columns: Columns, formula: Formula, rows: "array[float]", stochastic_rounding: bool) -> bool:
+def _swept(
+    sweep: _Sweep, columns: elements.Columns, formula: Formula, rows: "array[float]", stochastic_rounding: bool
+) -> bool:
     """Update the works of a sweep on as many threads as torch uses. False if it cannot be compiled."""
     assert sweep.codecs is not None
     macros = sweep.formats.macros(stochastic_rounding=stochastic_rounding)
@@ -194,13 +187,13 @@ def _row(formula: Formula, hyper: Hyper, grad_scale: float) -> tuple[float, ...]
     return (grad_scale, step & 0xFFFF, step >> 16, *formula.scalars_of(hyper).values())
 
 
-def _sweeps_of(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+def _sweeps_of(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
     """The sweeps of a call. None if some tensor is not in row-major order."""
     return _known_sweeps().get(columns.key(codecs), lambda: _sweeps(columns, codecs), of=columns.tensors)
 
 
-def _sweeps(columns: Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
-    if not are_in_order(columns, codecs):
+def _sweeps(columns: elements.Columns, codecs: Mapping[str, StateCodec]) -> list[_Sweep] | None:
+    if not elements.are_in_order(columns, codecs):
         return None
     works = list(columns.works())
     by_formats: dict[Formats, list[int]] = {}
@@ -215,8 +208,10 @@ def _sweep(
     types = formats.codec_types(codecs.values())
     chosen = [works[i] for i in numbers]
     for _, work in chosen if types is not None else ():
-        check_work(work, codecs, torch.device("cpu"))
-    columns = zip(*([0 if t is None else t.data_ptr() for t in tensors_of(work, codecs)] for _, work in chosen))
+        elements.check_work(work, codecs, torch.device("cpu"))
+    columns = zip(
+        *([0 if t is None else t.data_ptr() for t in elements.tensors_of(work, codecs)] for _, work in chosen)
+    )
     mains, outs, *others = map(list, columns)
     codes, scales = others[: len(codecs)], iter(others[len(codecs) :])
     nothing = [0] * len(numbers)

@@ -15,16 +15,9 @@ from torch import Tensor
 from opt_kernels.backends import reference
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.backends.tables import DeviceTables, launching_on, to_device
-from opt_kernels.backends.triton import jit, tl
+from opt_kernels.backends.triton import jit, launches, tl
 from opt_kernels.backends.triton.formats import ALIGNMENT, BLOCK, NUM_WARPS, value_dtype
 from opt_kernels.backends.triton.lanes import load, pointer
-from opt_kernels.backends.triton.launches import (
-    Column,
-    Extents,
-    chunk_elements,
-    chunk_records,
-    processors,
-)
 
 # Between these bounds, no float32 square that affects the sum has overflowed or underflowed.
 SMALLEST_SAFE: tl.constexpr = tl.constexpr(1e-24)
@@ -200,9 +193,11 @@ def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
     addresses = [grad.data_ptr() for grad in grads]
     numels = tuple(grad.numel() for grad in grads)
     device, nowhere = grads[0].device, (0,) * len(grads)
-    chunk = chunk_elements(sum(numels), processors=processors(device))
-    column = Column(item_bytes=fmt.dtype.itemsize)
-    records = to_device(chunk_records([addresses], [column], Extents(numels, nowhere, nowhere), chunk=chunk), device)
+    chunk = launches.chunk_elements(sum(numels), processors=launches.processors(device))
+    column = launches.Column(item_bytes=fmt.dtype.itemsize)
+    records = to_device(
+        launches.chunk_records([addresses], [column], launches.Extents(numels, nowhere, nowhere), chunk=chunk), device
+    )
     # With one column, no common width is needed. Programs read twice as many elements in 16 bits at a time, so that
     # enough bytes are in flight.
     item_bytes = fmt.dtype.itemsize
