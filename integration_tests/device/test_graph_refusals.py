@@ -6,19 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import (
-    DeferredRank,
-    HostReadError,
-    ReleasedError,
-    run_deferred,
-)
+from fake_accelerator import DeferredRank, HostReadError, ReleasedError, run_deferred
 from graph_training import ALONE, FLAT, built_with_graphs, schedule, train, train_with_graphs
-from on_device import (
-    SHAPES,
-    SIZE,
-    equal,
-    launched,
-)
+from on_device import SHAPES, SIZE, equal, launched
 from parity import Numbers, grads_of, roles_over
 from torch import Tensor, nn
 

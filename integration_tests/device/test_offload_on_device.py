@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 from fake_accelerator import run_deferred
 from offloaded import small_parts, train
-from on_device import (
-    NUM_ORDERS,
-    SIZE,
-    equal,
-    launched,
-    layouts,
-    train_on_host,
-)
+from on_device import NUM_ORDERS, SIZE, equal, launched, layouts, train_on_host
 from parity import Case, Numbers, Spread, Wrapping
 
 from opt_distributed import run_threads

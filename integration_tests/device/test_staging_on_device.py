@@ -76,8 +76,7 @@ copy_from = Staging._copy_from
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [nobody_waits_for_the_copies, copies_do_not_wait_for_training, a_source_is_given_back_while_it_is_copied],
+    "fault", [nobody_waits_for_the_copies, copies_do_not_wait_for_training, a_source_is_given_back_while_it_is_copied]
 )
 def test_a_fault_in_the_order_of_staging_is_noticed(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Staging, "_copy_from", fault)

@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import (
-    DeferredRank,
-    run_deferred,
-)
+from fake_accelerator import DeferredRank, run_deferred
 from graph_training import (
     ALONE,
     BAD_STEPS,
@@ -27,18 +24,7 @@ from graph_training import (
     train_with_graphs,
     watched,
 )
-from on_device import (
-    NUM_ORDERS,
-    SHAPES,
-    SIZE,
-    Trained,
-    built,
-    equal,
-    launched,
-    layouts,
-    outcome,
-    sweep_stats,
-)
+from on_device import NUM_ORDERS, SHAPES, SIZE, Trained, built, equal, launched, layouts, outcome, sweep_stats
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from queued_kernels import queue_kernels
 from torch import nn

@@ -128,8 +128,7 @@ def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [a_result_is_read_before_it_is_there, an_update_does_not_wait_for_the_reduction, a_skipped_step_is_counted],
+    "plant", [a_result_is_read_before_it_is_there, an_update_does_not_wait_for_the_reduction, a_skipped_step_is_counted]
 )
 def test_a_fault_in_the_step_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run_threads(SIZE, partial(train_on_host, FLAT))

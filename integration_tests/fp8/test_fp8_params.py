@@ -234,12 +234,7 @@ def test_a_cut_through_elements_of_one_scale_is_refused() -> None:
     weight = nn.Parameter(QuantizedTensor.of(torch.ones(9, 32), "mxfp8"))
     with pytest.raises(StorageError, match="cuts runs of 32 elements that share a scale"):
         ParamAndGradBuffer(
-            layout,
-            {id: weight},
-            param_dtype=FP8,
-            grad_dtype=torch.float32,
-            device=torch.device("cpu"),
-            sharded=True,
+            layout, {id: weight}, param_dtype=FP8, grad_dtype=torch.float32, device=torch.device("cpu"), sharded=True
         )
 
 

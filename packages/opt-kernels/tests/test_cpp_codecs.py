@@ -217,11 +217,7 @@ def test_states_survive_a_checkpoint_bit_for_bit(codec: StateCodec, signed: bool
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 FLAGS = Path("/proc/cpuinfo").read_text().split() if X86 and Path("/proc/cpuinfo").exists() else []
-PROCESSORS = {
-    "x86-64": "sse2",
-    "x86-64-v3": "avx2",
-    "x86-64-v4": "avx512vl",
-}
+PROCESSORS = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 
 
 @pytest.mark.parametrize("processor", PROCESSORS)

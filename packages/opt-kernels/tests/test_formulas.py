@@ -15,9 +15,7 @@ from opt_kernels.backends.cpp import update as cpp
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.codecs import codec_for
 from opt_kernels.formulas import FORMULAS as REGISTERED
-from opt_kernels.formulas import (
-    Formula,
-)
+from opt_kernels.formulas import Formula
 from opt_kernels.formulas.adam import ADAM
 from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD

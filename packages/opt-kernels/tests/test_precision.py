@@ -101,10 +101,7 @@ RULES = {
     "muon": (MuonRule(backend="torch"), []),
     "muon-high": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
     "muon-highest": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST), [False]),
-    "adaptive": (
-        AdaptiveMuonRule(muon=MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST)),
-        [False],
-    ),
+    "adaptive": (AdaptiveMuonRule(muon=MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST)), [False]),
     "soap": (SOAPRule(), [False]),
     "soap-householder": (SOAPRule(use_kl_shampoo=False, power_iterations=2), [False]),
 }

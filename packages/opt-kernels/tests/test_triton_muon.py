@@ -63,11 +63,7 @@ STORAGES = {
 
 
 def make_works(
-    storage: Storage,
-    device: torch.device,
-    *,
-    offset: int = 0,
-    shapes: tuple[tuple[int, ...], ...] = ALL,
+    storage: Storage, device: torch.device, *, offset: int = 0, shapes: tuple[tuple[int, ...], ...] = ALL
 ) -> list[Work]:
     """Works with random contents, the same at every call; `out` is NaN until it is written."""
     generator = torch.Generator().manual_seed(5)

@@ -49,11 +49,7 @@ _VERSIONS: Mapping[str, Mapping[Backend, str]] = {
         Backend.TORCH: "matrices.muon",
         Backend.TRITON: "matrices.muon.triton",
     },
-    "syrk": {
-        Backend.TORCH: "matrices.syrk",
-        Backend.CPP: "matrices.syrk.cpp",
-        Backend.TRITON: "matrices.syrk.triton",
-    },
+    "syrk": {Backend.TORCH: "matrices.syrk", Backend.CPP: "matrices.syrk.cpp", Backend.TRITON: "matrices.syrk.triton"},
 }
 _OF_DEVICE = {"cuda": Backend.TRITON, "cpu": Backend.CPP}  # other devices: torch operations
 # The requirement of a version, checked at its first use.
@@ -61,10 +57,7 @@ _REQUIRED: dict[Backend, Callable[[], bool]] = {
     Backend.TRITON: lambda: find_spec("triton") is not None,
     Backend.CPP: usable,
 }
-_HOW_TO_INSTALL = {
-    Backend.TRITON: "install triton",
-    Backend.CPP: "install a C++ compiler, or name it in CXX",
-}
+_HOW_TO_INSTALL = {Backend.TRITON: "install triton", Backend.CPP: "install a C++ compiler, or name it in CXX"}
 
 
 class BackendError(ValueError):

@@ -41,12 +41,7 @@ SGD = Formula(
     name="sgd",
     title="SGD",
     states=(State("momentum_buffer", when="has_momentum"),),
-    numbers=(
-        Number("lr", 1e-3),
-        Number("momentum", 0.0),
-        Number("dampening", 0.0),
-        Number("weight_decay", 0.0),
-    ),
+    numbers=(Number("lr", 1e-3), Number("momentum", 0.0), Number("dampening", 0.0), Number("weight_decay", 0.0)),
     choices=(Choice("nesterov", False), Choice("has_momentum", True, off_at_zero="momentum")),
     scalars=scalars,
     update=update,

@@ -188,9 +188,7 @@ class _Expansion(ast.NodeTransformer):
 
 
 @cache
-def scalar_expressions(
-    function: Callable[..., Any],
-) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
+def scalar_expressions(function: Callable[..., Any]) -> tuple[tuple[ast.stmt, ...], tuple[tuple[str, ast.expr], ...]]:
     """The assignments of `scalars`, and the expressions of its scalars. Raises FormulaError for any other form."""
     *statements, last = body_of(function) or (ast.Pass(),)
     if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Dict):

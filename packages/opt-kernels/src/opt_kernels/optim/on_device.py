@@ -54,10 +54,7 @@ class GroupsOnDevice:
         """The groups with their numbers on `device`."""
         if device not in self._tables:
             self._tables[device] = HyperTable(
-                self._names,
-                device=device,
-                upload=lambda host: tables.to_device(host, device),
-                choosing=self._choosing,
+                self._names, device=device, upload=lambda host: tables.to_device(host, device), choosing=self._choosing
             )
         table = self._tables[device]
         if tables.is_capturing(device):
