@@ -3,12 +3,12 @@
 import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from inspect import Signature
-from itertools import chain, pairwise
-from operator import is_, itemgetter
+from itertools import filterfalse, pairwise
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -224,52 +224,36 @@ class Change(NamedTuple):
 
 
 class GroupEntries:
-    """The entries of groups in the last step. Comparing unchanged groups takes a few passes in C."""
+    """The entries of groups in the last step."""
 
     def __init__(self, names: Sequence[str], groups: Sequence[Group], *, scheduled: Sequence[str] = SCHEDULED) -> None:
         """`names` are the entries that every group must have; those in `scheduled` may become any number."""
-        self._names = tuple(names)
-        self._free = tuple(scheduled)
-        self._scheduled = _picker([name for name in names if name in scheduled])
-        self._watched = _picker([name for name in names if name not in scheduled])
-        self._seen: list[Group] = []
+        self._names, self._free = tuple(names), {"params", *scheduled}
         self.accept(groups)
 
     def accept(self, groups: Sequence[Group]) -> None:
         """Compare with the present entries from now on."""
-        self._seen = [{name: frozen(group[name]) for name in group if name != "params"} for group in groups]
-        self._sizes = [len(group) for group in groups]
-        self._values = list(chain.from_iterable(map(self._watched, self._seen)))
-        self._hooks = [seen.get(HOOKS) for seen in self._seen]
+        self._seen: list[Group] = [
+            {name: frozen(group[name]) for name in group if name != "params"} for group in groups
+        ]
 
     def changes(self, groups: Sequence[Group]) -> list[Change]:
         """The changes since `accept`. Raises ValueError for an entry that was removed."""
-        if list(map(len, groups)) == self._sizes and self._are_seen(groups):
-            return []
+        found = []
         for index, group in enumerate(groups):
-            for name in self._names:
-                if name not in group:
-                    raise ValueError(f"parameter group {index} has no entry {name!r}, which every step reads; set it")
-        return list(self._changes(groups))
-
-    def _are_seen(self, groups: Sequence[Group]) -> bool:
-        """Whether the watched entries are the same objects."""
-        try:
-            list(map(self._scheduled, groups))
-            return all(map(is_, chain.from_iterable(map(self._watched, groups)), self._values)) and all(
-                map(is_, [group.get(HOOKS) for group in groups], self._hooks)
-            )
-        except KeyError:
-            return False
-
-    def _changes(self, groups: Sequence[Group]) -> Iterator[Change]:
-        for index, group in enumerate(groups):
+            for name in filterfalse(group.__contains__, self._names):
+                raise ValueError(f"parameter group {index} has no entry {name!r}, which every step reads; set it")
             seen: Group = self._seen[index] if index < len(self._seen) else {}
-            names = [name for name in group if name not in ("params", *self._free) and not _is_in(seen, name, group)]
+            names = [
+                name
+                for name, value in group.items()
+                if value is not seen.get(name, self) and name not in self._free and not _is_in(seen, name, value)
+            ]
             if HOOKS in seen and HOOKS not in group:
                 names.append(HOOKS)
             if names:
-                yield Change(index, seen, frozenset(names))
+                found.append(Change(index, seen, frozenset(names)))
+        return found
 
 
 def frozen(value: object) -> object:
@@ -282,16 +266,11 @@ def frozen(value: object) -> object:
     return value if isinstance(value, tuple) and all(map(is_, value, parts)) else parts
 
 
-def _is_in(seen: Group, name: str, group: Group) -> bool:
+def _is_in(seen: Group, name: str, value: object) -> bool:
     if name not in seen:
         return False
-    present = frozen(group[name])
+    present = frozen(value)
     return present is seen[name] or bool(present == seen[name])
-
-
-def _picker(names: Sequence[str]) -> Callable[[Group], Sequence[Any]]:
-    """A function that returns these entries of a group."""
-    return itemgetter(*names) if len(names) > 1 else lambda group: [group[name] for name in names]
 
 
 logger = logging.getLogger(__name__)
