@@ -53,9 +53,7 @@ class Plain:
 
     dtype: torch.dtype = torch.float32
 
-    @property
-    def block(self) -> int:
-        return 0
+    block = 0
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
@@ -110,9 +108,7 @@ class Companded:
 
     block: int = BLOCK
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.int8
+    dtype = torch.int8
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         values.copy_(codes)
@@ -141,9 +137,7 @@ class Root:
 
     block: int = BLOCK
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
+    dtype = torch.uint8
 
     def decode_(self, values: Tensor, codes: Tensor, scales: Tensor | None) -> None:
         _scaled_(values.copy_(codes), scales, self.block).square_()

@@ -92,27 +92,6 @@ def scales_of(largest: Tensor, recipe: Recipe) -> Tensor:
     return torch.where(largest > 0, scales, 1.0).masked_fill_(~largest.isfinite(), torch.nan)
 
 
-def exponents_of(scales: Tensor) -> Tensor:
-    """uint8 e8m0 from fp32 powers of two."""
-    return ((scales.view(torch.int32) >> 23) & 0xFF).to(torch.uint8)
-
-
-def from_exponents(exponents: Tensor) -> Tensor:
-    """fp32 from uint8 e8m0."""
-    scales = (exponents.to(torch.int32) << 23).view(torch.float32)
-    return scales.masked_fill_(exponents == _NAN_EXPONENT, torch.nan)
-
-
-def to_codes(values: Tensor, scales: Tensor) -> Tensor:
-    """uint8 bits of the fp8 codes of `values`; `scales` broadcasts."""
-    return (values / scales).clamp_(-MAX, MAX).to(FP8).view(torch.uint8)
-
-
-def from_codes(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 values of codes; `scales` broadcasts."""
-    return codes.view(FP8).to(torch.float32).mul_(scales)
-
-
 HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
 
 
@@ -151,7 +130,7 @@ class QuantizedParam:
 
     def values(self) -> Tensor:
         """The values of the codes: a new fp32 tensor of `shape`."""
-        return from_codes(self.codes, self._spread(0, self.codes.numel())).view(self.shape)
+        return self.codes.view(FP8).to(torch.float32).mul_(self._spread(0, self.codes.numel())).view(self.shape)
 
     def largest_(self, largest: Tensor, values: Tensor, start: int) -> None:
         """Raise `largest` (num_scales,) fp32 to the magnitudes of `values` (n,) fp32, elements from `start` on.
@@ -199,7 +178,7 @@ class QuantizedParam:
                 slice(start // run, start // run + of_runs.numel()), scales_of(of_runs, self.recipe), skip
             )
         target = self.codes[start : start + values.numel()]
-        codes = to_codes(values, self._spread(start, values.numel()))
+        codes = (values / self._spread(start, values.numel())).clamp_(-MAX, MAX).to(FP8).view(torch.uint8)
         target.copy_(codes if skip is None else torch.where(skip, target, codes))
 
     def quantize_(self, values: Tensor) -> None:
@@ -251,7 +230,8 @@ class QuantizedParam:
 
     def _write_scales(self, at: slice, scales: Tensor, unchanged: Tensor | None) -> None:
         target = self.scales[at]
-        stored = exponents_of(scales) if self.recipe.run else scales
+        # Scales of runs are powers of two, stored as uint8 exponents (e8m0).
+        stored = ((scales.view(torch.int32) >> 23) & 0xFF).to(torch.uint8) if self.recipe.run else scales
         target.copy_(stored if unchanged is None else torch.where(unchanged, target, stored))
 
     def _spread(self, start: int, numel: int) -> Tensor:
@@ -260,7 +240,9 @@ class QuantizedParam:
             return torch.ones(1, device=self.scales.device)
         if self.recipe.run:
             run = self.recipe.run
-            return from_exponents(self.scales[start // run : (start + numel) // run]).repeat_interleave(run)
+            exponents = self.scales[start // run : (start + numel) // run]
+            scales = (exponents.to(torch.int32) << 23).view(torch.float32)
+            return scales.masked_fill_(exponents == _NAN_EXPONENT, torch.nan).repeat_interleave(run)
         if self.recipe.square:
             begin, rows, lead = self._squares(start, numel)
             square, cols = self.recipe.square, as_matrix(self.shape)[1]

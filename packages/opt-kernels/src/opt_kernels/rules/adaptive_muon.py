@@ -97,9 +97,7 @@ class AdaptiveMuonRule(MatrixRule):
     def name(self) -> str:
         return "namo" if self.sums_gradients else "adaptive_muon"
 
-    @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
+    needs = Needs.MATRICES
 
     @property
     def sums_gradients(self) -> bool:

@@ -163,19 +163,13 @@ class WholeMatrices(MatrixRule):
         """The numbers that it reads from `Hyper.own`."""
         return tuple(number.name for number in self.numbers if number.name not in OF_HYPER)
 
-    @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
+    needs = Needs.MATRICES
+    tp_mode = None  # it needs whole matrices
 
     @property
     def codecs(self) -> dict[str, StateCodec]:
         """Empty: states are stored without encoding."""
         return {}
-
-    @property
-    def tp_mode(self) -> None:
-        """None: the rule needs whole matrices."""
-        return None
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         """Zeros, in the shapes that `state_specs` declare. Raises MatrixError for a parameter that is not a matrix."""

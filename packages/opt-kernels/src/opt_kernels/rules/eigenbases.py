@@ -105,22 +105,13 @@ class EigenbasisRule(WholeMatrices):
         """The updates for directions (batch, m, n) of one part."""
         return directions
 
-    @property
-    def use_kl_shampoo(self) -> bool:
-        return False
-
-    @property
-    def order(self) -> Order:
-        """`PAPER` sorts a basis before it is rotated, `MEGATRON` after."""
-        return Order.PAPER
+    use_kl_shampoo = False
+    order = Order.PAPER  # `PAPER` sorts a basis before it is rotated, `MEGATRON` after
+    corrects_bias = False
 
     @property
     def keeps_null_spaces(self) -> bool:
         """False: rounding errors replace eigenvectors of vanishing eigenvalues, as in Megatron-Core."""
-        return False
-
-    @property
-    def corrects_bias(self) -> bool:
         return False
 
     # --- states -----------------------------------------------------------------------------------------------------

@@ -58,9 +58,7 @@ class ElementwiseRule:
     def name(self) -> str:
         return self.formula.name
 
-    @property
-    def needs(self) -> Needs:
-        return Needs.ELEMENTS
+    needs = Needs.ELEMENTS
 
     @property
     def hyper_names(self) -> tuple[str, ...]:

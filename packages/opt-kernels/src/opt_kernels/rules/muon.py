@@ -58,13 +58,8 @@ class MuonRule:
 
     capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
 
-    @property
-    def name(self) -> str:
-        return "muon"
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.MATRICES
+    name = "muon"
+    needs = Needs.MATRICES
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:

@@ -74,22 +74,14 @@ class SOAPRule(EigenbasisRule):
         if self.precondition_frequency < 1:
             raise ValueError(f"precondition_frequency is {self.precondition_frequency}, but must be at least 1")
 
-    @property
-    def name(self) -> str:
-        return "soap"
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Adam's, in the bases."""
-        return ("exp_avg", "exp_avg_sq")
+    name = "soap"
+    moments = ("exp_avg", "exp_avg_sq")  # Adam's, in the bases
 
     @property
     def keeps_null_spaces(self) -> bool:
         return self.order is Order.PAPER
 
-    @property
-    def corrects_bias(self) -> bool:
-        return True
+    corrects_bias = True
 
     def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """Q_L U Q_Rᵀ; zeros in a first step that only computes the bases."""

@@ -49,14 +49,9 @@ class SOAPMuonRule(EigenbasisRule):
         EigenbasisRule.__post_init__(self)
         _ = self.orthogonalization  # checks its options
 
-    @property
-    def name(self) -> str:
-        return "soap_muon"
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """The momentum, in the shape of the parameter, and its second moment, in the bases."""
-        return (MOMENTUM, _SECOND_MOMENT)
+    name = "soap_muon"
+    # The momentum, in the shape of the parameter, and its second moment, in the bases.
+    moments = (MOMENTUM, _SECOND_MOMENT)
 
     @property
     def orthogonalization(self) -> Orthogonalization:

@@ -21,7 +21,7 @@ from opt_kernels.matrices.stacks import (
     write_main_,
     write_state_,
 )
-from opt_kernels.works import Batch, Hyper, NamedChoice, Task, Work
+from opt_kernels.works import Batch, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
 
@@ -61,11 +61,6 @@ class MuonStep(NamedTuple):
     decay: Decay
     codec: StateCodec  # of the momentum
     adapt_: Adapt | None = None
-
-
-def decay_rate(decay: Decay, hyper: Hyper) -> float | Tensor:
-    """The factor of wd p in the update of the weights. Not used with L2."""
-    return hyper.lr if decay is Decay.DECOUPLED else 1.0
 
 
 def decay_of(main: Tensor, weight_decay: float | Tensor) -> Tensor:
@@ -122,7 +117,7 @@ def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) ->
     _scale_(work, update, step.factors(work))
     main = read_main(work) if skip is None else read_main(work).clone()
     if step.decay is not Decay.L2:
-        main.mul_(1.0 - decay_rate(step.decay, hyper) * hyper.weight_decay)
+        main.mul_(1.0 - (hyper.lr if step.decay is Decay.DECOUPLED else 1.0) * hyper.weight_decay)
     write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 
