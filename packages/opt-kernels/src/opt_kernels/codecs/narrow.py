@@ -40,7 +40,7 @@ REMAINDERS = (torch.int16, torch.int8)  # dtypes
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The float32 numbers with the halves `weight` (bfloat16) and `remainder` (int16 or int8), both of one shape."""
-    main = weight.float()  # shifts the bits by 16; the integer sum wraps around, as in the formula
+    main = weight.detach().float()  # shifts the bits by 16; the integer sum wraps around, as in the formula
     main.view(torch.int32).add_(remainder, alpha=1 << 8 if remainder.dtype is torch.int8 else 1)
     return main
 
