@@ -227,60 +227,41 @@ class Hostile:
         return print, ("it ran",)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["a"], "1 names are given, but the file has parameter 1"),
-        (["a", "a", "b", "c", "d", "e"], "a names several parameters"),
-        (["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
-        ({"a": 1}, "holds a dict, not a JSON list of names"),
-        ([1, 2], "is not a JSON list of names"),
-    ],
-    ids=["too few", "double", "too many", "no list", "no names"],
-)
-def test_names_that_do_not_fit_are_refused(
-    tmp_path: Path, trained: Any, capsys: pytest.CaptureFixture[str], names: Any, message: str
-) -> None:
-    torch.save(torch.optim.AdamW(trained[0].parameters()).state_dict(), tmp_path / "x.pt")
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    command = ("convert", tmp_path / "x.pt", tmp_path / "y", "--from", "torch", "--names", tmp_path / "names.json")
-    assert main([str(word) for word in command]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "y").exists()
+TORCH, NAMES = ("x.pt", "--from", "torch"), ("x.pt", "--from", "torch", "--names", "given.json")
+SLOTS, EXPORT = ("step-1", "--from", "megatron", "--slots", "given.json"), ("step-1", "--to", "safetensors", "--tensor")
+REFUSED: dict[str, tuple[tuple[str, ...], Any, str]] = {
+    "too few names": (NAMES, ["a"], "1 names are given, but the file has parameter 1"),
+    "a name twice": (NAMES, ["a", "a", "b", "c", "d", "e"], "a names several parameters"),
+    "too many names": (NAMES, ["a", "b", "c", "d", "e", "f", "g"], "7 names are given for 4 parameters"),
+    "no list of names": (NAMES, {"a": 1}, "holds a dict, not a JSON list of names"),
+    "names that are none": (NAMES, [1, 2], "is not a JSON list of names"),
+    "junk": (TORCH, b"junk" * 100, "x.pt cannot be read by torch.load"),
+    "a file that would run code": (TORCH, {"state": {}, "param_groups": Hostile()}, "nothing of it was run"),
+    "a file of another form": (TORCH, [[1]], "holds no optimizer state dict"),
+    "slots with another field": (SLOTS, [{"nome": "w"}], "given.json: entry 0"),
+    "slots that are names": (SLOTS, ["w"], "given.json is not a JSON list of objects"),
+    "slots that are no list": (SLOTS, {"name": "w"}, "given.json holds a dict"),
+    "an export of nothing": ((*EXPORT, "nothing*"), None, "holds no tensor that matches 'nothing*'"),
+}
 
 
-@pytest.mark.parametrize("content", ["junk", "hostile", "another form"])
-def test_a_file_that_cannot_be_converted_is_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_converted_is_refused_in_a_sentence(
+    steps: Path, trained: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    file = tmp_path / "x.pt"
-    if content == "junk":
-        file.write_bytes(b"junk" * 100)
+    (source, *options), content, message = REFUSED[case]
+    monkeypatch.chdir(steps)
+    Path("given.json").write_text(json.dumps(content) if "given.json" in options else "")
+    if isinstance(content, bytes):
+        Path("x.pt").write_bytes(content)
     else:
-        torch.save({"state": {}, "param_groups": Hostile()} if content == "hostile" else [[1]], file)
-    command = ("convert", file, tmp_path / "y", "--from", "torch")
-    assert main([str(word) for word in command]) == 2
+        torch.save(torch.optim.AdamW(trained[0].parameters()).state_dict() if len(options) > 2 else content, "x.pt")
+    assert main(["convert", source, "new", *options]) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("error: ")
+    assert message in printed.err
     assert "it ran" not in printed.out
-    assert not (tmp_path / "y").exists()
-
-
-@pytest.mark.parametrize("slots", ['[{"nome": "w"}]', '["w"]', '{"name": "w"}', '[{"na'])
-def test_slots_that_are_none_are_refused_in_a_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], slots: str
-) -> None:
-    (tmp_path / "slots.json").write_text(slots)
-    command = ("convert", tmp_path, tmp_path / "y", "--from", "megatron", "--slots", tmp_path / "slots.json")
-    assert main([str(word) for word in command]) == 2
-    assert "slots.json" in capsys.readouterr().err
-
-
-def test_an_export_of_nothing_is_refused(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("convert", steps / "step-1", steps / "s", "--to", "safetensors", "--tensor", "nothing*")
-    assert main([str(word) for word in command]) == 2
-    assert "holds no tensor that matches 'nothing*'" in capsys.readouterr().err
-    assert not (steps / "s").exists()
+    assert not Path("new").exists()
 
 
 def test_a_file_stays_until_its_successor_is_whole(

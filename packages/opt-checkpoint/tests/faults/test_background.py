@@ -176,13 +176,6 @@ def test_paths_with_equal_text_are_staged_separately(tmp_path: Path) -> None:
         assert load(wanted, tmp_path / "x").state["own"].tolist() == [value] * 3
 
 
-def test_a_single_async_save_needs_no_saver(tmp_path: Path) -> None:
-    handle = async_save(state_at(2, 0, 1), tmp_path / "x")
-    assert handle.wait(60) == tmp_path / "x"
-    assert handle.blocked_s >= 0
-    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 2, 0, 1)
-
-
 def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -> bool:
     """Ctrl-C ends the wait in `close` while the thread of a save has not begun; whether something was committed."""
     gate, run, wait = threading.Event(), threading.Thread.run, AsyncSaver.wait

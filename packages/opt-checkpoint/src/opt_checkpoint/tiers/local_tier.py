@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -91,10 +92,8 @@ def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int)
             elif missing:
                 reasons.append(f"{_OF_TIER.format(step)}: the parts of ranks {missing} are on no node")
             else:
-                holders = (
-                    min((rank for rank in range(world) if part in inventories[rank]), key=lambda r: (r != part.rank, r))
-                    for part in sorted(parts, key=lambda part: part.rank)
-                )
+                by_rank = sorted(parts, key=lambda part: part.rank)
+                holders = (next(r for r in chain((p.rank,), range(world)) if p in inventories[r]) for p in by_rank)
                 whole.append(LocalChoice(step, save, tuple(holders)))
         if len(whole) == 1:
             return Verdict(whole[0], tuple(reasons), tuple(unusable))
