@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[list[NameRule], dict[str, Any], str]] = {
     ),
     "shares do not divide": ([NameRule(ours="a", theirs=("q", "k"))], {"a": (7, 2)}, "cannot be cut along axis 0"),
     "parts contradict": (
-        [NameRule(ours=("q", "k"), theirs="qk", shares=(2, 1))], {"q": (4, 1), "k": (4, 1)}, "cannot be cut"
+        [NameRule(ours=("q", "k"), theirs="qk", shares=(2, 1))], {"q": (4, 1), "k": (4, 1)}, "k has .* does not fit q"
     ),
     "other axes differ": (
         [NameRule(ours=("q", "k"), theirs="qk")], {"q": (4, 1), "k": (4, 2)}, "k has .* which does not fit q"

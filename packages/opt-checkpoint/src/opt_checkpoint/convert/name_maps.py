@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -249,17 +248,31 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
         (_, (pattern, _)), index = next(one for one in every if (one[0][0], one[1]) not in names)
         missing = pattern.filled({**instance.common, **dict(zip(other.stack, map(str, index)))})
         raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
-    name = next(iter(names.values()))
+    (text, _), name = next(iter(names.items()))
     first, depth = tensors[name], len(side.stack)
     if len(first.shape) < depth + (2 if rule.transposed else 0) or (
         (rule.parts > 1 or rule.rows is not None) and len(first.shape) - depth <= rule.dim
     ):
         raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
+    block, shares = side.axes(first.shape[depth:]), rule.shares or (1,) * rule.parts
+    length, total = (
+        block[rule.dim] if rule.dim < len(block) else 1,
+        sum(shares[part] for part in side.patterns[text][1]),
+    )
+    groups = math.lcm(*(own.groups for own in instance.sides if len(own.patterns) < rule.parts))
+    if any(length * share % (total * groups) for share in shares):
+        raise CheckpointMismatchError(
+            f"{name} of {list(first.shape)} cannot be cut along axis {rule.dim} into parts of shares {shares} in "
+            f"{groups} group(s): {rule}"
+        )
+    lengths = tuple(length * share // total for share in shares)
+    if rule.rows is not None and (lengths[0] < rule.rows or (instance.known == 1 and lengths[0] != rule.rows)):
+        raise CheckpointMismatchError(f"{name} of shape {list(first.shape)} does not have {rule.rows} rows: {rule}")
     sizes = _Sizes(
         stacks=dict(zip((*other.stack, *side.stack), (*counts, *first.shape))),
-        block=side.axes(first.shape[depth:]),
+        block=block,
         dim=rule.dim,
-        lengths=_lengths(instance, {n: tensors[n].shape for n in names.values()}),
+        lengths=(lengths, lengths if rule.rows is None else (rule.rows,)),
         dtype=first.dtype,
     )
     for own, expected in sizes.described(instance.known, instance.sides, names):
@@ -269,35 +282,6 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
                 f"{first.dtype} {list(first.shape)} by {rule}"
             )
     return sizes
-
-
-def _lengths(instance: _Instance, shapes: Mapping[str, Shape]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The length of every part, on our side and on theirs.
-
-    Raises:
-        CheckpointMismatchError: shares or groups do not divide a length, or tensors contradict each other.
-    """
-    rule, side = instance.rule, instance.sides[instance.known]
-    shares = rule.shares or (1,) * rule.parts
-    units = {}
-    for text, (_, parts) in side.patterns.items():
-        name = next(n for (of, _), n in instance.names.items() if of == text)
-        block = side.axes(shapes[name][len(side.stack) :])
-        units[name] = Fraction(block[rule.dim] if rule.dim < len(block) else 1, sum(shares[part] for part in parts))
-    name, unit = next(iter(units.items()))
-    lengths = tuple(unit * share for share in shares)
-    divisor = math.lcm(*(own.groups for own in instance.sides if len(own.patterns) < rule.parts))
-    if len(set(units.values())) > 1 or any(n.denominator > 1 or n.numerator % divisor for n in lengths):
-        found = ", ".join(f"{n} of {list(shapes[n])}" for n in units)
-        raise CheckpointMismatchError(
-            f"{found} cannot be cut along axis {rule.dim} into parts of shares {shares} in {divisor} group(s): {rule}"
-        )
-    whole = tuple(int(n) for n in lengths)
-    if rule.rows is None:
-        return whole, whole
-    if whole[0] < rule.rows or (instance.known == 1 and whole[0] != rule.rows):
-        raise CheckpointMismatchError(f"{name} of shape {list(shapes[name])} does not have {rule.rows} rows: {rule}")
-    return whole, (rule.rows,)
 
 
 def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
