@@ -77,19 +77,19 @@ class _Leg:
         received = [sum(self.pieces[peer * num : (peer + 1) * num]) for peer in range(comm.size)]
         self.to_owners, self.to_peers = Sizes(received=received, sent=sent), Sizes(received=sent, sent=received)
 
-    def join(self, held: Parts, like: Tensor) -> dict[ParamId, Tensor]:
+    def join(self, of_rank: Parts, like: Tensor) -> dict[ParamId, Tensor]:
         """Send this rank's parts to the owners, and join those that it owns."""
-        flat = [held[id].reshape(-1) for id in self.before]
+        flat = [of_rank[id].reshape(-1) for id in self.before]
         out = like.new_empty(sum(self.to_owners.received))
         with _naming("exchange"):
             self.comm.all_to_all_(out, torch.cat(flat) if flat else like.new_empty(0), sizes=self.to_owners)
         return self._joined(out)
 
-    def join_everywhere(self, held: Parts) -> dict[ParamId, Tensor]:
+    def join_everywhere(self, of_rank: Parts) -> dict[ParamId, Tensor]:
         """Join all matrices on every rank. Pads shorter parts: an all-gather needs equal sizes."""
         received = self.to_owners.received
         length = max(received)
-        flat = torch.cat([held[id].reshape(-1) for id in self.before])
+        flat = torch.cat([of_rank[id].reshape(-1) for id in self.before])
         full = flat.new_empty(self.comm.size * length)
         with _naming("gather"):
             self.comm.all_gather_(full, torch.cat([flat, flat.new_zeros(length - flat.numel())]))
@@ -170,19 +170,26 @@ class ComputeStage:
 
     def gather(self, parts: Parts) -> dict[ParamId, Tensor]:
         """Gather the matrices that this rank computes. `parts` are this rank's parts of all matrices."""
-        held, like = dict(parts), next(iter(parts.values()))
+        blocks, like = dict(parts), next(iter(parts.values()))
         for leg in self._legs(tuple(parts)):
-            held = leg.join_everywhere(held) if self._every else leg.join(held, like)
-        return held
+            blocks = leg.join_everywhere(blocks) if self._every else leg.join(blocks, like)
+        return blocks
 
     def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
         """Return this rank's part of each matrix in `like`. `wholes` are the matrices that this rank computed."""
         if self._every:
-            return {id: _narrow(whole, self._parts[id], self._wholes[id]) for id, whole in wholes.items()}
-        held, one = dict(wholes), next(iter(like.values()))
+            return {id: self._part_of(whole, id) for id, whole in wholes.items()}
+        blocks = dict(wholes)
         for leg in reversed(self._legs(tuple(like))):
-            held = leg.part(held, one)
-        return {id: held[id] for id in like}
+            blocks = leg.part(blocks, next(iter(like.values())))
+        return {id: blocks[id] for id in like}
+
+    def _part_of(self, whole: Tensor, id: ParamId) -> Tensor:
+        """A view of this rank's part."""
+        part, of = self._parts[id], self._wholes[id]
+        for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
+            whole = whole.narrow(dim, start - base, length)
+        return whole
 
     def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
@@ -197,24 +204,20 @@ class ComputeStage:
         """The exchanges that gather these matrices: along the last axis first."""
         legs = []
         for axis in range(len(self.comms) - 1, self.layout.kept - 1, -1):
-            comm = self.comms[axis]
-            owners = [self._owner(id, axis) for id in ids]
-            order = sorted(range(len(ids)), key=owners.__getitem__)  # by owner; stable
-            before = {ids[at]: self._block(ids[at], self.at[: axis + 1]).shape for at in order}
-            ids = tuple(id for id, owner in zip(ids, owners, strict=True) if owner in (comm.rank, EVERYONE))
-            legs.append(
-                _Leg(comm, before, [max(owners[at], 0) for at in order], [self._joined(id, axis) for id in ids])
-            )
+            comm, at, owners = self.comms[axis], self.at[:axis], {}
+            for id in ids:
+                owner = self._slots[id].owner
+                owners[id] = EVERYONE if owner is None else owner[axis - self.layout.kept]
+            by_owner = sorted(ids, key=owners.__getitem__)  # stable
+            before = {id: self._block(id, self.at[: axis + 1]).shape for id in by_owner}
+            after = []
+            for id in (id for id in ids if owners[id] in (comm.rank, EVERYONE)):
+                parts = [self._block(id, (*at, peer)).shape for peer in range(comm.size)]
+                dim = self._slots[id].matrix.dims[axis]
+                after.append(_Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts))))
+            legs.append(_Leg(comm, before, [max(owners[id], 0) for id in by_owner], after))
+            ids = tuple(joined.id for joined in after)
         return legs
-
-    def _joined(self, id: ParamId, axis: int) -> _Joined:
-        at, dim = self.at[:axis], self._slots[id].matrix.dims[axis]
-        parts = [self._block(id, (*at, peer)).shape for peer in range(self.comms[axis].size)]
-        return _Joined(id, self._block(id, at).shape, dim, parts, list(map(prod, parts)))
-
-    def _owner(self, id: ParamId, axis: int) -> int:
-        owner = self._slots[id].owner
-        return EVERYONE if owner is None else owner[axis - self.layout.kept]
 
     def _block(self, id: ParamId, at: tuple[int, ...]) -> Block:
         return self.layout.block(self._slots[id], at)
@@ -262,7 +265,8 @@ def update_(
     for hyper, works in batches:
         left = []
         for work in works:
-            stage = _stage_of(work, stages)
+            part = work.matrix.part
+            stage = None if part is None else next((stage for stage in stages if part.whole in stage), None)
             if stage is None:
                 left.append(work)
             else:
@@ -273,61 +277,33 @@ def update_(
     for stage, tasks in staged.items():
         for run in stage.runs(tasks):
             _update_run_(rule, stage, run, grad_scale, skip)
-    return None
-
-
-def _stage_of(work: Work, stages: Sequence[ComputeStage]) -> ComputeStage | None:
-    part = work.matrix.part
-    return None if part is None else next((stage for stage in stages if part.whole in stage), None)
 
 
 def _update_run_(
     rule: MatrixRule, stage: ComputeStage, run: list[Task], grad_scale: float | Tensor, skip: Tensor | None
 ) -> None:
     of_id = {matrix_of(task.work): task for task in run}
-    parts = {}
-    for id, task in of_id.items():
-        parts[id] = scaled_grads([task], grad_scale)[0]
-    squares: Parts = {}
+    parts = {name: scaled_grads([task], grad_scale)[0] for name, task in of_id.items()}
+    squares: Parts = {}  # ‖g‖² of each matrix, for a rule that reads it
     if sums_gradients(rule):
-        squares = stage.summed({id: squares_in_float64(grad) for id, grad in parts.items()})
-    for id, task in of_id.items():
-        rule.prepare_(task, parts[id], skip)
-    updates = _transformed(rule, stage, of_id, stage.gather(parts), squares, skip)
-    for id, update in stage.scatter(updates, like=parts).items():
-        rule.apply_(of_id[id], update, skip)
-
-
-def _transformed(
-    rule: MatrixRule,
-    stage: ComputeStage,
-    of_id: Mapping[ParamId, Task],
-    wholes: Parts,
-    squares: Parts,  # ‖g‖² of each matrix, for a rule that reads it, else empty
-    skip: Tensor | None,
-) -> Parts:
-    """The directions of whole matrices. Matrices with equal layouts and hyper-parameters are stacked."""
-    updates = dict(wholes)  # matrices without elements have no direction
-    batches: dict[int, list[Task]] = {}
+        squares = stage.summed({name: squares_in_float64(grad) for name, grad in parts.items()})
+    for name, task in of_id.items():
+        rule.prepare_(task, parts[name], skip)
+    updates = stage.gather(parts)  # of which matrices without elements stay: they have no direction
+    works: dict[int, list[Work]] = {}
     names = {}
-    for name, whole in wholes.items():
+    for name, whole in updates.items():
         hyper, part = of_id[name]
         state = {**part.state, GRAD_SQUARES: squares[name]} if squares else part.state
         work = Work(grad=whole, main=None, state=state, matrix=stage.of_whole[name])
         names[id(work)] = name
-        batches.setdefault(id(hyper), []).append(Task(hyper, work))
-    for tasks in batches.values():
-        for stack in stacks([Batch(tasks[0].hyper, [task.work for task in tasks])]):
+        works.setdefault(id(hyper), []).append(work)
+    for same in works.values():  # matrices with equal layouts and hyper-parameters are stacked
+        for stack in stacks([Batch(of_id[names[id(same[0])]].hyper, same)]):
             moved = rule.transform_(stack, torch.stack([task.work.grad for task in stack]), skip)
             updates.update(zip((names[id(task.work)] for task in stack), moved))
-    return updates
-
-
-def _narrow(tensor: Tensor, part: Block, of: Block) -> Tensor:
-    """A view of the block `part` in `tensor`, which holds the block `of`."""
-    for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
-        tensor = tensor.narrow(dim, start - base, length)
-    return tensor
+    for name, update in stage.scatter(updates, like=parts).items():
+        rule.apply_(of_id[name], update, skip)
 
 
 @contextmanager

@@ -91,7 +91,8 @@ class OwnGrads:
     ):
         self.params, self.memory, self.comm = params, memory, comm
         self.grad_scale = 1.0 / num_replicas
-        self._converted = _converted(params)
+        first = next(iter(params.values()))
+        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
 
     def reduce_(self) -> None:
         return None
@@ -128,11 +129,6 @@ def check_dense(ids: Iterable[ParamId], grads: Iterable[Tensor | None]) -> None:
 def is_sparse(grad: Tensor | None) -> bool:
     """Whether this is a gradient, and sparse."""
     return grad is not None and grad.layout is not torch.strided
-
-
-def _converted(params: Mapping[ParamId, nn.Parameter]) -> Converted:
-    first = next(iter(params.values()))
-    return Converted(params, dtype=stored_dtype(first), device=first.device)
 
 
 class LaidOutGrads:
@@ -181,24 +177,15 @@ class LaidOutGrads:
         return None
 
 
-class ReducedMainGrads:
+class ReducedMainGrads(OwnGrads):
     """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
 
     They are final: means, or sums that were divided by the number of tokens. The step neither reduces nor scales them,
     and every rank updates all of these parameters.
     """
 
-    grad_scale = 1.0
-
     def __init__(self, params: Mapping[ParamId, nn.Parameter]):
-        self.params = params
-        self._converted = _converted(params)
-
-    def reduce_(self) -> None:
-        return None
-
-    def moved(self) -> ParamId | None:
-        return self._converted.first()
+        super().__init__(params, num_replicas=1)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         return lambda: [self._grad(id, of_param) for id, of_param in runs]
@@ -212,9 +199,6 @@ class ReducedMainGrads:
                 f"parameter must hold its gradient of shape {tuple(param.shape)}"
             )
         return grad if of_param == slice(0, param.numel()) else grad.reshape(-1)[of_param]
-
-    def publish_(self) -> None:
-        return None
 
 
 class AveragedReplicas:

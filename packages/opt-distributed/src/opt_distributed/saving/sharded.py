@@ -6,8 +6,8 @@ other format.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,43 +35,42 @@ from opt_kernels.works import StateSpec as Declared
 ShardedParam = ShardedTensor | ShardedTensorFactory
 
 
-@dataclass(slots=True, kw_only=True)
-class SavedPiece:
-    """The tensors of one piece that a checkpoint reads or writes: live memory if possible, else decoded copies."""
+class _Saved(NamedTuple):
+    """A tensor of a piece, and its relation to the parameter."""
+
+    tensor: Tensor  # live memory if possible, else a decoded copy
+    spec: StateSpec
+    key: str  # the state's name in the checkpoint, which may say how rows are split
+    is_whole: bool = False  # it belongs to a whole matrix that contains the piece
+
+
+class SavedPiece(NamedTuple):
+    """The tensors of one piece that a checkpoint reads or writes."""
 
     unit: Unit
     piece: OwnedPiece
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    specs: dict[str, StateSpec] = field(default_factory=dict)
-    of_whole: set[str] = field(default_factory=set)  # names of tensors of a whole matrix that contains the piece
-    saved_names: dict[str, str] = field(default_factory=dict)  # of states whose keys say how rows are split
+    tensors: Mapping[str, _Saved]
 
     def sharded(self, param: ShardedParam) -> dict[str, ShardedBase]:
         """Describe each tensor by its spec, under the parameter's key."""
-        param = replace(param, replica_id=_replica_of(param.replica_id, self.piece))
-        held = _held(param, self.piece)
-        whole = _whole(param, self.piece)
+        piece, stage = self.piece, self.piece.stage
+        param = replace(param, replica_id=_replica_of(param.replica_id, piece))
+        part, whole = _narrowed(param, piece), _whole(param, piece)
         described: dict[str, ShardedBase] = {}
-        for name, tensor in self.tensors.items():
-            saved_name = self.saved_names.get(name, name)
-            if name in self.piece.main.extra():
-                described[name] = self._extra(param, name)
-            elif name not in self.of_whole:
-                described[name] = make_sharded_state(held, tensor, saved_name, self.specs[name])
-            elif whole is not None:
-                described[name] = make_sharded_state(whole, tensor, saved_name, self.specs[name])
+        for name, (tensor, spec, key, is_whole) in self.tensors.items():
+            if name in piece.main.extra():  # of the fp8 parameter itself: one for all that this rank stores of it
+                stored = replace(param, replica_id=param.replica_id if piece.of_param.start == 0 else 1)
+                extra = make_sharded_state(stored, tensor, key, spec)
+                assert isinstance(extra, ShardedTensor)
+                extra.optional = True  # checkpoints of runs without fp8 parameters lack it
+                described[name] = extra
+            elif is_whole and whole is None:  # can only be loaded if the same number of parts makes up the matrix
+                assert stage is not None
+                bound = LayoutBound(fingerprint=f"parts{stage.layout.num_ranks}")
+                described[name] = make_sharded_state(part, tensor, key, bound)
             else:
-                described[name] = make_sharded_state(held, tensor, saved_name, _bound(self.piece))
+                described[name] = make_sharded_state(whole if is_whole and whole else part, tensor, key, spec)
         return described
-
-    def _extra(self, param: ShardedParam, name: str) -> ShardedTensor:
-        """Describe a tensor of the fp8 parameter itself: one for all that this rank stores, whatever the piece is."""
-        is_first = self.piece.of_param.start == 0
-        stored = replace(param, replica_id=param.replica_id if is_first else 1)
-        extra = make_sharded_state(stored, self.tensors[name], name, self.specs[name])
-        assert isinstance(extra, ShardedTensor)
-        extra.optional = True  # checkpoints of runs without fp8 parameters lack it
-        return extra
 
     def take_(self, loaded: Mapping[str, Tensor]) -> None:
         """Set the piece from loaded tensors, by the names of `sharded`.
@@ -106,26 +105,22 @@ def check_loaded(unit: Unit, piece: OwnedPiece, loaded: Collection[str]) -> None
 
 def read_piece(unit: Unit, piece: OwnedPiece) -> SavedPiece:
     """Collect the tensors of a piece that are saved, and their relation to the parameter."""
-    saved = SavedPiece(unit=unit, piece=piece)
-    saved.tensors[STEP], saved.specs[STEP] = torch.tensor(piece.step, dtype=torch.int64), PerParam()
+    tensors = {STEP: _Saved(torch.tensor(piece.step, dtype=torch.int64), PerParam(), STEP)}
     for spec in kept_states(unit, piece):
-        saved.tensors[spec.name] = decoded(unit, piece, spec)
-        saved.specs[spec.name] = _spec(spec, piece)
-        if spec.whole and piece.stage is not None:
-            saved.of_whole.add(spec.name)
-        if is_by_part(spec, piece):
-            saved.saved_names[spec.name] = spec.name + SPLIT_MARK + piece.matrix.split_name
+        key = spec.name + (SPLIT_MARK + piece.matrix.split_name if is_by_part(spec, piece) else "")
+        is_whole = spec.whole and piece.stage is not None
+        tensors[spec.name] = _Saved(decoded(unit, piece, spec), _spec(spec, piece), key, is_whole)
     if piece.main.numbers is not Numbers.DIRECT:
-        saved.tensors[MAIN], saved.specs[MAIN] = piece.main.value(), LikeParam()
+        tensors[MAIN] = _Saved(piece.main.value(), LikeParam(), MAIN)
     for name, tensor in piece.main.extra().items():
         # Each tensor-parallel rank scales its own part, so that scales are meaningless for a part of another size.
         of_part = LayoutBound(fingerprint=f"fp8tp{piece.part.rpartition('of')[2]}") if piece.part else PerParam()
         # A copy, because loading the parameter itself quantises it, which writes this memory.
-        saved.tensors[name], saved.specs[name] = tensor.clone(), of_part
-    return saved
+        tensors[name] = _Saved(tensor.clone(), of_part, name)
+    return SavedPiece(unit, piece, tensors)
 
 
-def _held(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
+def _narrowed(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
     """The description of the parameter, narrowed to the piece."""
     if piece.is_whole:
         return param
@@ -158,12 +153,6 @@ def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
     )
 
 
-def _bound(piece: OwnedPiece) -> StateSpec:
-    """The spec of whole state that can only be loaded if the same number of parts makes up the matrix."""
-    assert piece.stage is not None
-    return LayoutBound(fingerprint=f"parts{piece.stage.layout.num_ranks}")
-
-
 def _replica_of(replica_id: Any, piece: OwnedPiece) -> Any:
     """The replica id of the piece, by convention (pipeline, tensor, data).
 
@@ -179,16 +168,12 @@ def _spec(spec: Declared, piece: OwnedPiece) -> StateSpec:
     match spec.kind:
         case StateKind.LIKE_PARAM:
             return LikeParam()
-        case StateKind.SCALAR:
-            return PerParam()
         case StateKind.MATRIX | StateKind.SHAPED if group is not None:
             # Factors of this rank's block are meaningless for a block of another size.
             return LayoutBound(fingerprint=f"tp{group.size}")
-        case StateKind.REDUCED if is_by_part(spec, piece):
-            return PerMatrix()
-        case StateKind.MATRIX | StateKind.SHAPED:
-            return PerMatrix()
-        case StateKind.REDUCED:
+        case StateKind.REDUCED if not is_by_part(spec, piece):
             return Reduced(dims=spec.dims)
+        case StateKind.MATRIX | StateKind.SHAPED | StateKind.REDUCED:
+            return PerMatrix()
         case _:
             return PerParam()

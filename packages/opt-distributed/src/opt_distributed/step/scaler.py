@@ -1,7 +1,7 @@
 """Loss scaling: none, constant, or dynamic with hysteresis. The state is on the device of the step."""
 
 import math
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -10,68 +10,45 @@ from opt_config import ConstantScale, DynamicScale, NoScale
 from opt_distributed.comm.device import Device
 
 
-class Scaler(Protocol):
-    """The factor by which the loss is multiplied, and how it changes after each step."""
+class Scaler:
+    """The factor by which the loss is multiplied, and how it changes after each step: here, a constant."""
+
+    def __init__(self, scale: float = 1.0):
+        self._scale = scale
 
     @property
     def scale(self) -> float:
         """The scale as a number, for which the host may wait."""
-        ...
+        return self._scale
 
     @property
     def factor(self) -> float | Tensor:
         """The scale as a number, or as a 0-d float64 tensor if the host would have to wait for the number."""
-        ...
+        return self._scale
 
     @property
     def inverse(self) -> float | Tensor:
         """`1 / factor`, likewise. A tensor keeps its value when the scale changes."""
-        ...
+        return 1.0 / self.factor
 
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
         """Update the scale, once per step after the verdict. Flags are bools or 0-d bool tensors, equal on all ranks.
 
         If `unless` is set, nothing changes.
         """
-        ...
 
     def stay_on(self, device: Device) -> None:
         """Keep the state in one tensor on `device` from now on, as graphs require. Called before every replay."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class ConstantScaler:
-    """A scale that never changes; 1.0 without scaling."""
-
-    def __init__(self, scale: float = 1.0):
-        self.scale = scale
-
-    @property
-    def factor(self) -> float:
-        return self.scale
-
-    @property
-    def inverse(self) -> float:
-        return 1.0 / self.scale
-
-    def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
-        return None
-
-    def stay_on(self, device: Device) -> None:
-        return None
 
     def state_dict(self) -> dict[str, Any]:
+        """What changes; empty for a constant."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        return None
+        """Set what `state_dict` returned."""
 
 
-class DynamicScaler:
+class DynamicScaler(Scaler):
     """Grows after `window` steps without overflow; backs off after `hysteresis` overflows since it last grew.
 
     As in Megatron-Core, a backoff does not reset the hysteresis count: every further overflow backs off again, until a
@@ -104,10 +81,6 @@ class DynamicScaler:
             return self._known[0]
         assert self._on_device is not None
         return self._on_device[0].clone()  # autograd may keep it beyond the next step
-
-    @property
-    def inverse(self) -> float | Tensor:
-        return 1.0 / self.factor
 
     @torch.no_grad()
     def update(self, found_inf: bool | Tensor, *, unless: Tensor | None = None) -> None:
@@ -172,6 +145,6 @@ def scaler_of(choice: NoScale | ConstantScale | DynamicScale) -> Scaler:
         case DynamicScale():
             return DynamicScaler(choice)
         case ConstantScale(scale=scale):
-            return ConstantScaler(scale)
+            return Scaler(scale)
         case NoScale():
-            return ConstantScaler()
+            return Scaler()

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _NO_SPAN = nullcontext()
 
 
-class Spans(Protocol):
-    """`with span("name"):` around each phase of a step."""
-
-    def __call__(self, name: str, /) -> AbstractContextManager[Any]: ...
+Spans = Callable[[str], AbstractContextManager[Any]]
+"""`with span("name"):` around each phase of a step."""
 
 
 def profiler_spans(name: str) -> AbstractContextManager[Any]:

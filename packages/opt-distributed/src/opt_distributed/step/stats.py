@@ -157,12 +157,8 @@ def counted_grads(ready: Iterable[Ready], *, slot: int, scale: float) -> list[Te
 
 def reduce_zeros(ready: Iterable[Ready], *, everyone: Comm) -> int:
     """Count the zero elements of the ready gradients over the whole model. Collective."""
-    local = sum(
-        int(grad_stats(grads, count_zeros=True).zeros)
-        for of_slots in _by_source(ready).values()
-        for grads in of_slots.values()
-    )
-    return sum(everyone.gather_objects(local))
+    counted = (grads for of_slots in _by_source(ready).values() for grads in of_slots.values())
+    return sum(everyone.gather_objects(sum(int(grad_stats(grads, count_zeros=True).zeros) for grads in counted)))
 
 
 def _by_source(ready: Iterable[Ready]) -> Mapping[Source, Mapping[int, list[Tensor]]]:

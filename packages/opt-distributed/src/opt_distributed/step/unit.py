@@ -6,7 +6,7 @@ of one scale: one `Batch` for the rule.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
 from opt_distributed.pieces.mains import CodedMain, OpenedMain
 from opt_distributed.pieces.offload import HostSide
 from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, StepCount, Update, kinds_of
-from opt_distributed.pieces.sources import Publisher, ReadGrads, Source, check_dense, is_sparse
+from opt_distributed.pieces.sources import Publisher, ReadGrads, Source, is_sparse
 from opt_distributed.step.hooked import (
     CutParams,
     CutRows,
@@ -78,11 +78,10 @@ class Unit:
         found = list(chain.from_iterable(read() for read in self._readers))
         grads = [grad for grad in found if grad is not None]
         if not set(map(_LAYOUT, grads)) <= {torch.strided}:
-            try:
-                check_dense((piece.id for piece in self.pieces), found)
-            except SparseGradientError as error:
-                refuse(error)
-            found = [None if is_sparse(grad) else grad for grad in found]
+            for at, grad in enumerate(found):
+                if grad is not None and is_sparse(grad):
+                    refuse(SparseGradientError(self.pieces[at].id.name, grad.layout))
+                    found[at] = None
             grads = [grad for grad in found if grad is not None]
         if len(grads) == len(found):
             return Ready(self.pieces, grads, self._kinds)
@@ -264,15 +263,8 @@ class PieceRun:
 
     def works(self, grads: Sequence[Tensor]) -> Works:
         """The works of the run, given the gradients of all ready pieces. Opens mains until `close_`."""
-        of = self._columns
-        return Works(
-            [grads[index] for index in self.indices],
-            mains=[main.open_() for main in self.opened] if self.opened else of.mains,
-            states=of.states,
-            outs=of.outs,
-            remainders=of.remainders,
-            matrices=of.matrices,
-        )
+        mains = [main.open_() for main in self.opened] if self.opened else self._columns.mains
+        return replace(self._columns, grads=[grads[index] for index in self.indices], mains=mains)
 
     def close_(self, *, skip: Tensor | None) -> None:
         """Store the mains that `works` opened, and count the update."""

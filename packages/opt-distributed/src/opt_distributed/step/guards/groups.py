@@ -116,7 +116,8 @@ def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[st
             )
     for name in FIELDS:
         if name in group and name not in built:
-            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {_numbers(built)}"
+            read = ", ".join(name for name in FIELDS if name in built)
+            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
         if name in group and name in built and not _has_form_of(group[name], built[name]):
             yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
     for name in _FLAGS:
@@ -125,10 +126,6 @@ def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[st
     for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
         if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
             yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {built[CHOICES]}"
-
-
-def _numbers(built: Mapping[str, Any]) -> str:
-    return ", ".join(name for name in FIELDS if name in built)
 
 
 def _has_form_of(value: Any, built: Any) -> bool:

@@ -9,7 +9,7 @@ with the comparison.
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
-from weakref import ref
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ class WrittenReplicas:
             comm: all ranks, of all optimizer instances, over which flags are summed.
             device: of the step.
         """
-        self._replica = ref(replica)
+        self._replica: Replica = proxy(replica)
         self._at_once = not device.is_asynchronous  # every rank then asks for the error in the step that it refuses
         shard_ranks = tuple(axes.dp.gather_objects(comm.rank))
         replicas = tuple(sorted(rank for ranks in axes.inter.gather_objects(shard_ranks) for rank in ranks))
@@ -55,7 +55,7 @@ class WrittenReplicas:
 
     def flags(self) -> Sequence[float]:
         flags = [0.0] * self.num_flags
-        flags[self._set] = float(self._present().has_written())
+        flags[self._set] = float(self._replica.has_written())
         return flags
 
     def is_wrong(self, sums: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class WrittenReplicas:
     def error(self, sums: Sequence[float]) -> Exception | None:
         """None if replicas turn out to be equal. Collective: on a CPU, every rank asks in the same step."""
         try:
-            self._present().compare_replicas()
+            self._replica.compare_replicas()
         except ValueError as error:
             return error
         return None
@@ -81,10 +81,5 @@ class WrittenReplicas:
         sums = [] if before is None else before.sums_of(self)
         self._is_due = self._is_due or any(0 < count < size for count, size in zip(sums, self._sizes))
         if self._is_due:
-            self._present().compare_replicas()
+            self._replica.compare_replicas()
             self._is_due = False
-
-    def _present(self) -> Replica:
-        replica = self._replica()
-        assert replica is not None  # it asks for the step
-        return replica
