@@ -1,6 +1,6 @@
 """Fields of `OptimizerConfig` for a rule: the step is that of the optimizer with the same argument."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -124,103 +124,75 @@ def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: 
     assert not torch.allclose(changed, same_as(DEFAULT_PEERS[rule]), **close)
 
 
-@pytest.mark.parametrize("lines", ["rows", "cols", "longer"])
-def test_normuon_keeps_the_requested_lines(lines: str) -> None:
-    fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_lines": lines}
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(ours(**fields), same_as(adaptive(moment2_method="normuon", lines=lines)), **close)
-    others = same_as(adaptive(moment2_method="normuon", lines="rows" if lines == "cols" else "cols"))
-    assert not torch.allclose(ours(**fields), others, **close)
-
-
-@pytest.mark.parametrize("scale_mode", ["match_rms_adamw", "mup"])
-def test_scales_have_the_names_of_the_drop_in(scale_mode: str) -> None:
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    changed = ours(optimizer="muon", muon_scale_mode=scale_mode)
-    torch.testing.assert_close(changed, same_as(muon(scale_mode=scale_mode)), **close)
-    assert not torch.allclose(changed, same_as(muon()), **close)
-
-
-def test_namo_and_aol_are_those_of_the_drop_ins() -> None:
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    namo = ours(optimizer="adaptive_muon", adaptive_muon_moment2_method="namo")
-    torch.testing.assert_close(namo, same_as(lambda p: optim.NAMO(p, lr=LR, weight_decay=WEIGHT_DECAY)), **close)
-    aol = ours(optimizer="muon", muon_coefficient_type="aol", muon_num_ns_steps=4)
-    torch.testing.assert_close(aol, same_as(muon(coefficient_type="aol", ns_steps=4)), **close)
-
-
-@pytest.mark.parametrize(
-    ("roles", "sizes"),
-    [({"head_rows": 2}, (2, 2, 2)), ({"split_sizes": (4, 1, 1)}, (4, 1, 1))],
-    ids=["heads", "sizes"],
-)
-def test_rows_of_heads_and_sizes_are_orthogonalised_one_by_one(roles: dict[str, Any], sizes: tuple[int, ...]) -> None:
-    grad = normal(*SHAPE, seed=10)
-
-    def moved(grad: Tensor, **attributes: Any) -> Tensor:
-        model = Named(weight=torch.zeros_like(grad))
-        for name, value in attributes.items():
-            setattr(model.weight, name, value)
-        optimizer = get_optimizer(
-            OptimizerConfig(**PLAIN, optimizer="muon", muon_fp32_matmul_prec="highest"), [model], {}
+NORMUON = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}
+NAMO: Peer = lambda p: optim.NAMO(p, lr=LR, weight_decay=WEIGHT_DECAY)
+VALUES: Mapping[str, tuple[Mapping[str, Any], Peer, Peer]] = {  # fields, the same optimizer, and another one
+    **{
+        f"lines {lines}": (
+            {**NORMUON, "adaptive_muon_lines": lines},
+            adaptive(moment2_method="normuon", lines=lines),
+            adaptive(moment2_method="normuon", lines="rows" if lines == "cols" else "cols"),
         )
+        for lines in ("rows", "cols", "longer")
+    },
+    **{
+        mode: ({"optimizer": "muon", "muon_scale_mode": mode}, muon(scale_mode=mode), muon())
+        for mode in ("match_rms_adamw", "mup")
+    },
+    "namo": ({**NORMUON, "adaptive_muon_moment2_method": "namo"}, NAMO, adaptive()),
+    "aol": (
+        {"optimizer": "muon", "muon_coefficient_type": "aol", "muon_num_ns_steps": 4},
+        muon(coefficient_type="aol", ns_steps=4),
+        muon(ns_steps=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values_have_the_names_of_the_drop_in(name: str) -> None:
+    fields, same, other = VALUES[name]
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(ours(**fields), same_as(same), **close)
+    assert not torch.allclose(ours(**fields), same_as(other), **close)
+
+
+def moved(start: Tensor, grads: Sequence[Tensor], marks: Mapping[str, Any], **fields: Any) -> Tensor:
+    """The weight after these gradients; `marks` are attributes of the parameter."""
+    model = Named(weight=start.clone())
+    for mark, value in marks.items():
+        setattr(model.weight, mark, value)
+    optimizer = get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {})
+    for grad in grads:
         model.weight.grad = grad.clone()
         optimizer.step()
-        return model.weight.detach()
-
-    apart = torch.cat([moved(part) for part in grad.split(sizes)])
-    torch.testing.assert_close(moved(grad, **roles), apart, rtol=0, atol=1e-6)
-    assert not torch.allclose(moved(grad), apart, rtol=0, atol=1e-3)
+    return model.weight.detach()
 
 
-def test_soap_splits_fused_rows_if_requested() -> None:
-    """Off by default, as Megatron-Core preconditions them whole; heads and sizes that a parameter names are split."""
-    rows, grads = (4, 1, 1), [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
+ROWS = (4, 1, 1)
+EXACT_MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+MARKED: Mapping[str, tuple[Mapping[str, Any], tuple[int, ...], Mapping[str, Any], bool]] = {  # marks, rows, fields
+    "muon, heads": ({"head_rows": 2}, (2, 2, 2), EXACT_MUON, True),
+    "muon, sizes": ({"split_sizes": ROWS}, ROWS, EXACT_MUON, True),
+    "muon, fused": ({"qkv_split_shapes": ROWS}, ROWS, EXACT_MUON, True),
+    "muon, fused, whole": ({"qkv_split_shapes": ROWS}, ROWS, {**EXACT_MUON, "muon_split_qkv": False}, False),
+    "soap, sizes": ({"split_sizes": ROWS}, ROWS, {"optimizer": "soap"}, True),
+    "soap, fused": ({"qkv_split_shapes": ROWS}, ROWS, {"optimizer": "soap", "soap_split_qkv": True}, True),
+    "soap, fused, whole": ({"qkv_split_shapes": ROWS}, ROWS, {"optimizer": "soap"}, False),
+}
 
-    def moved(start: Tensor, grads: list[Tensor], **marks: Any) -> Tensor:
-        config = OptimizerConfig(**PLAIN, optimizer="soap", soap_split_qkv=marks.pop("split", False))
-        model = Named(weight=start.clone())
-        for mark, value in marks.items():
-            setattr(model.weight, mark, value)
-        optimizer = get_optimizer(config, [model], {})
-        for grad in grads:
-            model.weight.grad = grad.clone()
-            optimizer.step()
-        return model.weight.detach()
 
-    start = normal(*SHAPE, seed=9)
+@pytest.mark.parametrize("name", MARKED)
+def test_rows_that_a_parameter_marks_are_separate_matrices(name: str) -> None:
+    """Fused rows are split by Muon unless disabled, and by SOAP if enabled, as Megatron-Core preconditions them whole;
+    heads and sizes that a parameter names are always split."""
+    marks, rows, fields, is_split = MARKED[name]
+    start, grads = normal(*SHAPE, seed=9), [normal(*SHAPE, seed=seed) for seed in (10, 11, 12)]
     parts = zip(start.split(rows), *(grad.split(rows) for grad in grads), strict=True)
-    apart = torch.cat([moved(part, list(of_part)) for part, *of_part in parts])
-    together = moved(start, grads)
-    assert torch.equal(moved(start, grads, qkv_split_shapes=rows, split=True), apart)
-    assert torch.equal(moved(start, grads, qkv_split_shapes=rows), together)
-    assert torch.equal(moved(start, grads, split_sizes=rows), apart)
-    assert not torch.allclose(apart, together, rtol=0, atol=1e-3)
-
-
-def test_fused_rows_are_orthogonalised_one_by_one_unless_disabled() -> None:
-    rows, grad = (4, 1, 1), normal(*SHAPE, seed=10)
-
-    def moved(split: bool) -> Tensor:
-        model = Named(weight=torch.zeros(SHAPE))
-        model.weight.qkv_split_shapes = rows
-        config = OptimizerConfig(**PLAIN, optimizer="muon", muon_fp32_matmul_prec="highest", muon_split_qkv=split)
-        optimizer = get_optimizer(config, [model], {})
-        model.weight.grad = grad.clone()
-        optimizer.step()
-        return model.weight.detach()
-
-    def alone(part: Tensor) -> Tensor:
-        param = nn.Parameter(torch.zeros_like(part))
-        param.grad = part.clone()
-        optim.Muon([param], **MEGATRON, lr=LR, weight_decay=0.0, fp32_matmul_prec="highest").step()
-        return param.detach()
-
-    apart, together = torch.cat([alone(part) for part in grad.split(rows)]), alone(grad)
+    separate = torch.cat([moved(part, of_part, {}, **fields) for part, *of_part in parts])
+    together = moved(start, grads, {}, **fields)
     close = {"rtol": 0.0, "atol": 1e-6}  # of updates of size 0.05; stacks of other sizes round differently in fp32
-    torch.testing.assert_close(moved(True), apart, **close)
-    torch.testing.assert_close(moved(False), together, **close)
-    assert not torch.allclose(apart, together, **close)
+    torch.testing.assert_close(moved(start, grads, marks, **fields), separate if is_split else together, **close)
+    assert not torch.allclose(separate, together, rtol=0, atol=1e-3)
 
 
 def test_symmetric_products_are_computed_by_half() -> None:

@@ -1,6 +1,8 @@
 """Failures of Megatron-Core or of earlier runs: each docstring describes the failure, each test the behaviour here."""
 
 import copy
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_stack import get_optimizer, get_optimizer_based_on_param_groups
 
@@ -182,96 +184,73 @@ def test_two_backward_passes_add_up(wrapped: bool) -> None:
     assert run_threads(2, rank_main) == pytest.approx([2 * 79**0.5] * 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("optimizer", "sgd"),
-        ("use_distributed_optimizer", True),
-        ("decoupled_weight_decay", False),
-        ("lr", 2 * LR),
-        ("adam_beta2", 0.5),
-        ("clip_grad", 7.0),
-        ("loss_scale", 8.0),
-        ("grad_norm_skip_threshold", 3.0),
-        ("log_num_zeros_in_grad", True),
-    ],
-)
-def test_ranks_that_were_configured_differently_all_refuse_and_name_the_field(field: str, value: Any) -> None:
-    """Only the plan was compared: another learning rate let weights diverge, another norm limit hung."""
-
-    def rank_main(comm: ThreadComm) -> str:
-        other = {field: value} if comm.rank == 1 else {}
-        return refusal(lambda: get_optimizer(config(**other), [Net(torch.float32)], {}, pg_collection=roles_over(comm)))
-
-    for message in run_threads(3, rank_main):
-        assert f"{field} is " in message
-        assert f"{value!r} on ranks [1]" in message
+CONFIGURED: dict[str, Any] = {
+    "optimizer": "sgd", "use_distributed_optimizer": True, "decoupled_weight_decay": False, "lr": 2 * LR,
+    "adam_beta2": 0.5, "clip_grad": 7.0, "loss_scale": 8.0, "grad_norm_skip_threshold": 3.0,
+    "log_num_zeros_in_grad": True,
+}  # fmt: skip
+MARKS = {"grad_norm_group": "mtp", "shared": True, "tensor_model_parallel": True}
+ALONE = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value"), [("grad_norm_group", "mtp"), ("shared", True), ("tensor_model_parallel", True)]
-)
-def test_ranks_whose_parameters_say_other_things_all_refuse(attribute: str, value: Any) -> None:
-    """Norms then counted an element on one rank only, or in two groups' norms."""
-
-    def rank_main(comm: ThreadComm) -> str:
-        net = Net(torch.float32)
-        if comm.rank == 1:
-            setattr(net.second.weight, attribute, value)
-        return refusal(lambda: get_optimizer(config(), [net], {}, pg_collection=roles_over(comm)))
-
-    for message in run_threads(2, rank_main):
-        assert "of second.weight is" in message
-        assert f"{value!r} on rank 1" in message
-
-
-def test_ranks_whose_groups_have_other_numbers_all_refuse() -> None:
-    def rank_main(comm: ThreadComm) -> str:
-        net = Net(torch.float32)
-        groups = [{"params": list(net.parameters()), "weight_decay": 0.1 * comm.rank}]
-        return refusal(
-            lambda: get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
-        )
-
-    for message in run_threads(2, rank_main):
-        assert "weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1" in message
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_wrapper_over_other_ranks_than_the_optimizers_is_refused(sharded: bool) -> None:
-    """Each rank stepped with its own gradients, without an error."""
-    alone = Roles(dense=Axes(dp=Alone(), tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=Alone())
-
-    def rank_main(comm: ThreadComm) -> str:
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
-        model = DistributedDataParallel(ddp, Net(torch.float32), groups=alone)
-        ours = config(use_distributed_optimizer=sharded)
-        return refusal(lambda: get_optimizer(ours, [model], {}, pg_collection=roles_over(comm)))
-
-    for message in run_threads(2, rank_main):
-        assert "data-parallel groups of 1 x 1 ranks" in message
-
-
-def test_ranks_that_mean_other_losses_all_refuse() -> None:
-    def rank_main(comm: ThreadComm) -> str:
-        ddp = DistributedDataParallelConfig()
-        return refusal(
-            lambda: DistributedDataParallel(
-                ddp, Net(torch.float32), groups=roles_over(comm), calculate_per_token_loss=comm.rank == 1
-            )
-        )
-
-    for message in run_threads(2, rank_main):
-        assert "calculate_per_token_loss is False on rank 0 and True on rank 1" in message
-
-
-@pytest.mark.parametrize("name", ["other", ""])
-def test_a_norm_group_that_does_not_exist_is_refused_by_name(name: str) -> None:
-    """The error was a ValueError from `tuple.index`."""
+def net_with(marks: Mapping[str, Any]) -> Net:
     net = Net(torch.float32)
-    net.second.weight.grad_norm_group = name
-    message = refusal(lambda: get_optimizer(config(), [net], {}))
-    assert message.startswith(f"parameter 'second.weight' has grad_norm_group={name!r}; allowed are 'mtp'")
+    for name, value in marks.items():
+        setattr(net.second.weight, name, value)
+    return net
+
+
+def built(comm: Comm, *, net: nn.Module | None = None, **fields: Any) -> object:
+    return get_optimizer(config(**fields), [net or Net(torch.float32)], {}, pg_collection=roles_over(comm))
+
+
+def with_groups(comm: Comm) -> object:
+    net = Net(torch.float32)
+    groups = [{"params": list(net.parameters()), "weight_decay": 0.1 * comm.rank}]
+    return get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
+
+
+def over_other_ranks(comm: Comm, *, sharded: bool) -> object:
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded)
+    model = DistributedDataParallel(ddp, Net(torch.float32), groups=ALONE)
+    return built(comm, net=model, use_distributed_optimizer=sharded)
+
+
+def with_another_loss(comm: Comm) -> object:
+    ddp, per_token = DistributedDataParallelConfig(), comm.rank == 1
+    return DistributedDataParallel(ddp, Net(torch.float32), groups=roles_over(comm), calculate_per_token_loss=per_token)
+
+
+# Only the plan was compared: another learning rate let weights diverge, another norm limit hung. Norms counted an
+# element on one rank only, or in two groups' norms. With a wrapper over other ranks, each rank stepped with its own
+# gradients, without an error.
+DIFFERENT: dict[str, tuple[Callable[[Comm], object], tuple[str, ...]]] = {
+    **{
+        field: (
+            lambda comm, field=field, value=value: built(comm, **({field: value} if comm.rank == 1 else {})),
+            (f"{field} is ", f"{value!r} on ranks [1]"),
+        )
+        for field, value in CONFIGURED.items()
+    },
+    **{
+        mark: (
+            lambda comm, mark=mark, value=value: built(comm, net=net_with({mark: value} if comm.rank == 1 else {})),
+            ("of second.weight is", f"{value!r} on rank 1"),
+        )
+        for mark, value in MARKS.items()
+    },
+    "groups": (with_groups, ("weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1",)),
+    "another loss": (with_another_loss, ("calculate_per_token_loss is False on rank 0 and True on rank 1",)),
+    "other ranks": (partial(over_other_ranks, sharded=False), ("data-parallel groups of 1 x 1 ranks",)),
+    "other ranks, flat": (partial(over_other_ranks, sharded=True), ("data-parallel groups of 1 x 1 ranks",)),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ_all_refuse_and_name_what_differs(what: str) -> None:
+    attempt, words = DIFFERENT[what]
+    for message in run_threads(2, lambda comm: refusal(lambda: attempt(comm))):
+        assert all(word in message for word in words)
 
 
 def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) -> None:
@@ -293,27 +272,46 @@ def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) ->
         assert (tmp_path / "logs").exists() == (rank == 0)
 
 
-def test_the_module_inside_a_wrapper_is_refused() -> None:
+def wrapped(net: nn.Module, **fields: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(**fields), net)
+
+
+def module_inside_a_wrapper() -> object:
     """Its gradients are in the wrapper's buffers: every step succeeded with a norm of zero and updated nothing."""
     net = Net(torch.float32)
-    DistributedDataParallel(DistributedDataParallelConfig(), net)
-    message = refusal(lambda: get_optimizer(config(), [net], {}))
-    assert message.startswith(
-        "model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in main_grad"
-    )
+    wrapped(net)
+    return built(Alone(), net=net)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_a_model_is_wrapped_once(nested: bool) -> None:
+def wrapped_twice(*, nested: bool) -> object:
     """The first wrapper took every gradient, and the second reduced zeros."""
     net = Net(torch.float32)
-    first = DistributedDataParallel(DistributedDataParallelConfig(), net)
-    message = refusal(lambda: DistributedDataParallel(DistributedDataParallelConfig(), first if nested else net))
-    assert message.startswith("gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already")
+    first = wrapped(net)
+    return wrapped(first if nested else net)
 
 
-def test_a_wrapper_that_cuts_matrices_says_what_to_give_it() -> None:
+def cut_matrices() -> object:
     """The message asked for fields that were already set."""
-    wrapper = DistributedDataParallel(DistributedDataParallelConfig(use_distributed_optimizer=True), Net(torch.float32))
     muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
-    assert "pass optimizer_config=config to DistributedDataParallel" in refusal(lambda: get_optimizer(muon, [wrapper]))
+    return get_optimizer(muon, [wrapped(Net(torch.float32), use_distributed_optimizer=True)])
+
+
+TWICE = "gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (
+            lambda: built(Alone(), net=net_with({"grad_norm_group": "other"})),
+            "has grad_norm_group='other'; allowed are",
+        ),
+        (lambda: built(Alone(), net=net_with({"grad_norm_group": ""})), "has grad_norm_group=''; allowed are 'mtp'"),
+        (module_inside_a_wrapper, "model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in"),
+        (partial(wrapped_twice, nested=False), TWICE),
+        (partial(wrapped_twice, nested=True), TWICE),
+        (cut_matrices, "pass optimizer_config=config to DistributedDataParallel"),
+    ],
+)
+def test_models_that_would_not_train_are_refused(attempt: Callable[[], object], message: str) -> None:
+    assert message in refusal(attempt)

@@ -64,7 +64,7 @@ class Main:
     def value(self) -> Tensor:
         """The exact main values: their memory, or a new fp32 tensor if they are joined or decoded."""
         if self.remainder is not None:
-            return join(self.target, self.remainder)
+            return join(self.target.detach(), self.remainder)
         main = self.main
         assert main is not None
         return main
