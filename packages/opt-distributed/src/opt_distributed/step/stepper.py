@@ -210,9 +210,8 @@ class Stepper:
         if tuple(self.guards) != self._guards:
             self._refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
         flags = [self._ask(guard) for guard in self._guards]
-        flags[self._guards.index(self._usable_grads)] = self._ask(
-            self._usable_grads
-        )  # which tells of guards that failed
+        at = self._guards.index(self._usable_grads)
+        flags[at] = self._ask(self._usable_grads)  # once more, because it tells of guards that failed
         return [flag for of_guard in flags for flag in of_guard]
 
     def _ask(self, guard: Guard) -> list[float]:

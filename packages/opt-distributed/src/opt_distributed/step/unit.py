@@ -101,7 +101,7 @@ class Unit:
         begun, ids = [], []
         if self.host is not None:
             row_means = means_to_host(row_means, update.ready.pieces, self.host.device)
-        with self._where_it_is(update) as here:
+        with self._where_state_is(update) as here:
             for scale, runs in self._calls(here):
                 pieces = [piece for run in runs for piece in run.pieces]
                 means = means_of_pieces(self.cut_rows, pieces, row_means) if self.cut_rows else ()
@@ -125,7 +125,7 @@ class Unit:
         """
         if begun is not None and self.host is not None and self.cut:
             begun.sums = self.host.device.to_host(begun.sums)
-        with self._where_it_is(update) as here:
+        with self._where_state_is(update) as here:
             if begun is not None:
                 begun.finish_(skip=here.skip)
             for scale, runs in self._calls(here):
@@ -138,7 +138,7 @@ class Unit:
             self.host.return_(here.ready.pieces)
 
     @contextmanager
-    def _where_it_is(self, update: Update) -> Iterator[Update]:
+    def _where_state_is(self, update: Update) -> Iterator[Update]:
         """Give the update on the device, or in host memory after a wait for the copies. Of no pieces if it is skipped
         there."""
         if self.host is None:
