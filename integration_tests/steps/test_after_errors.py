@@ -157,25 +157,6 @@ def test_a_group_without_a_learning_rate_stops_the_step_before_any_update() -> N
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_sparse_gradient_of_one_rank_is_refused_on_every_rank() -> None:
-    """It raised in the middle of the reduction, and the other ranks waited until the group's timeout."""
-
-    def rank_main(comm: Comm) -> str:
-        model = initialised(nn.ModuleList([nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8)]))
-        optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model], pg_collection=roles_over(comm))
-        before = [param.detach().clone() for param in model.parameters()]
-        rows = model[0](torch.tensor([1])) if comm.rank == 1 else torch.ones(1, 8)
-        model[1](rows).sum().backward()
-        with pytest.raises(UnusableGradientError) as caught:
-            optimizer.step()
-        assert all(map(torch.equal, before, model.parameters()))
-        return str(caught.value)
-
-    other, own = run_threads(2, rank_main)
-    assert own.startswith("gradient of '0.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed")
-    assert "1 other rank(s) refused" in other
-
-
 def test_a_step_that_an_error_refused_has_no_norm() -> None:
     """The result was that of the previous step."""
     model = make_model()
