@@ -101,19 +101,6 @@ class TensorsOfRanks:
             first_of_key=np.unique(key, return_index=True)[1],
         )
 
-    def repeats(self) -> Array:
-        """(pairs, 2) tensors that two ranks hold as main replicas, and whose values must then be equal."""
-        at = np.flatnonzero(self.may_repeat & self.main)
-        bounds = np.searchsorted(self.owner, np.stack([at, at + 1], axis=1))
-        first: dict[tuple[int, bytes, bytes], int] = {}
-        pairs = []
-        for number, (low, high) in zip(at.tolist(), bounds.tolist()):
-            if low < high:
-                block = int(self.key[number]), self.offsets[low:high].tobytes(), self.sizes[low:high].tobytes()
-                if (other := first.setdefault(block, number)) != number:
-                    pairs.append((other, number))
-        return np.array(pairs, np.int64).reshape(-1, 2)
-
     def box(self, number: int) -> Box:
         """A box as an object."""
         axes = int(self.ndim[self.owner[number]])

@@ -94,19 +94,27 @@ class GlobalPlan:
             CheckpointingException: the layouts do not fit together, or values that must be equal are not.
         """
         tensors = TensorsOfRanks.of(layouts, only_first=only_first)
-        repeats = tensors.repeats()
+        at = np.flatnonzero(tensors.may_repeat & tensors.main)
+        bounds = np.searchsorted(tensors.owner, np.stack([at, at + 1], axis=1))
+        first, pairs = dict[tuple[int, bytes, bytes], int](), []  # tensors of the same boxes, on two ranks
+        for number, (low, high) in zip(at.tolist(), bounds.tolist()):
+            if low < high:
+                boxes = tensors.offsets[low:high].tobytes(), tensors.sizes[low:high].tobytes()
+                if (other := first.setdefault((int(tensors.key[number]), *boxes), number)) != number:
+                    pairs.append((other, number))
+        repeats = np.array(pairs, np.int64).reshape(-1, 2)
         main = tensors.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
         main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
         checked = replace(tensors, main=main)
         validate_sharding_integrity(checked, [own.objects for own in layouts])
         parts = assign_parts(checked)
         first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
-        local, bounds = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
+        local, ends = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
         assigned = [
             AssignedParts(
                 local[a:b], parts.offsets[a:b], parts.sizes[a:b], [o.unique_key for o in own.objects if o.main]
             )
-            for a, b, own in zip(bounds.tolist(), bounds[1:].tolist(), layouts)
+            for a, b, own in zip(ends.tolist(), ends[1:].tolist(), layouts)
         ]
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 

@@ -18,6 +18,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Placed(NamedTuple):
     sums: list[int]
 
 
+@dataclass
 class DataFileWriter:
     """The bytes of a data file, in parts; each call begins again.
 
@@ -72,29 +74,26 @@ class DataFileWriter:
         header: the first bytes.
         objects: returns keys and bytes of the objects.
         tensors: returns keys and values of the tensors.
+        placed: the items, after all parts were read.
     """
 
-    def __init__(
-        self,
-        header: bytes,
-        objects: Callable[[], Iterable[tuple[str, bytes]]],
-        tensors: Callable[[], Iterable[tuple[str, Tensor]]],
-    ) -> None:
-        self._header, self._objects, self._tensors = header, objects, tensors
-        self.placed: list[Placed] = []
+    header: bytes
+    objects: Callable[[], Iterable[tuple[str, bytes]]]
+    tensors: Callable[[], Iterable[tuple[str, Tensor]]]
+    placed: list[Placed] = field(default_factory=list, init=False)
 
     def __call__(self) -> Iterator[memoryview]:
         self.placed = []
         self._sums: list[tuple[int | PieceSums, int]] = []  # checksum and length of each run of the file
-        self._gathered = bytearray(self._header)
+        self._gathered = bytearray(self.header)
         self._given = 0  # bytes
         with hashing() as submit:
-            for key, raw in self._objects():
+            for key, raw in self.objects():
                 start = self._given + len(self._gathered)
                 self._gathered += raw
                 self.placed.append(Placed(key, start, start + len(raw), -1, [crc32(raw)]))
                 yield from self._flushed(_BUFFER_BYTES)
-            for key, values in self._tensors():
+            for key, values in self.tensors():
                 yield from self._tensor(submit, key, values)
             yield from self._flushed()
 

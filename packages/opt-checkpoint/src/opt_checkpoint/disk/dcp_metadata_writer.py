@@ -13,6 +13,7 @@ import io
 import pickle
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -46,13 +47,13 @@ _TEXTS = (
 )
 
 
+@dataclass
 class _Memo:
     """Values that are written once, in front, and then referenced by number."""
 
-    def __init__(self) -> None:
-        self.written = io.BytesIO()
-        self._numbers: dict[Any, int] = {}
-        self._count = 0
+    written: io.BytesIO = field(default_factory=io.BytesIO)
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _count: int = 0
 
     def number(self, value: Any, name: Any = None) -> int:
         """The number of a value that pickles: a class, a text; under a name if it does not hash."""
