@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint import ShardedObject, ShardedTensor, read_index, sharded_like
-from opt_checkpoint.disk.dcp_metadata import read_dcp_index
+from opt_checkpoint.disk.foreign import read_dcp_index
 from opt_checkpoint.store import store_at
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)

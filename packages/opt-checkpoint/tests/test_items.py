@@ -30,7 +30,7 @@ from opt_checkpoint.disk.manifest import (
     encode_manifest,
     read_manifest,
 )
-from opt_checkpoint.state.dtype_names import _BY_NAME, dtype_from_name, dtype_name
+from opt_checkpoint.state.tensors import _BY_NAME, dtype_from_name, dtype_name
 
 SHAPES = [(), (0,), (1,), (63,), (2, 5), (4, 1, 3), (3, 0, 2), (1025,)]
 

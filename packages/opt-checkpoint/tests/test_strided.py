@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opt_checkpoint.state.dtensor import Cut, one_run
+from opt_checkpoint.state.tensors import Cut, one_run
 
 
 def cuts(dp: int, tp: int, num_dp: int, num_tp: int) -> list[Cut]:

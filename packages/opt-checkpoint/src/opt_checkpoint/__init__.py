@@ -24,7 +24,6 @@ from opt_checkpoint.run.named_model import sharded_model
 from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.series import committed_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_optimizer
-from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.groups import (
     GroupMismatchError,
@@ -54,6 +53,7 @@ from opt_checkpoint.state.sharded import (
     ShardedTensor,
     is_main_replica,
 )
+from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.state.tree import (
     ScopedState,
     add_prefix_for_sharding,

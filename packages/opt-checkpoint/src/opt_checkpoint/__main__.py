@@ -20,7 +20,7 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.state.dtype_names import dtype_name
+from opt_checkpoint.state.tensors import dtype_name
 from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
@@ -194,7 +194,7 @@ def _diff(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
     from opt_checkpoint.convert import foreign_files, megatron, name_rules, safetensors, torch_files
-    from opt_checkpoint.state.dtype_names import dtype_from_name
+    from opt_checkpoint.state.tensors import dtype_from_name
 
     source, target, at = options.source, options.target, tuple(options.at.split("."))
     rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)

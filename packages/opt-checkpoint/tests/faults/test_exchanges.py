@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import RankPool, ThreadRanks, on_threads
+from checkpoint_ranks import ThreadRanks, on_threads
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
     CheckpointFailedError,
-    CheckpointingException,
     CheckpointKeyError,
     CheckpointManager,
     PlanCache,
@@ -280,26 +279,3 @@ def test_a_key_that_one_rank_misses_is_the_same_error_on_all(tmp_path: Path) -> 
     ((kind, text),) = texts
     assert kind is CheckpointKeyError
     assert "rank 1: CheckpointKeyError: 1 requested key(s) are not in" in text
-
-
-def interrupt_a_process(rank: int, size: int, folder: str) -> None:
-    """The same between processes, over gloo: rank 1 is interrupted while it writes, and while it reads."""
-    path = Path(folder) / "good"
-    save(state_at(1, rank, size), path)
-    for act in (
-        lambda: save(state_at(1, rank, size), Path(folder) / "x"),
-        lambda: load(state_at(0, rank, size, filled=False), path),
-    ):
-        if rank == 1:
-            sys.setprofile(Interrupted(150))
-        try:
-            with pytest.raises(KeyboardInterrupt if rank == 1 else CheckpointingException):
-                act()
-        finally:
-            sys.setprofile(None)
-    assert_is_step(load(state_at(0, rank, size, filled=False), path).state, 1, rank, size)
-
-
-def test_an_interrupt_of_a_process_is_an_error_of_the_others(ranks: RankPool, tmp_path: Path) -> None:
-    ranks.run(2, interrupt_a_process, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["good"]

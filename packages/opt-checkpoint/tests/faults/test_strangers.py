@@ -35,7 +35,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.disk.inert_pickle import read_pickle
+from opt_checkpoint.disk.foreign import read_pickle
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _watched: list[str] | None = None

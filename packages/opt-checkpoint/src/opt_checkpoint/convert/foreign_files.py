@@ -18,7 +18,7 @@ from torch import Tensor
 from opt_checkpoint.disk.index import CheckpointIndex, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, load
-from opt_checkpoint.state.dtensor import sharded_like
+from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath, location_of
 from opt_checkpoint.store.paths import folder_beside, local_path
 

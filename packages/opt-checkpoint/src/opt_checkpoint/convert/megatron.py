@@ -27,8 +27,8 @@ from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX
-from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
+from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath
 
 BUCKETS, _MAIN = "dp_reshardable", f"{PREFIX}fp32_param."

@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder
 from opt_checkpoint.dcp.names import stored_value
 from opt_checkpoint.disk.checkpoint import Opened, open_checkpoint
-from opt_checkpoint.disk.dcp_metadata import METADATA, read_dcp_index
+from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.run.torch_optimizer import OPTIMIZER
-from opt_checkpoint.state.dtensor import sharded_like
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.state.tree import ScopedState, lookup
 from opt_checkpoint.store import AnyPath, store_at
 from opt_checkpoint.store.paths import local_path

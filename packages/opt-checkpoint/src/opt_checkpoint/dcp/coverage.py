@@ -12,8 +12,8 @@ import numpy as np
 from opt_checkpoint.boxes import Array, Box, overlapping_pairs
 from opt_checkpoint.dcp.layout import MAIN, MAY_REPEAT, PLAIN, LocalLayout, LocalObject
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.dtype_names import dtype_from_name
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.tensors import dtype_from_name
 from opt_checkpoint.state.tree import Path, path_text
 
 _SHOWN = 8

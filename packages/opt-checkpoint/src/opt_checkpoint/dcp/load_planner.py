@@ -18,7 +18,6 @@ from opt_checkpoint.dcp.names import (
     aliased,
     asked_plain,
     merged,
-    plain_paths,
     stored_names,
     stored_under,
     warn_of_left_out,
@@ -28,12 +27,11 @@ from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, ByteRange, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
-from opt_checkpoint.state.dtensor import is_dtensor
-from opt_checkpoint.state.dtype_names import converts_exactly
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.flat_state import check_stages, flatten_state
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text
+from opt_checkpoint.state.tensors import converts_exactly, is_dtensor
+from opt_checkpoint.state.tree import ABSENT, Path, leaves, lookup, path_text
 
 
 class TensorRead(NamedTuple):
@@ -111,9 +109,9 @@ class ShardedLoadPlanner:
         self.assembled: Any = None
 
     @cached_property
-    def stored_plain(self) -> dict[str, Path]:
-        """The paths of the stored plain values, by the text of each path."""
-        return plain_paths(self._common)
+    def stored_plain(self) -> list[str]:
+        """The paths of the stored plain values, as text."""
+        return [path_text(path) for path, value in leaves(self._common) if path and not isinstance(value, dict)]
 
     def stored_name(self, key: str) -> str:
         """The name under which a key is stored: the key itself, or the first alias that is stored."""

@@ -101,11 +101,6 @@ def _relative_names(flat: FlatState, index: CheckpointIndex) -> dict[Path, str]:
     return names
 
 
-def plain_paths(common: Any) -> dict[str, Path]:
-    """The paths of the stored plain values, by the text of each path."""
-    return {path_text(path): path for path, value in leaves(common) if path and not isinstance(value, dict)}
-
-
 def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     """The stored keys at or below a path, by the rest of their paths.
 

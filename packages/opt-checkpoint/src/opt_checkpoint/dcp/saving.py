@@ -26,8 +26,8 @@ from opt_checkpoint.dcp.plan import AssignedParts, CachedPlan, GlobalPlan, Offer
 from opt_checkpoint.disk.archives import dump_object
 from opt_checkpoint.disk.data_file import crc32, file_header
 from opt_checkpoint.disk.data_file_writer import DataFileWriter
-from opt_checkpoint.disk.dcp_metadata import MEGATRON_MARK, MEGATRON_MARKED, METADATA
 from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
+from opt_checkpoint.disk.foreign import MEGATRON_MARK, MEGATRON_MARKED, METADATA
 from opt_checkpoint.disk.index import (
     COMMON_KEY,
     PATHS,

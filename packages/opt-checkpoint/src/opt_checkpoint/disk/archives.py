@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from opt_checkpoint.boxes import row_major_strides
+from opt_checkpoint.disk.foreign import PERSISTENT, Made, Name, read_pickle
 from opt_checkpoint.disk.index import MAX_DIMS, ByteRange
-from opt_checkpoint.disk.inert_pickle import PERSISTENT, Made, Name, read_pickle
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
-from opt_checkpoint.state.dtype_names import BY_STORAGE_CLASS, dtype_from_name
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.tensors import BY_STORAGE_CLASS, dtype_from_name
 
 
 class ReadAt(Protocol):

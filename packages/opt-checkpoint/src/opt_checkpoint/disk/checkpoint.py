@@ -25,7 +25,7 @@ from opt_checkpoint.disk.data_file import (
     hashing,
     read_region,
 )
-from opt_checkpoint.disk.dcp_metadata import MEGATRON_COMMON, METADATA, read_dcp_index
+from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, Region, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError

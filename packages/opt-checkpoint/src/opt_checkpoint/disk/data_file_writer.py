@@ -37,8 +37,8 @@ from opt_checkpoint.disk.data_file import (
     is_plain_memory,
 )
 from opt_checkpoint.disk.index import StoredFile
-from opt_checkpoint.state.dtype_names import STORAGE_CLASSES, dtype_name
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.tensors import STORAGE_CLASSES, dtype_name
 
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 _SMALL_BYTES = 256 << 10

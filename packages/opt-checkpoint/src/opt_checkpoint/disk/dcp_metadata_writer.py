@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.boxes import Array
 from opt_checkpoint.disk.index import ByteRange, StoredTensors
-from opt_checkpoint.state.dtype_names import dtype_from_name
+from opt_checkpoint.state.tensors import dtype_from_name
 
 Buffer: TypeAlias = bytes | memoryview
 _NEW, _OPEN, _CLOSE = b")\x81", b"}(", b"ub"  # an object without arguments; its state, a dict

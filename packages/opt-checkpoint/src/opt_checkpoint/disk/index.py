@@ -21,8 +21,8 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Array, Box, row_major_strides
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.state.dtype_names import dtype_from_name
 from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.tensors import dtype_from_name
 from opt_checkpoint.store import Location
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.\-]*")

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
-from opt_checkpoint.state.dtensor import is_dtensor, sharded_like
 from opt_checkpoint.state.model_parallel import ModelAxes, Replica, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.tensors import is_dtensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
 
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

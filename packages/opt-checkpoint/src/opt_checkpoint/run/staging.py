@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tensors import is_dtensor
 from opt_checkpoint.state.tree import Path, map_leaves
 
 

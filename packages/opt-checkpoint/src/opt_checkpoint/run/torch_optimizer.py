@@ -28,10 +28,10 @@ from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_ALIASES, carry_out_load, open_everywhere
 from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
-from opt_checkpoint.state.dtensor import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
 from opt_checkpoint.store import AnyPath, Location
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedBase, ShardedTensor, flat_bounds
+from opt_checkpoint.state.tensors import is_dtensor
 
 BuildFn: TypeAlias = Callable[[str, Tensor, ReplicaId, slice | None], Any]
 MergeFn: TypeAlias = Callable[[Any], Tensor]

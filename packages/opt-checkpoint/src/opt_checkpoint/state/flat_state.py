@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
-from opt_checkpoint.state.dtensor import local_tensor, sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
@@ -19,6 +18,7 @@ from opt_checkpoint.state.sharded import (
     ShardedStateDict,
     ShardedTensor,
 )
+from opt_checkpoint.state.tensors import local_tensor, sharded_like
 from opt_checkpoint.state.tree import (
     ABSENT,
     Path,

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
-from opt_checkpoint.state.dtensor import is_dtensor
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.sharded import ShardedTensor
+from opt_checkpoint.state.tensors import is_dtensor
 
 _ON_STAGES = ("shared_embedding", "shared_position_embedding", "pipeline_parallel")
 

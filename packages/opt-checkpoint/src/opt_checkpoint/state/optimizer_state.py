@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.dtensor import local_tensor, sharded_like
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
@@ -34,6 +33,7 @@ from opt_checkpoint.state.sharded import (
     flat_bounds,
 )
 from opt_checkpoint.state.sharded import is_main_replica as is_main
+from opt_checkpoint.state.tensors import local_tensor, sharded_like
 from opt_checkpoint.state.tree import leaves, path_text, sharded_values
 
 LAYOUT_MARK = "@layout="

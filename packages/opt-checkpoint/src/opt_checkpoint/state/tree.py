@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.dtensor import is_dtensor
-from opt_checkpoint.state.dtype_names import DTYPE_NAMES
 from opt_checkpoint.state.factory import ShardedTensorFactory
 from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedBase, ShardedStateDict
+from opt_checkpoint.state.tensors import DTYPE_NAMES, is_dtensor
 
 Path: TypeAlias = tuple[str | int, ...]
 

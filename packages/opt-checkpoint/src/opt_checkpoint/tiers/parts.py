@@ -26,10 +26,9 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
-from opt_checkpoint.state.dtensor import sharded_like
-from opt_checkpoint.state.dtype_names import dtype_from_name, dtype_name
 from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
+from opt_checkpoint.state.tensors import dtype_from_name, dtype_name, sharded_like
 from opt_checkpoint.state.tree import nest
 from opt_checkpoint.store import Location, Target
 
