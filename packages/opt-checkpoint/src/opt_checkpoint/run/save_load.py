@@ -229,8 +229,8 @@ def carry_out_save(
         offers = from_all(ranks, describe, what)
         check_equal(what.partition(" ")[0], [offer.arguments for offer in offers])
         planner.accept(offers)
-        assigned, message = through_first(ranks, planner.contents, assign, what, each=True)
-        through_first(ranks, write, commit, what)
+        assigned, message = through_first(ranks, planner.contents, assign, what, each=True)  # gather, scatter
+        through_first(ranks, write, commit, what)  # gather, broadcast
         then(writers[0])
     except BaseException:
         if ranks.rank == 0 and writers:
