@@ -47,8 +47,7 @@ class Segment(NamedTuple):
     role: Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRows:
+class HeadRows(NamedTuple):
     """The rows of a weight (rows, in) or a bias (rows,): `segments`, repeated for each query group."""
 
     param: nn.Parameter
@@ -125,7 +124,7 @@ def latent_attention(
 
 
 def _alike(segments: tuple[Segment, ...], *params: nn.Parameter | None) -> tuple[HeadRows, ...]:
-    return tuple(HeadRows(param=param, segments=segments) for param in params if param is not None)
+    return tuple(HeadRows(param, segments) for param in params if param is not None)
 
 
 __all__ = ["Attention", "QKClip", "fused_qkv", "latent_attention", "separate_qk"]
@@ -209,73 +208,53 @@ class QKClip:
         largest = logits.max() if len(logits) else logits.new_tensor(-torch.inf)
         of_model = torch.stack([largest, logits.new_tensor(float(error is not None))])
         self._roles.everyone.all_reduce_(of_model, op=Op.MAX)
-        clips, highest, is_refused = torch.stack([self._excess(logits), *of_model]).tolist()  # the host waits here
+        clips = ((logits > self.threshold) & logits.isfinite()).any().to(logits.dtype)
+        exceeds, highest, is_refused = torch.stack([clips, *of_model]).tolist()  # the host waits here
         if error is not None:
             raise error
         if is_refused:
             raise ValueError("max_logits do not fit the layers of QKClip on another rank; no rank clipped anything")
-        return bool(clips), highest
+        return bool(exceeds), highest
 
-    def _excess(self, logits: Tensor) -> Tensor:
-        """Return 1 if a finite logit is above the threshold, else 0, of shape ()."""
-        return ((logits > self.threshold) & logits.isfinite()).any().to(logits.dtype)
-
-    def _local(self, max_logits: Sequence[Tensor]) -> tuple[ValueError | None, Tensor]:
+    def _local(self, max_logits: Sequence[object]) -> tuple[ValueError | None, Tensor]:
         """Return an error in `max_logits` of this rank, if any, and its logits, (heads of all layers,) float64.
 
         Logits are -inf for heads of other tensor-parallel ranks, and for all heads if there is an error.
         """
-        device = self.optimizer.stepper.device
-        error = self._problem(max_logits)
-        if error is not None or not self.layers:
-            num_heads = sum(layer.num_heads for layer in self.layers)
-            return error, torch.full((num_heads,), -torch.inf, dtype=torch.float64, device=device)
-        found = [self._of_all_heads(layer, given) for layer, given in zip(self.layers, max_logits, strict=True)]
-        return None, torch.cat(found).to(device)
-
-    def _problem(self, max_logits: Sequence[object]) -> ValueError | None:
+        num_heads = sum(layer.num_heads for layer in self.layers)
+        found = torch.full((num_heads,), -torch.inf, dtype=torch.float64, device=self.optimizer.stepper.device)
         if len(max_logits) != len(self.layers):
-            return ValueError(
-                f"max_logits has {len(max_logits)} entries; pass one for each of {len(self.layers)} layers"
-            )
-        tp = self._roles.dense.tp.size
-        for layer, given in zip(self.layers, max_logits, strict=True):
+            text = f"max_logits has {len(max_logits)} entries; pass one for each of {len(self.layers)} layers"
+            return ValueError(text), found
+        tp, problem = self._roles.dense.tp, ""
+        of_layers = torch.split(found, [layer.num_heads for layer in self.layers])
+        for layer, given, heads in zip(self.layers, max_logits, of_layers, strict=True):
             if not isinstance(given, Tensor):
-                return ValueError(f"max_logits of a layer is a {type(given).__name__}; pass a tensor")
-            if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp):
-                return ValueError(
-                    f"max_logits of a layer has shape {tuple(given.shape)}; pass one number for each of its "
-                    f"{layer.num_heads} heads, or for each head of one of {tp} tensor-parallel ranks"
+                problem = f"is a {type(given).__name__}; pass a tensor"
+            elif given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp.size):
+                problem = (
+                    f"has shape {tuple(given.shape)}; pass one number for each of its {layer.num_heads} heads, or for "
+                    f"each head of one of {tp.size} tensor-parallel ranks"
                 )
-        return None
-
-    def _of_all_heads(self, layer: Attention, given: Tensor) -> Tensor:
-        """Return (num_heads,) float64: this rank's logits, and -inf for heads of other tensor-parallel ranks."""
-        tp = self._roles.dense.tp
-        given = given.detach().to(torch.float64)
-        given = torch.where(given.isnan(), torch.inf, given)  # a maximum over ranks may drop a NaN
-        if given.numel() == layer.num_heads:
-            return given
-        found = given.new_full((layer.num_heads,), -torch.inf)
-        found[tp.rank * given.numel() : (tp.rank + 1) * given.numel()] = given
-        return found
+            if problem:
+                return ValueError(f"max_logits of a layer {problem}"), found.fill_(-torch.inf)
+            first = 0 if given.numel() == layer.num_heads else tp.rank * given.numel()
+            values = given.detach().to(heads)
+            # A maximum over ranks may drop a NaN.
+            heads[first : first + len(values)] = torch.where(values.isnan(), torch.inf, values)
+        return None, found
 
     def _clip_(self, layer: Attention, logits: Tensor) -> None:
         largest = logits.view(layer.num_query_groups, -1).amax(1)
         clips = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clips, self.threshold / largest, torch.ones_like(largest))
-        for rows in layer.rows:
-            factors = self._factors(rows, gamma)
-            for piece in self._pieces.get(id(rows.param), ()):
-                _scale_(piece, _of_piece(factors, piece))
-
-    def _factors(self, rows: HeadRows, gamma: Tensor) -> Tensor:
-        """Return the factor of each row of the parameter on this rank, (rows,) float64."""
-        exponents = [segment.role.exponent(self.alpha) for segment in rows.segments for _ in range(segment.num_rows)]
-        factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)
-        local = rows.param.shape[0]
-        first = 0 if local == factors.numel() else self._roles.dense.tp.rank * local
-        return factors[first : first + local]
+        for param, segments in layer.rows:
+            exponents = [segment.role.exponent(self.alpha) for segment in segments for _ in range(segment.num_rows)]
+            factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)  # of the rows of the whole layer
+            num_rows = param.shape[0]
+            first = 0 if num_rows == factors.numel() else self._roles.dense.tp.rank * num_rows
+            for piece in self._pieces.get(id(param), ()):
+                _scale_(piece, _of_piece(factors[first : first + num_rows], piece))
 
     def _difference(self) -> ConfigError | None:
         """Return an error if ranks that share layers have different settings; else None. Collective."""
@@ -290,43 +269,39 @@ class QKClip:
         return None
 
     def _check(self) -> None:
+        if problem := next(self._problems(), ""):
+            raise ConfigError(f"QKClip: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        """Yield why the optimizer, the layers or the numbers do not allow a clip."""
         if not self.threshold > 0:
-            raise ConfigError(f"QKClip: threshold={self.threshold}; it must be above 0")
+            yield f"threshold={self.threshold}; it must be above 0"
         if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"QKClip: alpha={self.alpha}; the query's share of the correction must be from 0 to 1")
-        names = {id(param): name for name, param in self._trained()}
-        seen: set[int] = set()
+            yield f"alpha={self.alpha}; the query's share of the correction must be from 0 to 1"
+        names, seen, tp = {id(param): name for name, param in self._trained()}, set[int](), self._roles.dense.tp.size
         for layer in self.layers:
             if layer.num_query_groups < 1 or layer.num_heads % layer.num_query_groups:
-                raise ConfigError(
-                    f"QKClip: {layer.num_heads} heads do not divide into {layer.num_query_groups} query groups"
-                )
+                yield f"{layer.num_heads} heads do not divide into {layer.num_query_groups} query groups"
             for rows in layer.rows:
-                self._check_rows(layer, rows, names.get(id(rows.param), ""), is_new=id(rows.param) not in seen)
+                shape, name = tuple(rows.param.shape), names.get(id(rows.param), "")
+                if not name:
+                    yield f"the optimizer does not train a parameter of shape {shape}; leave its layer out"
+                if id(rows.param) in seen:
+                    yield f"{name!r} is in layers twice and would be scaled twice; pass it once"
                 seen.add(id(rows.param))
-        self._check_rules(seen)
-
-    def _check_rows(self, layer: Attention, rows: HeadRows, name: str, *, is_new: bool) -> None:
-        shape = tuple(rows.param.shape)
-        if not name:
-            raise ConfigError(f"QKClip: the optimizer does not train a parameter of shape {shape}; leave its layer out")
-        if not is_new:
-            raise ConfigError(f"QKClip: {name!r} is in layers twice and would be scaled twice; pass it once")
-        tp, expected = self._roles.dense.tp.size, layer.num_query_groups * rows.rows_per_group
-        if not shape or shape[0] not in (expected, expected / tp):
-            raise ConfigError(
-                f"QKClip: {name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
-                f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the sizes "
-                "of the whole layer"
-            )
-
-    def _check_rules(self, seen: set[int]) -> None:
+                expected = layer.num_query_groups * rows.rows_per_group
+                if not shape or shape[0] not in (expected, expected / tp):
+                    yield (
+                        f"{name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
+                        f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the "
+                        "sizes of the whole layer"
+                    )
         for unit in self.optimizer.stepper.units:
             clipped = [piece.id for piece in unit.pieces if id(piece.param) in seen]
             if clipped and unit.rule.name in self.optimizer.evaluation.rules:
-                raise ConfigError(
-                    f"QKClip: {str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its "
-                    "state; clip only layers that another rule updates"
+                yield (
+                    f"{str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its state; clip "
+                    "only layers that another rule updates"
                 )
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -52,7 +52,8 @@ class LoadedWeights:
         averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
         has_replicas: bool = False,  # whether writes to all parameters count, because other ranks may lack them
     ):
-        self._copied = [piece for piece in pieces if _is_copied(piece)]
+        # Main values that are a copy of the parameter in another format. fp8 codes depend on their scales as well.
+        self._copied = [p for p in pieces if p.main.numbers in _COPIES and not isinstance(p.main, QuantizedMain)]
         self._averaged = averaged
         # The elements of a sharded DTensor are on this rank only.
         replicated = [param for param in trained if has_replicas and not is_dtensor(param)]
@@ -89,6 +90,10 @@ class LoadedWeights:
         self._are_new = True
         self._num_loads += 1
         self._compare(module, params)
+
+    def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        self._replaced.difference_update(params.values())
+        self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
 
     def accept_writes(self) -> None:
         """Note that a step wrote the parameters. Writes from now on are those of others.
@@ -142,10 +147,6 @@ class LoadedWeights:
         """Note that the optimizer's state was set together with the weights."""
         self._has_state = True
 
-    def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
-        self._replaced.difference_update(params.values())
-        self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
-
     def problem(self) -> UnusableGradientError | None:
         """The reason why an update would lose loaded weights; None if it would not."""
         for module, params in self._unchecked:
@@ -169,21 +170,17 @@ class LoadedWeights:
                 "the parameters, or load the optimizer's state of the same checkpoint; do not update a parameter by "
                 "two optimizers"
             )
-        if not self._has_state:
-            self._warn_of_averaged()
+        averaged = next((str(piece.id) for piece in self._averaged if piece.step), None)
+        if averaged is not None and not self._has_state:
+            warnings.warn(
+                f"weights were loaded into the model, but the rule of {averaged!r} keeps weights of its own in its "
+                "state, towards which it moves the parameter; if values have changed, call "
+                "optimizer.reload_model_params() after the load, or load the optimizer's state of the same checkpoint",
+                stacklevel=3,
+            )
         self._writes.accept()
         self._are_new = self._has_state = False
         return None
-
-    def _warn_of_averaged(self) -> None:
-        name = next((str(piece.id) for piece in self._averaged if piece.step), None)
-        if name is not None:
-            warnings.warn(
-                f"weights were loaded into the model, but the rule of {name!r} keeps weights of its own in its state, "
-                "towards which it moves the parameter; if values have changed, call optimizer.reload_model_params() "
-                "after the load, or load the optimizer's state of the same checkpoint",
-                stacklevel=4,
-            )
 
 
 class _Note:
@@ -206,11 +203,6 @@ def _no_hook() -> Any:
 
 def _ignore(module: nn.Module, incompatible_keys: Any) -> None:
     return None
-
-
-def _is_copied(piece: OwnedPiece) -> bool:
-    """Whether main values are a copy of the parameter in another format. fp8 codes depend on their scales as well."""
-    return piece.main.numbers in _COPIES and not isinstance(piece.main, QuantizedMain)
 
 
 def _counted(param: Tensor) -> Iterator[Tensor]:
@@ -287,18 +279,14 @@ class LoadedReplicas:
 
 def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:
     """A checksum of the state of each parameter that data-parallel replicas hold wholly and in the same form."""
-    copied = {id: one for id, one in held.items() if one.piece.replica is None and one.piece.is_whole}
-    sums = checksums({(id, name): tensor for id, one in copied.items() for name, tensor in _tensors(one)})
-    of_param: dict[ParamId, list[object]] = {id: [one.piece.step] for id, one in copied.items()}
-    for (id, name), number in sums.items():
+    tensors: dict[tuple[ParamId, str], Tensor] = {}
+    of_param: dict[ParamId, list[object]] = {}
+    for id, (unit, piece) in held.items():
+        if piece.replica is None and piece.is_whole:
+            of_param[id] = [piece.step]
+            whole = {spec.name for spec in unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
+            tensors |= {(id, name): tensor for name, tensor in piece.state.items() if name not in whole}
+            tensors |= {(id, f"main {number}"): tensor for number, tensor in enumerate(piece.main.kept())}
+    for (id, name), number in checksums(tensors).items():
         of_param[id].append((name, number))
     return {id: crc32(repr(found).encode()) for id, found in of_param.items()}
-
-
-def _tensors(held: Held) -> Iterator[tuple[str, Tensor]]:
-    whole = {spec.name for spec in held.unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
-    for name, tensor in held.piece.state.items():
-        if name not in whole:
-            yield name, tensor
-    for number, tensor in enumerate(held.piece.main.kept()):
-        yield f"main {number}", tensor
