@@ -121,31 +121,14 @@ class GradientRelease:
         found = grad_stats([grad], count_zeros=False)
         self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)
         self._skip |= (found.nonfinite > 0).to(self._device)
-        if self._device.type != "cpu":
-            self._move_(unit, piece, grad, skip=self._skip)
-        elif not self._skip:
-            self._move_(unit, piece, grad, skip=None)
+        if self._device.type != "cpu" or not self._skip:
+            # Backward may still need the old value, for example through a detached view. The version makes that an
+            # error.
+            torch.autograd.graph.increment_version(piece.param)
+            scales, skip = [1.0] * (1 + piece.norm_slot), None if self._device.type == "cpu" else self._skip
+            unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
         piece.param.grad = None
 
-    def _move_(self, unit: Unit, piece: OwnedPiece, grad: Tensor, *, skip: Tensor | None) -> None:
-        # Backward may still need the old value, for example through a detached view. The version makes that an error.
-        torch.autograd.graph.increment_version(piece.param)
-        scales = [1.0] * (1 + piece.norm_slot)
-        unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
-
-
-class _Hook:
-    """Calls an update in backward, when the gradient of its parameter is complete.
-
-    Python's garbage collector does not see through hooks of tensors, so this one must not keep the optimizer alive.
-    """
-
-    def __init__(self, update: "_Update"):
-        self._update = ref(update)
-
-    def __call__(self, param: Tensor) -> None:
-        if (update := self._update()) is not None:
-            update(param)
 
 
 class _Update:
@@ -158,7 +141,14 @@ class _Update:
 
     def register(self) -> RemovableHandle:
         """Run when the gradient is complete, from now on."""
-        handle: RemovableHandle = self._piece.param.register_post_accumulate_grad_hook(_Hook(self))  # type: ignore[no-untyped-call]
+        kept = ref(self)
+
+        def hook(param: Tensor) -> None:
+            if (update := kept()) is not None:
+                update(param)
+
+        # Python's garbage collector does not see through hooks of tensors, so this must not keep the optimizer alive.
+        handle: RemovableHandle = self._piece.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return handle
 
     def __call__(self, param: Tensor) -> None:

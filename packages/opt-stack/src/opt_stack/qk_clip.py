@@ -15,7 +15,7 @@ The clip does not depend on the optimizer's rule: it multiplies parameters and t
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +216,7 @@ class QKClip:
             raise ValueError("max_logits do not fit the layers of QKClip on another rank; no rank clipped anything")
         return bool(exceeds), highest
 
-    def _local(self, max_logits: Sequence[object]) -> tuple[ValueError | None, Tensor]:
+    def _local(self, max_logits: Sequence[Any]) -> tuple[ValueError | None, Tensor]:
         """Return an error in `max_logits` of this rank, if any, and its logits, (heads of all layers,) float64.
 
         Logits are -inf for heads of other tensor-parallel ranks, and for all heads if there is an error.

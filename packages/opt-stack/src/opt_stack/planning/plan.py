@@ -1,16 +1,15 @@
 """The plan: which rank updates which parameters, and in which dtypes. Values only, checked before anything is built."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 
-from opt_config import ConstantScale, DynamicScale, LossScaling, NoScale, OptimizerConfig
+from opt_config import ConstantScale, DynamicScale, OptimizerConfig
 from opt_distributed.buffers import BufferPlan, short
 from opt_distributed.layout import AS_IT_CAME, Computes
 from opt_distributed.pieces import FP16, Numbers
@@ -21,7 +20,7 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.planning.compute import ComputePlan, compute_lines
 
-MAX_RANKS_SHOWN = 64  # a printed plan counts state bytes for at most this many ranks
+MAX_RANKS_SHOWN = 64  # a recorded plan counts state bytes for at most this many ranks
 NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
     {
         Numbers.DIRECT: "updated in place",
@@ -139,7 +138,11 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
     """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
     that one rank computes for its peers counts as equal shares."""
     total, rule = 0, unit.rule_of(on_host=on_host)
-    wholes = dict(_wholes(unit))
+    wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
+    for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
+        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
+        for slot in layout.slots:
+            wholes[slot.matrix.id] = layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners
     for buffer in plan.buffers:
         shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
         if not shapes:
@@ -148,8 +151,7 @@ def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
         for run in buffer.runs(rank):
             if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
                 total += main_bytes(numbers, run.numel)
-                whole = wholes.get(run.id)
-                shape, owners = (shapes[run.id], 1) if whole is None else whole
+                shape, owners = wholes.get(run.id, (shapes[run.id], 1))
                 for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
                     total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
     return total
@@ -168,20 +170,6 @@ def main_bytes(numbers: Numbers, numel: int) -> int:
     """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
     scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
     return numel * _MAIN_BYTES[numbers] + 4 * scales
-
-
-class _Whole(NamedTuple):
-    """A matrix whose parts are gathered for the rule."""
-
-    shape: tuple[int, ...]
-    num_owners: int  # number of ranks among which one keeps its state; 1 if all of them do
-
-
-def _wholes(unit: UnitPlan) -> Iterator[tuple[ParamId, _Whole]]:
-    for layout in (plan.layout for plan in unit.compute if plan.layout.computes.gathers):
-        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
-        for slot in layout.slots:
-            yield slot.matrix.id, _Whole(layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners)
 
 
 def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
@@ -235,28 +223,22 @@ def _buffer_lines(plan: Plan) -> Iterator[str]:
 def _total_lines(plan: Plan) -> Iterator[str]:
     """Yield the lines on bytes of state, clipping and loss scaling."""
     ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
-    sizes = [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))]
-    shown = _shown(sizes, ranks)
+
+    def listed(bytes_of: Callable[[int], int]) -> str:
+        return ", ".join(f"{bytes_of(rank):,}" for rank in range(min(ranks, 8))) + (", ..." if ranks > 8 else "")
+
     on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
-    yield f"optimizer state: {shown} bytes on {on}"
+    yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
     if plan.hosted:
-        hosted = [plan.state_bytes(rank, on_host=True) for rank in range(len(sizes))]
-        staging = [plan.staging_bytes(rank) for rank in range(len(sizes))]
-        yield f"of this on the host: {_shown(hosted, ranks)} bytes; staging buffers, at most: {_shown(staging, ranks)}"
+        hosted = listed(lambda rank: plan.state_bytes(rank, on_host=True))
+        yield f"of this on the host: {hosted} bytes; staging buffers, at most: {listed(plan.staging_bytes)}"
     config = plan.config
     clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
-    yield f"clip: {clip}; loss scale: {_scale_in_words(config.loss_scaling)}"
-
-
-def _shown(sizes: Sequence[int], ranks: int) -> str:
-    return ", ".join(f"{size:,}" for size in sizes[:8]) + (", ..." if ranks > 8 else "")
-
-
-def _scale_in_words(choice: LossScaling) -> str:
-    match choice:
-        case NoScale():
-            return "none"
+    match config.loss_scaling:
         case ConstantScale(scale=scale):
-            return f"constant {scale:g}"
-        case DynamicScale():
-            return f"dynamic from {choice.initial:g}"
+            words = f"constant {scale:g}"
+        case DynamicScale(initial=initial):
+            words = f"dynamic from {initial:g}"
+        case _:
+            words = "none"
+    yield f"clip: {clip}; loss scale: {words}"
