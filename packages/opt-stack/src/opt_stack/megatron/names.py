@@ -1,7 +1,7 @@
 """Megatron-Core's kinds of optimizer, its positional orders, its module paths, and its names that do not exist here."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec
@@ -62,10 +62,12 @@ sharding, as in Megatron-Core: see `layer_wise`."""
 
 
 class _Kind(type):
-    """The optimizers with a configuration of this kind (`_HAS`). `isinstance` finds them; they are not subclasses."""
+    """The optimizers whose configuration `matches`. `isinstance` finds them; they are not subclasses."""
+
+    matches: Callable[[OptimizerConfig], bool]
 
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, MegatronOptimizer) and _HAS[cls.__name__](instance.config)
+        return isinstance(instance, MegatronOptimizer) and cls.matches(instance.config)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(
@@ -79,38 +81,40 @@ def _is_mixed(config: OptimizerConfig) -> bool:
     return config.bf16 or config.fp16
 
 
-_HAS: Mapping[str, Callable[[OptimizerConfig], bool]] = {
-    "DistributedOptimizer": lambda config: isinstance(config.sharding, FlatShards),
-    "LayerWiseDistributedOptimizer": lambda config: isinstance(config.sharding, WholeParams),
-    "MixedPrecisionOptimizer": lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards),
-    "Float16OptimizerWithFloat16Params": lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated),
-    "FP32Optimizer": lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated),
-    "ChainedOptimizer": lambda config: False,
-}
-
-
 class DistributedOptimizer(metaclass=_Kind):
     """Optimizers with flat shards of the state (`use_distributed_optimizer=True`)."""
+
+    matches = staticmethod(lambda config: isinstance(config.sharding, FlatShards))
 
 
 class LayerWiseDistributedOptimizer(metaclass=_Kind):
     """Optimizers that assign whole matrices to ranks (`use_layer_wise_distributed_optimizer=True`)."""
 
+    matches = staticmethod(lambda config: isinstance(config.sharding, WholeParams))
+
 
 class MixedPrecisionOptimizer(metaclass=_Kind):
     """Optimizers of bf16 or fp16 parameters, and those with flat shards."""
+
+    matches = staticmethod(lambda config: _is_mixed(config) or isinstance(config.sharding, FlatShards))
 
 
 class Float16OptimizerWithFloat16Params(metaclass=_Kind):
     """Optimizers of bf16 or fp16 parameters that keep the whole state on every rank."""
 
+    matches = staticmethod(lambda config: _is_mixed(config) and isinstance(config.sharding, Replicated))
+
 
 class FP32Optimizer(metaclass=_Kind):
     """Optimizers of fp32 parameters that keep the whole state on every rank."""
 
+    matches = staticmethod(lambda config: not _is_mixed(config) and isinstance(config.sharding, Replicated))
+
 
 class ChainedOptimizer(metaclass=_Kind):
     """Never matches: one optimizer updates dense parameters and experts, with one gradient norm and one verdict."""
+
+    matches = staticmethod(lambda config: False)
 
 
 def get_megatron_muon_optimizer(

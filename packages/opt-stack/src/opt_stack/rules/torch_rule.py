@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_kernels.codecs import StateCodec, join, split_
+from opt_kernels.hooks import hooks_of
 from opt_kernels.rules import ElementwiseRule, Needs, Rule
-from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
+from opt_kernels.works import Batch, StateKind, StateSpec, Work
 from opt_stack.rules.registry import RuleEntry
 
 OF_THE_CONFIG = ("lr", "weight_decay")  # read from the configuration and the groups
@@ -129,25 +130,24 @@ class TorchRule:
             if not works:
                 continue
             mains = [_main(work) for work in works]
-            optimizer = self.cls(mains, **_numbers(hyper, self.numbers), **self.options)
+            of_group = {name: getattr(hyper, name) for name in OF_THE_GROUP}
+            numbers: dict[str, Any] = {"lr": float(hyper.lr), "weight_decay": float(hyper.weight_decay), **of_group}
+            numbers |= hyper.own
+            optimizer = self.cls(mains, **{name: numbers[name] for name in self.numbers}, **self.options)
             if self.counts_in_group and int(hyper.step) > 1:
                 optimizer.param_groups[0][STEP] = int(hyper.step) - 1
             for main, work in zip(mains, works, strict=True):
                 main.grad = work.grad.to(main.dtype) * grad_scale
-                if int(hyper.step) > 1:
-                    optimizer.state[main] = self._state(work, main, steps=int(hyper.step) - 1)
+                if (taken := int(hyper.step) - 1) > 0:
+                    state: dict[str, Any] = dict(work.state)
+                    if self.step_type is not None and issubclass(self.step_type, Tensor):
+                        state[STEP] = torch.tensor(float(taken), device=self._scalar_device(main))
+                    elif self.step_type is not None:
+                        state[STEP] = self.step_type(taken)
+                    optimizer.state[main] = state
             optimizer.step()
             for main, work in zip(mains, works, strict=True):
                 self._keep_(work, main, optimizer.state[main])
-
-    def _state(self, work: Work, main: Tensor, *, steps: int) -> dict[str, Any]:
-        """Return the state of a parameter in the form of the class, after `steps` steps."""
-        state: dict[str, Any] = dict(work.state)
-        if self.step_type is not None and issubclass(self.step_type, Tensor):
-            state[STEP] = torch.tensor(float(steps), device=self._scalar_device(main))
-        elif self.step_type is not None:
-            state[STEP] = self.step_type(steps)
-        return state
 
     def _keep_(self, work: Work, main: Tensor, state: Mapping[str, Any]) -> None:
         """Write the state and main values that the class has updated back to the work."""
@@ -182,39 +182,25 @@ def _main(work: Work) -> Tensor:
     return join(work.out.detach(), work.remainder)
 
 
-def _numbers(hyper: Hyper, names: Sequence[str]) -> dict[str, Any]:
-    found = {
-        "lr": float(hyper.lr),
-        "weight_decay": float(hyper.weight_decay),
-        "betas": hyper.betas,
-        "eps": hyper.eps,
-        "momentum": hyper.momentum,
-        **hyper.own,
-    }
-    return {name: found[name] for name in names}
-
-
 def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
     """Return the rule. Raise ConfigError if the configuration shards its parameters or narrows its state."""
     if not isinstance(config.sharding, Replicated):
-        flag = "use_distributed_optimizer"
-        if config.use_layer_wise_distributed_optimizer:
-            flag = "use_layer_wise_distributed_optimizer"
+        layer_wise = "layer_wise_" * config.use_layer_wise_distributed_optimizer
+        flag = f"use_{layer_wise}distributed_optimizer"
         raise ConfigError(
             f"{flag}=True: optimizer={rule.name!r} wraps torch's {rule.cls.__name__}, which needs the whole state on "
             "every rank; set it to False, or use a built-in rule"
         )
     for field in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        if getattr(config, field) is not torch.float32:
+        if (dtype := getattr(config, field)) is not torch.float32:
             raise ConfigError(
-                f"{field}={getattr(config, field)}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which "
-                "keeps its state in torch.float32; leave it at torch.float32"
+                f"{field}={dtype}: optimizer={rule.name!r} is torch's {rule.cls.__name__}, which keeps its state in "
+                "torch.float32; leave it at torch.float32"
             )
     return rule
 
 
-# --- the state of a class
-# -----------------------------------------------------------------------------------------------
+# --- the state of a class ---------------------------------------------------------------------------------------------
 
 
 class _Kept(NamedTuple):
@@ -266,21 +252,17 @@ def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, An
     for key, value in optimizer.state[param].items():
         if key == STEP and float(value) == PROBE_STEPS:
             step_type = type(value)
+        elif isinstance(value, Tensor) and value.shape in (shape, ()):
+            kind = StateKind.LIKE_PARAM if value.shape == shape else StateKind.SCALAR
+            specs.append(StateSpec(name=key, kind=kind, dtype=value.dtype))
         elif value is not None:
-            specs.append(_spec(name, cls, key, value, shape))
+            is_tensor = isinstance(value, Tensor)
+            found = f"a tensor of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            raise ConfigError(
+                f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {found} for a parameter of shape {shape}; "
+                "allowed are tensors of the parameter's shape, and 0-d tensors"
+            )
     return _Kept(tuple(specs), step_type, counts_in_group, optimizer.defaults)
-
-
-def _spec(name: str, cls: type, key: str, value: Any, shape: tuple[int, ...]) -> StateSpec:
-    if isinstance(value, Tensor) and value.shape == shape:
-        return StateSpec(name=key, dtype=value.dtype)
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return StateSpec(name=key, kind=StateKind.SCALAR, dtype=value.dtype)
-    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise ConfigError(
-        f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {kind} for a parameter of shape {shape}; allowed are "
-        "tensors of the parameter's shape, and 0-d tensors"
-    )
 
 
 def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -302,7 +284,16 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
     Raises:
         ConfigError: no torch optimizer computes what `rule` does, or keeps its state in the same dtypes.
     """
-    problem = _host_problem(rule)
+    problem, is_known = "", isinstance(rule, ElementwiseRule) and rule.name in HOST_NAMES
+    narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
+    if not is_known:
+        problem = "has no counterpart in torch.optim that Megatron-Core uses"
+    elif hooks := hooks_of(rule):
+        problem = f"has hooks {', '.join(map(repr, hooks))}, which torch's optimizer does not support"
+    elif narrow:
+        problem = f"keeps {narrow[0]}, but torch's optimizer keeps its state in fp32"
+    elif isinstance(rule, ElementwiseRule) and dict(rule.formula.constants).get("order", "torch") != "torch":
+        problem = "computes in Transformer Engine's order of operations, which torch's optimizer does not"
     if problem:
         raise ConfigError(
             f"use_torch_optimizer_for_cpu_offload=True: optimizer={rule.name!r} {problem}; allowed are "
@@ -329,16 +320,3 @@ def torch_host_rule(rule: Rule, config: OptimizerConfig) -> TorchRule:
         state_specs=rule.state_specs,
         step_type=None if rule.name == "sgd" else torch.Tensor,
     )
-
-
-def _host_problem(rule: Rule) -> str:
-    if not isinstance(rule, ElementwiseRule) or rule.name not in HOST_NAMES:
-        return "has no counterpart in torch.optim that Megatron-Core uses"
-    if rule.hooks:
-        return f"has hooks {', '.join(map(repr, rule.hooks))}, which torch's optimizer does not support"
-    narrow = [f"{spec.name} in {spec.dtype}" for spec in rule.state_specs if spec.dtype is not torch.float32]
-    if narrow:
-        return f"keeps {narrow[0]}, but torch's optimizer keeps its state in fp32"
-    if dict(rule.formula.constants).get("order", "torch") != "torch":
-        return "computes in Transformer Engine's order of operations, which torch's optimizer does not"
-    return ""
