@@ -311,7 +311,7 @@ def test_ranks_with_other_parameters_have_the_same_groups_and_one_norm(asked: li
 
 
 def test_rank_0_writes_the_files_of_all(asked: list[Asked], folder: Path) -> None:
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["optimizer_config.json", "optimizer_plan.json"]
+    assert sorted(path.name for path in (folder / "logs").iterdir()) == ["optimizer_config.json", "optimizer_plan.txt"]
     # Both stages call their first parameter `weight`, and both have it in the default group.
     assert json.loads((folder / "map.json").read_text())["group_of"] == {"weight": 0, "bias": 1}
     assert (folder / "map" / ".metadata").exists()

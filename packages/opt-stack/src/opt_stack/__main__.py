@@ -13,7 +13,7 @@ from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.checks import refuse
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, Plan, UnitPlan, kept_bytes, main_bytes
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, Plan, kept_bytes, main_bytes
 from opt_stack.planning.planner import Draft
 from opt_stack.planning.ranks import EFFECTS
 from opt_stack.rules.registry import Registry
@@ -42,13 +42,17 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
     """
     rows = []
     for dtype in dict.fromkeys((torch.float32, config.precision.params)):
-        model = _stand_ins(dtype)
+        model = nn.Module()  # with one parameter of each kind, on the meta device
+        for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
+            model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+        model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
         groups = get_param_groups([model], config, with_matrix_rule(config, None, rules))
         plan = plan_of(Draft(config=config, chunks=[model], registry=rules, groups=groups, sizes=WorldSizes()))
         group_of = {id: group for group in groups for id in group["param_ids"]}
         unit_of = {id: unit for unit in plan.units for id in unit.ids}
         for id, meta in describe([model]).items():
             group, unit = group_of[id], unit_of[id]
+            num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept_bytes(unit.rule, meta.shape).values())
             rows.append(
                 KindRow(
                     kind=id.name,
@@ -58,7 +62,7 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
                     weight_decay=group["weight_decay"],
                     numbers=NUMBERS_IN_WORDS[unit.numbers[dtype]],
                     state=", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none",
-                    bytes_per_element=_bytes(unit, dtype, meta.shape) / meta.numel,
+                    bytes_per_element=num_bytes / meta.numel,
                 )
             )
     return rows
@@ -66,28 +70,12 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
 
 def meaning(config: OptimizerConfig, rules: Registry) -> str:
     """Return `kind_rows` as a table, then sharding, gradients and clipping. Raises ConfigError like `kind_rows`."""
-    cells = [[name.replace("_", " ") for name in KindRow._fields], *map(_cells, kind_rows(config, rules))]
+    cells = [[name.replace("_", " ") for name in KindRow._fields]]
+    for row in kind_rows(config, rules):
+        cells.append(["-" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in row])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([*table, "", *_step_lines(config)])
-
-
-def _stand_ins(dtype: torch.dtype) -> nn.Module:
-    """Make a module with one parameter of each kind, on the meta device."""
-    model = nn.Module()
-    for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
-        model.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-    model.embedding.is_embedding_or_output_parameter = True  # type: ignore[union-attr]  # Megatron-Core's mark
-    return model
-
-
-def _bytes(unit: UnitPlan, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    numel = torch.Size(shape).numel()
-    return main_bytes(unit.numbers[dtype], numel) + sum(kept_bytes(unit.rule, shape).values())
-
-
-def _cells(row: KindRow) -> list[str]:
-    return ["-" if value is None else f"{value:g}" if isinstance(value, float) else str(value) for value in row]
 
 
 def _step_lines(config: OptimizerConfig) -> Iterator[str]:

@@ -80,7 +80,8 @@ class Optimizer(GradientStatistics, StateDicts):
         # torch refuses an empty list, but a rank without parameters is legal: it still joins every collective.
         super().__init__(
             [dict(group) for group in groups] or [{"params": [], "param_ids": [], "name": "stub"}],
-            defaults=_shared_hyper(groups),
+            # torch's OneCycleLR reads the hyper-parameters that every group has.
+            defaults={key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)},
         )
         self._built = True
         for chunk in wrapped:
@@ -212,7 +213,10 @@ class Optimizer(GradientStatistics, StateDicts):
         """The error for parameters that were replaced, as by Accelerate's FSDP2, or moved to another group. No step
         would follow either."""
         present = [params if type(params) is list else list(params) for params in map(_PARAMS, self.param_groups)]
-        if len(present) == len(self._by_group) and all(map(_same_objects, present, self._by_group)):
+        is_same = (
+            len(some) == len(built) and all(map(is_, some, built)) for some, built in zip(present, self._by_group)
+        )
+        if len(present) == len(self._by_group) and all(is_same):
             return None
         return ReplacedParamsError(
             "param_groups hold other parameters than those that this optimizer was built with, as after "
@@ -362,12 +366,3 @@ class Optimizer(GradientStatistics, StateDicts):
 
 
 MegatronOptimizer = Optimizer  # Megatron-Core's name
-
-
-def _same_objects(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-def _shared_hyper(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the first group's values of the hyper-parameters that every group has; torch's OneCycleLR reads them."""
-    return {key: groups[0][key] for key in _HYPER if groups and all(key in group for group in groups)}

@@ -12,54 +12,18 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.checkpoint.state_dict_saver import save_state_dict
 
 from opt_config import resolved
-from opt_distributed.buffers import short
 from opt_distributed.comm import Comm, agreed
-from opt_stack.planning.compute import compute_lines
-from opt_stack.planning.plan import MAX_RANKS_SHOWN, Plan, unit_bytes
+from opt_stack.planning.plan import Plan
 from opt_stack.state.state_dicts import param_name
 
 CONFIG_FILE = "optimizer_config.json"
-PLAN_FILE = "optimizer_plan.json"
+PLAN_FILE = "optimizer_plan.txt"
 
 
 def write_plan(folder: str | Path, plan: Plan) -> None:
-    """Write the resolved configuration and the plan to `folder` as JSON. Raises OSError."""
+    """Write the resolved configuration as JSON and the plan as text to `folder`. Raises OSError."""
     _write_json(Path(folder) / CONFIG_FILE, resolved(plan.config))
-    _write_json(Path(folder) / PLAN_FILE, plan_record(plan))
-
-
-def plan_record(plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain values for JSON."""
-    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
-    return {
-        "units": [
-            {
-                "name": unit.name,
-                "rule": repr(unit.rule),
-                "is_expert": unit.is_expert,
-                "numbers": {short(dtype): numbers.name.lower() for dtype, numbers in unit.numbers.items()},
-                "state": {spec.name: short(spec.dtype) for spec in unit.rule.state_specs},
-                "compute": list(compute_lines(unit.compute)),
-                "state_bytes_of_rank_0": sum(unit_bytes(plan, unit, rank=0, on_host=side) for side in (False, True)),
-                "params": sorted(map(param_name, unit.ids)),
-            }
-            for unit in plan.units
-        ],
-        "buffers": [
-            {"name": buffer.name, "dtype": short(buffer.dtype), "is_expert": buffer.is_expert}
-            | {"spread": buffer.kind.name, "num_buckets": len(buffer.layout.buckets)}
-            | {name: getattr(buffer.layout, name) for name in ("num_shards", "numel", "params_numel")}
-            for buffer in plan.buffers
-        ],
-        "groups": [
-            {"name": group.name, "optimizer": group.optimizer, "num_params": group.num_params, "numel": group.numel}
-            | {"lr": group.lr, "weight_decay": group.weight_decay}
-            for group in plan.groups
-        ],
-        "state_bytes_of_rank": [plan.state_bytes(rank) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
-        "host_bytes_of_rank": [plan.state_bytes(rank, on_host=True) for rank in range(min(ranks, MAX_RANKS_SHOWN))],
-        "fingerprint": plan.fingerprint(),
-    }
+    (Path(folder) / PLAN_FILE).write_text(f"{plan}\n", encoding="utf-8")
 
 
 # --- which parameter is in which group --------------------------------------------------------------------------------

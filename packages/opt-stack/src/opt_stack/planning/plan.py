@@ -20,7 +20,6 @@ from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
 from opt_paramgroups import ParamId
 from opt_stack.planning.compute import ComputePlan, compute_lines
 
-MAX_RANKS_SHOWN = 64  # a recorded plan counts state bytes for at most this many ranks
 NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
     {
         Numbers.DIRECT: "updated in place",

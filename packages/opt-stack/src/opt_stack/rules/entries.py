@@ -213,7 +213,8 @@ def check_loaded_numbers(
         for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
             values = saved.get(key)
             for value in values if isinstance(values, tuple | list) else (values,):
-                if value is not None and not _is_possible(key, float(value), is_declared=key in declares):
+                is_usual = key in declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
+                if not (is_usual and math.isfinite(value or 0.0)):
                     allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
                     raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
 
@@ -231,11 +232,6 @@ def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
                 f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
                 "it with the saved option, or set it in the state dict to continue without it"
             )
-
-
-def _is_possible(key: str, value: float, *, is_declared: bool) -> bool:
-    """Return whether a number is finite and, unless its rule declares other bounds, within the usual ones."""
-    return math.isfinite(value) and (is_declared or (value >= 0 and (key != "betas" or value < 1)))
 
 
 def check_entries(
