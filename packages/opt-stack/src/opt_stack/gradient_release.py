@@ -130,7 +130,6 @@ class GradientRelease:
         piece.param.grad = None
 
 
-
 class _Update:
     """The update of one parameter."""
 
