@@ -40,6 +40,7 @@ TASKS = {
     "Save and resume": {
         "opt_checkpoint": "CheckpointManager save load sharded_model sharded_optimizer load_optimizer",
     },
+    "Find out why a run diverged": {"opt_stack": "why StepStats TensorStats SkippedStepWarning"},
     "Need less memory": {"opt_stack": "release_gradients"},
     "Change a rule, or write one": {
         "opt_kernels": "Formula drop_in CautiousDecay ClipUpdateRms",

@@ -19,6 +19,7 @@ SMALL: dict[str, list[str]] = {
     "opt-kernels/benchmarks/bench_muon.py": ["--pairs=1"],
     "opt-kernels/benchmarks/bit_table.py": ["bits.md"],
     "opt-scheduler/benchmarks/step_cost.py": [],
+    "opt-stack/benchmarks/bench_stats.py": ["--layers=2", "--width=16", "--pairs=3"],
 }
 SHARED = {"opt-checkpoint/benchmarks/measure.py"}
 

@@ -127,6 +127,7 @@ ROOMS = {
     "opt_distributed": ("buffers", "comm", "finalize", "layout", "pieces", "saving", "step"),
     "opt_kernels": ("backends", "codecs", "formulas", "hooks", "matrices", "quantized", "rules", "works"),
     "opt_paramgroups": ("overrides",),
+    "opt_scheduler": ("draw",),
 }
 
 

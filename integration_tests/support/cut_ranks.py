@@ -16,7 +16,7 @@ from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_kernels.hooks import GivenHooks
-from opt_stack import Optimizer, QKClip, get_optimizer
+from opt_stack import Optimizer, QKClip, StepStats, get_optimizer
 from opt_stack.qk_clip import separate_qk
 
 STEPS = 3
@@ -102,6 +102,15 @@ def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
     return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes(), str(optimizer.plan))
+
+
+def record(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut) -> StepStats:
+    """The statistics of the second step, with the spread of singular values."""
+    net, optimizer = _begun(config, shapes, lay_out)
+    optimizer.stats_every(1, spectrum=True)
+    for step in range(2):
+        _step(net, optimizer, shapes, lay_out, step)
+    return optimizer.stats()
 
 
 def clip_attention(shapes: Shapes, lay_out: LayOut, *, clips: bool = True) -> dict[str, Tensor]:

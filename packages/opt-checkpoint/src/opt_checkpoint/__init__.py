@@ -65,6 +65,7 @@ from opt_checkpoint.state.tree import (
 from opt_checkpoint.store import ObjectPath
 
 if TYPE_CHECKING:  # imported on use
+    from opt_checkpoint.convert.compare import differences
     from opt_checkpoint.convert.megatron import BucketSlot
     from opt_checkpoint.convert.name_rules import (
         SAME_NAMES,
@@ -78,6 +79,7 @@ if TYPE_CHECKING:  # imported on use
 
 __version__ = "0.1.0"
 _ON_USE = {
+    "convert.compare": ("differences",),
     "convert.megatron": ("BucketSlot",),
     "convert.name_rules": (
         "SAME_NAMES",
@@ -103,13 +105,13 @@ __all__ = [
     "CheckpointCorruptError", "CheckpointExistsError", "CheckpointFailedError", "CheckpointKeyError",
     "CheckpointManager", "CheckpointMismatchError", "CheckpointNotFoundError", "CheckpointStorageError",
     "CheckpointValueError", "CheckpointingException", "GroupMismatchError", "GroupReport", "LayoutBound", "LikeParam",
-    "LoadReport", "LocalNonpersistentObject", "NameRule", "NotLoaded", "ObjectPath", "OptimizerLoadReport", "PerMatrix",
-    "PerParam", "PlanCache", "Reduced", "Resume", "SaveHandle", "ScopedState", "Segment", "ShardedBase",
+    "LoadReport", "LocalNonpersistentObject", "NameRule", "NotLoaded", "ObjectPath", "OptimizerLoadReport",
+    "PerMatrix", "PerParam", "PlanCache", "Reduced", "Resume", "SaveHandle", "ScopedState", "Segment", "ShardedBase",
     "ShardedObject", "ShardedTensor", "ShardedTensorFactory", "StateSpec", "StrictHandling", "TieredCheckpointManager",
     "add_prefix_for_sharding", "apply_factories", "apply_factory_merges", "apply_prefix_mapping", "apply_saved_groups",
-    "async_save", "committed_steps", "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map",
-    "groups_to_saved", "is_main_replica", "load", "load_optimizer", "load_safetensors", "make_sharded_optimizer_tensor",
-    "make_sharded_state", "megatron_gpt2_names", "megatron_llama_names", "optim_state_to_sharding_state", "read_common",
-    "read_index", "read_name_rules", "replace_prefix_for_sharding", "save", "save_safetensors", "sharded_like",
-    "sharded_model", "sharded_optimizer", "verify_checkpoint",
+    "async_save", "committed_steps", "differences", "get_optim_param_to_id_map", "get_param_id_to_sharded_param_map",
+    "groups_to_saved", "is_main_replica", "load", "load_optimizer", "load_safetensors",
+    "make_sharded_optimizer_tensor", "make_sharded_state", "megatron_gpt2_names", "megatron_llama_names",
+    "optim_state_to_sharding_state", "read_common", "read_index", "read_name_rules", "replace_prefix_for_sharding",
+    "save", "save_safetensors", "sharded_like", "sharded_model", "sharded_optimizer", "verify_checkpoint",
 ]  # fmt: skip

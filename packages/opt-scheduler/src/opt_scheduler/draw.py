@@ -6,6 +6,8 @@ from pathlib import Path
 
 from .errors import ScheduleError
 
+__all__ = ["Curve", "save_png", "svg_plot", "table", "text_plot"]
+
 Curve = Callable[[float], float]
 
 _MARKS = "•×+o*#"

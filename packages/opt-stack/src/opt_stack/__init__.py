@@ -13,7 +13,10 @@ from opt_distributed import (
     run_threads,
     share_launch_order,
 )
+from opt_distributed.step import StepStats, TensorStats
 from opt_scheduler import OptimizerParamScheduler
+from opt_stack.diagnosis.recorder import SkippedStepWarning
+from opt_stack.diagnosis.why import why
 from opt_stack.factory import (
     describe_optimizer,
     get_megatron_optimizer,
@@ -35,8 +38,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ConfigError", "DistributedDataParallel", "DistributedDataParallelConfig", "GradientError", "MegatronOptimizer",
     "Optimizer", "OptimizerConfig", "OptimizerParamScheduler", "ParamKey", "Plan", "ProcessGroupCollection",
-    "ProcessGroupError", "ProcessGroups", "QKClip", "Registry", "ReplicaError", "RuleEntry", "StepResult", "describe",
-    "describe_optimizer", "finalize_model_grads", "get_megatron_optimizer", "get_optimizer",
-    "get_optimizer_based_on_param_groups", "list_optimizers", "load_config", "release_gradients", "run_threads",
-    "share_launch_order", "torch_rule",
+    "ProcessGroupError", "ProcessGroups", "QKClip", "Registry", "ReplicaError", "RuleEntry", "SkippedStepWarning",
+    "StepResult", "StepStats", "TensorStats", "describe", "describe_optimizer", "finalize_model_grads",
+    "get_megatron_optimizer", "get_optimizer", "get_optimizer_based_on_param_groups", "list_optimizers", "load_config",
+    "release_gradients", "run_threads", "share_launch_order", "torch_rule", "why",
 ]  # fmt: skip

@@ -1,16 +1,19 @@
-"""python -m opt_stack plan | groups CONFIG: show the plan or the parameter groups of a configuration."""
+"""python -m opt_stack plan | groups CONFIG, or why DIR: show a configuration's plan or groups, or what went wrong."""
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from opt_checkpoint import CheckpointingException
 from opt_config import ConfigError, FlatShards, OptimizerConfig, Replicated, WholeParams, load_config
 from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
+from opt_stack.diagnosis.why import why
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.checks import refuse
 from opt_stack.planning.plan import NUMBERS_IN_WORDS, Plan, kept_bytes, main_bytes
@@ -93,16 +96,22 @@ REFUSED = 2  # exit status for a configuration or a model that is not valid
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and print its result. On a ConfigError or OSError, print it to stderr and return 2."""
+    """Run one command and print its result. On an error of the input, print it to stderr and return 2."""
     options = _parser().parse_args(arguments)
     try:
+        if options.command == "why":
+            diagnosis = why(options.directory, options.other)
+            print(diagnosis)
+            if options.plot is not None:
+                options.plot.write_text(diagnosis.svg(), encoding="utf-8")
+            return 0
         config = load_config(options.config, section=options.section)
         rules = Registry().with_installed()
         if options.model is None:
             print(meaning(config, rules))
         else:
             print(_of_model(options, config, rules))
-    except (ConfigError, OSError) as error:
+    except (CheckpointingException, OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return REFUSED
     return 0
@@ -113,6 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="which rule updates what, where, in which dtypes, with how many bytes")
     groups = commands.add_parser("groups", help="the parameter groups of a model")
+    reason = commands.add_parser("why", help="what changed first in a recording, or between two, or two checkpoints")
+    reason.add_argument("directory", help="a directory with recordings, a file of JSON lines, or a checkpoint")
+    reason.add_argument("other", nargs="?", help="another one, to compare with")
+    reason.add_argument("--plot", type=Path, metavar="FILE", help="also draw norms and ratios, as SVG")
     for command in (plan, groups):
         command.add_argument("config", help="an OptimizerConfig as a .toml, .json or .yaml file")
         command.add_argument("--section", default="", help="the table in the file, such as train.optimizer")

@@ -284,6 +284,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(draft))),
         roles=roles,
         replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
+        order=list(params),
         wrapped=wrapped,
         frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -9,8 +10,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from opt_distributed.comm import Comm, group_of
-from opt_distributed.step import Stepper, StepResult
+from opt_distributed.step import Stepper, StepResult, StepStats
 from opt_paramgroups import ParamId
+from opt_stack.diagnosis.recorder import Callback, Recorder
 from opt_stack.state.live import Held
 
 
@@ -39,11 +41,54 @@ class GradientStatistics:
     """The gradient statistics of `Optimizer`, under Megatron-Core's names."""
 
     stepper: Stepper
+    recorder: Recorder
     in_backward: InBackward | None
     param_groups: list[dict[str, Any]]
     _everyone: Comm
     _held: Mapping[ParamId, Held]
     _loss_scale: LossScaleUse
+
+    def stats_every(
+        self,
+        n: int,
+        callback: Callback | None = None,
+        *,
+        directory: str | Path | None = None,
+        spectrum: bool = False,
+    ) -> None:
+        """Record the statistics of the next step and every `n` steps after it; 0 stops. Collective.
+
+        Only recorded steps pay: they read gradients, main weights and updates once more, keep a copy of the main
+        weights that this rank counts during the update, and make one more all-reduce. `optimizer.stats()` returns the
+        last record. Weights in host memory are measured by their parameters.
+
+        Args:
+            n: number of steps.
+            callback: called on every rank with the `StepStats` of each record, and of each skipped step; on an
+                accelerator in a later step, once the numbers have arrived.
+            directory: where the last 100 records are written (`directory/recording`), when state is saved, after an
+                error in a step, and at exit; usually that of the checkpoints. `python -m opt_stack why` reads them.
+            spectrum: also compute the largest / smallest singular value of the matrices of Muon and SOAP, by a
+                decomposition of each whole matrix.
+
+        Raises:
+            ValueError: `n` is negative.
+            RuntimeError: gradients are released in backward.
+        """
+        self.recorder.start(n, callback, directory, spectrum)
+
+    def stats(self) -> StepStats:
+        """Return the numbers of the last recorded or skipped step: norms of gradient, weight and update of every
+        parameter and group of the whole model. The same on every rank; the host waits for them.
+
+        Raises:
+            RuntimeError: no step was recorded; see `stats_every`.
+        """
+        return self.recorder.last()
+
+    def report(self) -> str:
+        """Return how many steps were applied, skipped and refused, why, and the numbers of the last record, as text."""
+        return self.recorder.report()
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float:
         """Return the model's unscaled gradient norm before clipping, of the last `prepare_grads` or `step`.

@@ -17,6 +17,7 @@ from opt_distributed.finalize import unfinalized
 from opt_distributed.saving import reset_state_
 from opt_distributed.step import Refusal, Stepper, StepResult
 from opt_paramgroups import ParamId
+from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
 from opt_stack.state.live import Evaluation, Held, LiveState, StateOffload
@@ -62,6 +63,7 @@ class Optimizer(GradientStatistics, StateDicts):
         roles: Roles,
         replicas: LoadedReplicas,
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
+        order: Sequence[ParamId] = (),  # of the parameters in the model
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
     ):
         self.plan = plan
@@ -90,6 +92,7 @@ class Optimizer(GradientStatistics, StateDicts):
         self._by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in self.param_groups]
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
+        self.recorder = stepper.watch = Recorder(self, order=order)
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
         by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
@@ -142,7 +145,11 @@ class Optimizer(GradientStatistics, StateDicts):
             if (replaced := self._replaced_params()) is not None:
                 raise replaced
             return self.in_backward.finish()
-        result = self.stepper.step(self._groups_of_step())
+        try:
+            result = self.stepper.step(self._groups_of_step())
+        except Exception as error:
+            self.recorder.write(f"{type(error).__name__}: {error}")
+            raise
         self.loaded_weights.accept_writes()
         return result
 

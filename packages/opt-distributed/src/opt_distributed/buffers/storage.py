@@ -100,6 +100,8 @@ class ParamAndGradBuffer:
         self.grad_data = allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
         self._is_released = False  # whether the memory of `grad_data` is freed
         self.reduces_everywhere = False  # whether this iteration's reduction gives every rank the whole gradients
+        # Of each bucket before its reduction: the sum of squares of this rank's gradients. None: not computed.
+        self.local_squares: list[Tensor] | None = None
         self.param_data: Tensor | None = None
         self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
         if sharded and reuses_grads and param_dtype is FP8:

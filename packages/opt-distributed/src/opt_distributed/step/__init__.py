@@ -11,10 +11,12 @@ from opt_distributed.step.scaler import Scaler, scaler_of
 from opt_distributed.step.spans import profiler_spans, timer_spans
 from opt_distributed.step.stats import Family
 from opt_distributed.step.stepper import Stepper
+from opt_distributed.step.tensor_stats import Recorded, StepStats, TensorStats, TensorSums
 from opt_distributed.step.unit import Unit, read_hyper
-from opt_distributed.step.verdict import Limits, StepResult
+from opt_distributed.step.verdict import Limits, Outcome, StepResult
 
 __all__ = [
-    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "Refusal", "Scaler", "StepResult", "Stepper", "Unit",
-    "WrittenReplicas", "profiler_spans", "read_hyper", "scaler_of", "timer_spans",
+    "CHOICES", "CutParams", "CutRows", "Family", "Limits", "Outcome", "Recorded", "Refusal", "Scaler", "StepResult",
+    "StepStats", "Stepper", "TensorStats", "TensorSums", "Unit", "WrittenReplicas", "profiler_spans", "read_hyper",
+    "scaler_of", "timer_spans",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ the next one at the latest. A process without other ranks raises them at once, a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +51,23 @@ from opt_distributed.step.unit import Unit, begin_units_
 from opt_distributed.step.verdict import Limits, Outcome, Report, StepResult, Verdict, decide, warn_of_deleted
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
+
+
+class Watch(Protocol):
+    """Sees every step, with the same calls on every rank. Reads gradients and weights; writes nothing."""
+
+    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
+        """Gradients are reduced, and nothing is updated yet. `inverse` is 1 / loss scale; `skipped`: the host knows
+        that no update follows."""
+        ...
+
+    def after(self, outcome: Outcome, *, max_norm: float) -> None:
+        """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
+        ...
+
+    def refused(self, error: Exception) -> None:
+        """A guard has refused the step. On an accelerator there is no such call."""
+        ...
 
 
 class _Prepared(NamedTuple):
@@ -103,6 +120,7 @@ class Stepper:
         self._accelerator = devices.device_of(device)
         self._flags = HostNumbers(self._accelerator)
         self._prepared: _Prepared | None = None
+        self.watch: Watch | None = None
         self._captured = CapturedStep(self.units, self._sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
 
@@ -128,10 +146,13 @@ class Stepper:
                 prepared = self._decide(ready, flags)
                 # On a CPU, the errors of guards are raised here. A device skips updates by the verdict. A guard that
                 # refuses the groups has replaced them in `inputs`, so that this rank can join collectives.
-                if self._accelerator.is_asynchronous or self._read().success:
-                    self._update_(prepared, self.inputs.groups, then=self._publish)
+                success = self._accelerator.is_asynchronous or self._read().success
+                with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
+                    if success:
+                        self._update_(prepared, self.inputs.groups, then=self._publish)
             else:
-                self._replay_(self._captured, ready, flags)
+                with self._watched(ready, self.scaler.inverse, self.limits.max_norm):
+                    self._replay_(self._captured, ready, flags)
         outcome = self._outcome()
         if not self._has_others and any(flags):
             self._read()  # a rank alone knows its flags without waiting; others raise, all of them, in the same call
@@ -149,8 +170,11 @@ class Stepper:
                 guard that refuses the step. No parameter has changed.
         """
         with self._naming_the_step():
-            self._prepared = self._decide(*self._begin(groups))
-            return self._read().overflow
+            self._prepared = prepared = self._decide(*self._begin(groups))
+            if overflow := self._read().overflow:
+                with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=True):
+                    pass
+            return overflow
 
     @torch.no_grad()
     def step_with_ready_grads(self, groups: Groups) -> bool:
@@ -169,7 +193,9 @@ class Stepper:
         success = self._read().success
         if success:
             self.usable_groups.check(groups)
-            with self._naming_the_step():
+        watched = self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success)
+        with self._naming_the_step(), watched:
+            if success:
                 self._update_(prepared, groups, then=self._publish)
         return success
 
@@ -295,6 +321,16 @@ class Stepper:
                 source.publish_()
 
     @contextmanager
+    def _watched(
+        self, ready: Sequence[Ready], inverse: float | Tensor, max_norm: float, *, skipped: bool = False
+    ) -> Iterator[None]:
+        if self.watch is not None:
+            self.watch.before(ready, inverse, skipped=skipped)
+        yield
+        if self.watch is not None:
+            self.watch.after(self._outcome(), max_norm=max_norm)
+
+    @contextmanager
     def _naming_the_step(self) -> Iterator[None]:
         try:
             yield
@@ -326,6 +362,10 @@ class Stepper:
         outcome = self._outcome() if outcome is None else outcome
         try:
             return outcome.read()
+        except Exception as error:
+            if self.watch is not None and outcome is self.last and not self._accelerator.is_asynchronous:
+                self.watch.refused(error)
+            raise
         finally:
             if outcome.was_refused and outcome is self.last:
                 self.last = self._prepared = None  # such a step has no norms

@@ -120,7 +120,7 @@ class Outcome:
         self, verdict: Verdict, guards: Sequence[Guard], *, step: int, device: Device, owner: object, is_unread: bool
     ):
         """`owner` makes the steps; it is not kept alive."""
-        self._guards, self._step, self._owner = guards, step, ref(owner)
+        self._guards, self.step, self._owner = guards, step, ref(owner)
         self._num_slots = len(verdict.norms)
         self._copy, self._device = HostCopy(verdict.report, device), device
         self._report: Report | None = None
@@ -143,6 +143,15 @@ class Outcome:
     def is_orphan(self) -> bool:
         """Whether the object that made the step was deleted."""
         return self._owner() is None
+
+    @property
+    def report(self) -> Report:
+        """The content of the verdict, for which the host waits. Its error stays to be raised."""
+        return self._known()
+
+    def arrives(self, within: float) -> bool:
+        """Wait at most `within` seconds for the verdict. Return whether the host has it."""
+        return self._copy.arrives(within)
 
     def read(self) -> Report:
         """Return the content of the verdict, for which the host waits. Raises the error of the first guard."""
@@ -176,13 +185,13 @@ class Outcome:
 
         The host waits for the statistics of the step, at most `within` seconds if that is given.
         """
-        if not self.is_unread or self._is_reported or (within is not None and not self._copy.arrives(within)):
+        if not self.is_unread or self._is_reported or (within is not None and not self.arrives(within)):
             return
         self._is_reported = True
         self._known()
         if self._error is not None:
             warnings.warn(
-                f"{when}: step {self._step} was refused, and its result has not been read: {self._error}",
+                f"{when}: step {self.step} was refused, and its result has not been read: {self._error}",
                 RuntimeWarning,
                 stacklevel=4,
             )

@@ -26,6 +26,7 @@ from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
 from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
+from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
 from opt_stack.state.live import Evaluation, Held, StateOffload
@@ -54,6 +55,7 @@ class ShardedStates(torch.optim.Optimizer):
     """The sharded state of `Optimizer`, and what its state dicts read."""
 
     stepper: Stepper
+    recorder: Recorder
     evaluation: Evaluation
     offload: StateOffload
     loaded_weights: LoadedWeights
@@ -97,6 +99,7 @@ class ShardedStates(torch.optim.Optimizer):
         """
         self.check_ready("sharded_state_dict()")
         self.stepper.warn_of_unread("sharded_state_dict()")
+        self.recorder.write("state was saved")
         place_(model_sharded_state_dict, axes_of(self.roles))
         self._described = described = describe_params(model_sharded_state_dict, self.param_groups)
         self._check_parts(described)

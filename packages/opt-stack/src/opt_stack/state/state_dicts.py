@@ -78,6 +78,7 @@ class StateDicts(ShardedStates):
         """
         self.offload.check_restored("state_dict()")
         self.stepper.warn_of_unread("state_dict()")
+        self.recorder.write("state was saved")
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state_dict: dict[str, Any] = {

@@ -1,0 +1,228 @@
+"""Statistics of parameters over data-, tensor-, expert- and pipeline-parallel ranks, against float64 on one process."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cut_ranks import (
+    EVEN,
+    fsdp,
+    fsdp_x_tp,
+    hsdp,
+    record,
+    replicas_of_tp,
+    tp,
+    tp_on_a_part_of_the_mesh,
+    two_axes,
+)
+from parity import Held
+from processes import FSDP2_RUNS, Job, run_jobs
+from statistics_grid import DENSE, EXPERT, GRIDS, KINDS, Net, Place, gradients, parts, run_grid
+from torch import Tensor, nn
+
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.step import StepStats
+from opt_stack import Optimizer, get_optimizer
+
+LR, CLIP = 0.5, 0.1
+
+
+def wholes(*, dp: int, ep: int, expert_dp: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """The first weights and the mean gradient of every parameter of the whole model, in float64."""
+    means = {name: sum(gradients(DENSE, replica)[name].double() for replica in range(dp)) / dp for name in DENSE}
+    for expert in range(ep):
+        for name in EXPERT:
+            seeds = range(100 + 10 * expert, 100 + 10 * expert + expert_dp)
+            means[f"{name}{expert}"] = sum(gradients(EXPERT, seed)[name].double() for seed in seeds) / dp
+    generators = {name: torch.Generator().manual_seed(1) for name in means}
+    return {
+        name: (Held(tuple(mean.shape), torch.float32, generators[name]).weight.detach().double(), mean)
+        for name, mean in means.items()
+    }
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", GRIDS)
+def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, wrapped: bool) -> None:
+    sizes = GRIDS[grid]
+    rule: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
+    config = OptimizerConfig(lr=LR, clip_grad=CLIP, **rule, **KINDS[kind])
+
+    def rank_main(place: Place) -> list[StepStats]:
+        model: nn.Module = Net(place, sizes["ep"])
+        if wrapped:
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
+            model = DistributedDataParallel(ddp, model, groups=place.roles)
+        optimizer = get_optimizer(config, [model], {}, pg_collection=place.roles)
+        records: list[StepStats] = []
+        optimizer.stats_every(2, records.append)
+        for _ in range(3):
+            model(parts(place)).backward()
+            assert optimizer.step().success
+            optimizer.zero_grad()
+        assert [record.step for record in records] == [1, 3]
+        assert records[-1] == optimizer.stats()
+        return records
+
+    dp, expert_dp = 4 // sizes["tp"], 4 // sizes["ep"] // sizes["etp"]
+    whole = wholes(dp=dp, ep=sizes["ep"], expert_dp=expert_dp)
+    norm = torch.cat([grad.flatten() for _, grad in whole.values()]).norm().item()
+    clip = CLIP / (norm + 1e-6)
+    per_rank = run_grid(rank_main, **sizes)
+    assert all(records == per_rank[0] for records in per_rank)
+    for stats, made in zip(per_rank[0], (0, 2), strict=True):
+        assert (stats.updates, stats.success, stats.reason) == (made, True, "")
+        assert stats.clip == pytest.approx(clip, rel=1e-5)
+        assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert stats.params.keys() == {f"{name}.weight" for name in whole}
+        weights = []
+        for name, (first, grad) in whole.items():
+            of, weight = stats.params[f"{name}.weight"], first - made * LR * clip * grad
+            weights.append(weight.flatten())
+            assert of.grad_norm == pytest.approx(grad.norm().item(), rel=1e-5)
+            assert of.weight_norm == pytest.approx(weight.norm().item(), rel=1e-5)
+            assert of.update_norm == pytest.approx(LR * clip * grad.norm().item(), rel=1e-4)
+            assert of.zeros == pytest.approx((grad == 0).double().mean().item())
+            assert of.numel == grad.numel()
+        of_groups = math.hypot(*(group.weight_norm for group in stats.groups.values()))
+        assert of_groups == pytest.approx(torch.cat(weights).norm().item(), rel=1e-5)
+        assert all(local is not None for local in stats.rank_norms.values()) or dp == expert_dp == 1
+
+
+def test_stages_may_have_parameters_of_one_name() -> None:
+    def rank_main(comm: ThreadComm) -> StepStats:
+        net = Held((6,), torch.float32, torch.Generator().manual_seed(comm.rank))
+        axes = Axes(dp=Alone(), tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.01), [net], {}, pg_collection=roles)
+        optimizer.stats_every(1)
+        net.weight.grad = torch.full((6,), 1.0 + comm.rank)
+        optimizer.step()
+        return optimizer.stats()
+
+    first, second = run_threads(2, rank_main)
+    assert first == second
+    assert {name: of.grad_norm for name, of in first.params.items()} == pytest.approx(
+        {"weight (rank 0)": math.sqrt(6), "weight (rank 1)": 2 * math.sqrt(6)}
+    )
+
+
+def two_ranks(comm: ThreadComm, *, wrapped: bool = False, **fields: Any) -> tuple[nn.Module, Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with torch.no_grad():
+        for param in net.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 4)
+    axes = Axes(dp=comm, tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=comm)
+    config = OptimizerConfig(lr=0.01, **fields)
+    if wrapped:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
+        net = DistributedDataParallel(ddp, net, groups=roles)
+    return net, get_optimizer(config, [net], pg_collection=roles)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_rank(kind: str, bad: float) -> None:
+    def rank_main(comm: ThreadComm) -> tuple[list[str], str]:
+        net, optimizer = two_ranks(comm, **KINDS[kind])
+        for step in range(4):
+            net(torch.ones(3, 4)).sum().backward()
+            if comm.rank == 1 and step in (1, 2):
+                net[2].weight.grad[0, 0] = bad
+            assert optimizer.step().success is (step not in (1, 2))
+            optimizer.zero_grad()
+        return optimizer.report()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first, second = run_threads(2, rank_main)
+    assert first == second
+    what = "NaN" if math.isnan(bad) else "infinite values"
+    sentence = f"was skipped on every rank: {what} in the gradient of '2.weight', on rank 1 before the mean over ranks"
+    assert [str(each.message).partition(". ")[0] for each in caught] == [f"step 2 {sentence}"] * 2
+    assert first.startswith(
+        f"4 steps: 2 applied, 2 skipped or refused\n  2 times (steps 2 to 3): {sentence}\nstep 3 (skipped: overflow)"
+    )
+
+
+def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        net, optimizer = two_ranks(comm, wrapped=True, use_distributed_optimizer=True)
+        for _ in range(2):
+            net(torch.full((3, 4), math.nan if comm.rank == 1 else 1.0)).square().sum().backward()
+            assert not optimizer.step().success
+            optimizer.zero_grad()
+        return optimizer.report()
+
+    with pytest.warns(UserWarning, match="all 4 parameters"):
+        first, second = run_threads(2, rank_main)
+    assert first == second
+    assert "1 time (step 1): was skipped on every rank: NaN in the gradient of all 4 parameters\n" in first
+    assert "1 time (step 2): was skipped on every rank: NaN in the gradient of all 4 parameters, on rank 1" in first
+
+
+def test_a_norm_above_the_limit_names_the_largest_parameter() -> None:
+    def rank_main(comm: ThreadComm) -> bool:
+        net, optimizer = two_ranks(comm, grad_norm_skip_threshold=0.5)
+        net(torch.ones(3, 4)).sum().mul(100).backward()
+        return optimizer.step().success
+
+    with pytest.warns(UserWarning, match=r"is above grad_norm_skip_threshold=0.5; the largest is that of '0.weight'"):
+        assert run_threads(2, rank_main) == [False, False]
+
+
+def test_a_refused_step_names_the_guard_and_the_rank() -> None:
+    def rank_main(comm: ThreadComm) -> str:
+        net, optimizer = two_ranks(comm)
+        net(torch.ones(3, 4)).sum().backward()
+        if comm.rank == 1:
+            optimizer.param_groups[0]["lr"] = None
+        with pytest.raises((ValueError, RuntimeError)):
+            optimizer.step()
+        return optimizer.report()
+
+    with pytest.warns(UserWarning, match="was refused on every rank by rank 1, guard UsableGroups: .*lr"):
+        first, second = run_threads(2, rank_main)
+    assert first == second
+    assert "1 steps: 0 applied, 1 skipped or refused" in first
+
+
+@pytest.mark.parametrize("fields", [{}, {"use_layer_wise_distributed_optimizer": True}], ids=["whole", "layer-wise"])
+def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(fields: dict[str, Any]) -> None:
+    def rank_main(comm: ThreadComm) -> tuple[StepStats, float]:
+        net, optimizer = two_ranks(comm, optimizer="muon", **fields)
+        optimizer.stats_every(1, spectrum=True)
+        values = torch.linalg.svdvals(net[0].weight.detach().double())
+        net(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        return optimizer.stats(), (values[0] / values[-1]).item()
+
+    for stats, spread in run_threads(2, rank_main):
+        assert stats.params["0.weight"].spread == pytest.approx(spread, rel=1e-4)
+        assert stats.params["0.bias"].spread is None
+
+
+LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
+
+
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
+def test_numbers_of_dtensors_are_those_of_plain_parameters() -> None:
+    config = OptimizerConfig(optimizer="muon", lr=0.01, clip_grad=0.1, muon_tp_mode="duplicated")
+    jobs = {layout.__name__: Job(record, (config, EVEN, layout)) for layout in LAYOUTS}
+    found = run_jobs(4, {"plain": Job(record, (config, EVEN, None)), **jobs})
+    (expected, *_) = found.pop("plain")
+    for layout, per_rank in found.items():
+        for stats in per_rank:
+            assert stats.params.keys() == expected.params.keys()
+            for name, numbers in stats.params.items():
+                same = [number or 0.0 for number in expected.params[name]]  # a vector has no spread
+                assert [number or 0.0 for number in numbers] == pytest.approx(same, rel=1e-3), (layout, name)

@@ -1,0 +1,270 @@
+"""`Recorder`: warns of skipped steps, and keeps the statistics of the last recorded steps, in memory and in a file.
+
+A recording is `DIR/recording/NUMBER/rankR.jsonl`, one number for each run and one line for each step, written by the
+first and the last rank when state is saved, after an error in a step, and at exit.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet, proxy
+
+from torch import Tensor
+
+from opt_distributed.comm import device as devices
+from opt_distributed.pieces import Ready
+from opt_distributed.step import Outcome, Recorded, StepStats, TensorStats, TensorSums
+from opt_paramgroups import ParamId
+
+FOLDER = "recording"
+NUM_KEPT = 100  # steps
+_INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
+WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
+Callback = Callable[[StepStats], object]
+
+
+class SkippedStepWarning(UserWarning):
+    """A step was skipped, or refused by a guard: no weight and no state has changed. Given once for each cause."""
+
+
+@dataclass(slots=True)
+class _Cause:
+    text: str
+    first: int  # step
+    last: int
+    count: int = 0
+
+
+class Recorder:
+    """The `Watch` of an optimizer."""
+
+    def __init__(self, optimizer: Any, *, order: Sequence[ParamId]):
+        """`optimizer` is an `Optimizer`, which is not kept alive; `order` is that of the parameters in the model."""
+        self._optimizer, self._order = proxy(optimizer), order
+        self._everyone = optimizer.roles.everyone
+        self._is_late = devices.device_of(optimizer.stepper.device).is_asynchronous
+        self.every, self.spectrum = 0, False
+        self.callback: Callback | None = None
+        self.records: deque[StepStats] = deque(maxlen=NUM_KEPT)
+        self.file: Path | None = None  # of this rank
+        self._sums: TensorSums | None = None
+        self._is_recording = False
+        self._open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = []  # steps that the host has not read
+        self._has_skipped = False  # the last step that was read
+        self._applied = 0
+        self._causes: dict[str, _Cause] = {}
+
+    def start(self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool) -> None:
+        """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
+        if every < 0:
+            raise ValueError(f"stats_every({every}): pass a number of steps, 1 or more, or 0 to stop")
+        if every and self._optimizer.in_backward is not None:
+            raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
+        self.every, self.callback, self.spectrum = every, callback, spectrum
+        if directory is not None:
+            folder = Path(directory) / FOLDER
+            numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+            number = max(self._everyone.gather_objects(max(numbers, default=0))) + 1
+            if self._everyone.rank in (0, self._everyone.size - 1):
+                self.file = folder / f"{number:04}" / f"rank{self._everyone.rank}.jsonl"
+                if not _with_files:  # unlike atexit, also in processes that multiprocessing starts
+                    Finalize(None, _write_at_exit, exitpriority=10)
+                _with_files.add(self)
+        if every:
+            self._sums_of_model().expect(self._is_due(self._optimizer.stepper.num_begun + 1))
+
+    def _sums_of_model(self) -> TensorSums:
+        if self._sums is None:
+            stepper, groups = self._optimizer.stepper, self._optimizer.param_groups
+            self._sums = TensorSums(stepper, groups, order=self._order, rank=self._everyone.rank)
+        return self._sums
+
+    def _is_due(self, step: int) -> bool:
+        return self.every > 0 and (step - 1) % self.every == 0
+
+    # --- the watch of a step ----------------------------------------------------------------------------------------
+
+    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
+        # Several ranks have read the verdict on the step before when this one began, so that all know the same. Without
+        # a callback to call in the same step on every rank, statistics are read once they have arrived.
+        has_others = self._everyone.size > 1
+        self._settle(within=None if has_others and self.every else 0.0)
+        if has_others and self._open:
+            report = self._open[-1][0].report
+            self._has_skipped = report.overflow or report.is_refused
+        is_due = self._is_due(self._optimizer.stepper.num_begun)
+        self._is_recording = is_due or skipped or (self._is_late and self._has_skipped)
+        if self._is_recording:
+            spectrum = self.spectrum and is_due
+            self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
+
+    def after(self, outcome: Outcome, *, max_norm: float) -> None:
+        recorded = self._sums_of_model().finish(outcome, max_norm=max_norm) if self._is_recording else None
+        rates = {str(g.get("name", at)): g.get("lr") for at, g in enumerate(self._optimizer.param_groups)}
+        known = {name: float(lr) for name, lr in rates.items() if isinstance(lr, int | float)} if recorded else {}
+        self._open.append((outcome, recorded, known))
+        if not self._is_late:
+            self._settle(within=None)
+        if self._sums is not None:
+            self._sums.expect(self._has_skipped or self._is_due(outcome.step + 1))
+
+    def refused(self, error: Exception) -> None:
+        """Name the ranks at fault, with their guard. Collective. A rank alone is told by the error itself."""
+        stepper = self._optimizer.stepper
+        found = [f"{type(guard).__name__}: {guard.found}" for guard in stepper.guards if getattr(guard, "found", None)]
+        local = (self._everyone.rank, found[:1], str(error))
+        per_instance = stepper.instances.gather_objects(stepper.everyone.gather_objects(local))
+        per_rank = [of_rank for of_instance in per_instance for of_rank in of_instance]
+        at_fault = {rank: found for rank, found, _ in per_rank if found}
+        what = per_rank[0][2]  # such as groups that differ: no rank is at fault
+        if at_fault:
+            what = f"{of_ranks(at_fault)}, guard {next(iter(at_fault.values()))[0]}"
+        self._count(what, stepper.num_begun, f"was refused on every rank by {what}", warns=len(per_rank) > 1)
+
+    def _settle(self, *, within: float | None) -> None:
+        """Read the steps that are open, waiting `within` seconds for each; None: until it is there."""
+        while self._open and (within is None or (self._open[0][1] or self._open[0][0]).arrives(within)):
+            outcome, recorded, rates = self._open.pop(0)
+            report = outcome.report
+            stats = None if recorded is None else replace(recorded.read(), lr=rates)
+            self._has_skipped = report.overflow or report.is_refused
+            if self._has_skipped:
+                self._explain(outcome.step, report.norms[0], report.overflow, stats)
+            else:
+                self._applied += report.success
+            if stats is not None and (self._has_skipped or self._is_due(outcome.step)):
+                self.records.append(stats)
+                if self.callback is not None:
+                    self.callback(stats)
+
+    def _explain(self, step: int, norm: float, overflow: bool, stats: StepStats | None) -> None:
+        config, where, ranks = self._optimizer.config, "", ""
+        norms = {"": norm}
+        if stats is not None:
+            norms = {name: of.grad_norm for name, of in stats.params.items() if of.grad_norm is not None}
+            bad = [name for name, norm in norms.items() if not math.isfinite(norm)]
+            if not overflow and norms:
+                bad = [max(norms, key=norms.__getitem__)]
+            where = " in a copy that norms do not count"
+            if bad:  # backward spreads a NaN to parameters before it in the model
+                others = f" and of {len(bad) - 1} before it in the model" if len(bad) > 1 else ""
+                where = f" of all {len(bad)} parameters" if 1 < len(bad) == len(norms) else f" of {bad[-1]!r}{others}"
+            at_fault = [r for r, local in stats.rank_norms.items() if local is not None and not math.isfinite(local)]
+            ranks = f", on {of_ranks(at_fault)} before the mean over ranks" if overflow and at_fault else ""
+        if overflow:
+            key, what = "overflow", "NaN" if any(map(math.isnan, norms.values())) else "infinite values"
+            text = f"{what} in the gradient{where}{ranks}"
+            if config.fp16 and config.loss_scale is None:
+                text += "; the loss scale is lowered, as expected in the first steps of a dynamic loss scale"
+        else:
+            limit = config.grad_norm_skip_threshold
+            key, text = "limit", f"the gradient norm {norm:.4g} is above grad_norm_skip_threshold={limit:g}"
+            text += f"; the largest is that{where}" if where else ""
+        self._count(f"{key}{where}{ranks}", step, f"was skipped on every rank: {text}")
+
+    def _count(self, key: str, step: int, text: str, *, warns: bool = True) -> None:
+        cause = self._causes.setdefault(key, _Cause(text, step, step))
+        cause.count, cause.last = cause.count + 1, step
+        if cause.count == 1 and warns:
+            level, frame = 1, sys._getframe()
+            while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+                level, frame = level + 1, frame.f_back
+            advice = "No weight or state has changed; optimizer.report() has the counts"
+            warnings.warn(f"step {step} {text}. {advice}", SkippedStepWarning, stacklevel=level)
+
+    # --- what it has found ------------------------------------------------------------------------------------------
+
+    def last(self) -> StepStats:
+        """Return the last record, for which the host waits. Raises RuntimeError if there is none."""
+        self._settle(within=None)
+        if not self.records:
+            raise RuntimeError("no step was recorded; call optimizer.stats_every(1), then take a step")
+        return self.records[-1]
+
+    def report(self) -> str:
+        """Return the counts of steps and causes, and the last record."""
+        self._settle(within=None)
+        num_bad = sum(cause.count for cause in self._causes.values())
+        lines = [f"{self._applied + num_bad} steps: {self._applied} applied, {num_bad} skipped or refused"]
+        for cause in self._causes.values():
+            steps = f"step {cause.first}" if cause.count == 1 else f"steps {cause.first} to {cause.last}"
+            lines.append(f"  {cause.count} time{'s' * (cause.count > 1)} ({steps}): {cause.text}")
+        return "\n".join([*lines, *([str(self.records[-1])] if self.records else ["no recorded step"])])
+
+    def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
+        """Write the recording of this rank, if `stats_every` was given a directory. A failure is a warning."""
+        if self.file is None:
+            return
+        try:
+            self._settle(within=within)
+            if self.records:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                head = {"recording": 1, "rank": self._everyone.rank, "ranks": self._everyone.size, "end": reason}
+                text = "".join(map(to_line, self.records))
+                partial = self.file.with_suffix(".partial")
+                partial.write_text(json.dumps({**head, "time": time.time()}) + "\n" + text, encoding="utf-8")
+                os.replace(partial, self.file)
+        except OSError as error:
+            warnings.warn(f"the recording was not written to {self.file}: {error}", stacklevel=2)
+
+
+_with_files: WeakSet[Recorder] = WeakSet()
+
+
+def _write_at_exit() -> None:
+    for recorder in list(_with_files):
+        recorder.write("exit")
+
+
+def of_ranks(ranks: Iterable[int]) -> str:
+    """Return `rank 3` or `ranks 0, 3`."""
+    numbers = sorted(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers[:8]))}" + ", ..." * (len(numbers) > 8)
+
+
+# --- one line for each step -------------------------------------------------------------------------------------------
+
+
+def to_line(stats: StepStats) -> str:
+    """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
+    plain = {"step": stats.step, "updates": stats.updates, "success": stats.success, "reason": stats.reason}
+    numbers = {"grad_norm": stats.grad_norm, "clip": stats.clip, "loss_scale": stats.loss_scale}
+    line = plain | {name: _plain(value) for name, value in numbers.items()} | {"lr": dict(stats.lr)}
+    line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
+    line["columns"] = TensorStats._fields
+    for kind, of_kind in (("params", stats.params), ("groups", stats.groups)):
+        line[kind] = {name: [_plain(value) for value in of] for name, of in of_kind.items()}
+    return json.dumps(line) + "\n"
+
+
+def from_line(text: str) -> StepStats | None:
+    """Return the numbers of a line that `to_line` made; None for another line, such as the head of a recording."""
+    line: dict[str, Any] = json.loads(text)
+    if "params" not in line:
+        return None
+    plain: dict[str, Any] = {name: line[name] for name in ("step", "updates", "success", "reason", "lr")}
+    plain |= {name: float(line[name]) for name in ("grad_norm", "clip", "loss_scale")}
+    for kind in ("params", "groups"):
+        plain[kind] = {name: TensorStats(*map(_number, of)) for name, of in line[kind].items()}  # type: ignore[arg-type]
+    norms = {int(rank): _number(norm) for rank, (norm, _) in line["ranks"].items()}
+    replicas = {int(rank): first for rank, (_, first) in line["ranks"].items()}
+    return StepStats(**plain, rank_norms=norms, replicas_of=replicas)
+
+
+def _number(value: float | str | None) -> float | None:
+    return float(value) if isinstance(value, str) else value
+
+
+def _plain(value: float | None) -> float | str | None:
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else str(value)

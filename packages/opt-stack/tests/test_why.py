@@ -1,0 +1,267 @@
+"""Runs that diverge in five ways; `why` names the cause, the place, the rank and the step of each."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from opt_checkpoint import CheckpointManager, load, save, sharded_model
+from opt_config import OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_stack import Optimizer, get_optimizer, release_gradients, why
+from opt_stack.__main__ import main
+from opt_stack.diagnosis import JsonLines, TensorBoard, WeightsAndBiases
+
+pytestmark = pytest.mark.filterwarnings("ignore::opt_stack.SkippedStepWarning")
+Batch = Callable[[int, Tensor], Tensor]
+
+
+def as_drawn(step: int, batch: Tensor) -> Tensor:
+    return batch
+
+
+def make(seed: int = 0) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=generator) / 4)
+    return model
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    steps: range,
+    change: Batch = as_drawn,
+    *,
+    rank: int = 0,
+    spoil: Callable[[int], None] = lambda step: None,  # after backward
+) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        batch = change(step, torch.randn(32, 6, generator=generator))
+        target = torch.stack([batch[:, :2].sum(1), batch[:, 2] - batch[:, 3], batch[:, 4]], 1)
+        optimizer.scale_loss((model(batch) - target).square().mean()).backward()
+        spoil(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def said(*folders: Path) -> str:
+    """The text of `why`, with its sentences in one line each."""
+    return str(why(*folders)).replace("\n  ", " ")
+
+
+def recorded(folder: Path, change: Batch = as_drawn, *, steps: int = 30, lr: float = 3e-3, **fields: Any) -> str:
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=lr, **fields), [model])
+    optimizer.stats_every(1, directory=folder)
+    train(model, optimizer, range(1, steps + 1), change)
+    optimizer.recorder.write("end")
+    return said(folder)
+
+
+def test_of_a_healthy_run_nothing_is_said(tmp_path: Path) -> None:
+    assert "Nothing unusual was found." in recorded(tmp_path)
+
+
+def test_a_rate_that_is_too_high(tmp_path: Path) -> None:
+    text = recorded(tmp_path, lr=3.0, optimizer="sgd", clip_grad=0.0)
+    assert "First: at step " in text
+    assert "the learning rate is too high" in text
+
+
+def test_a_poisoned_batch(tmp_path: Path) -> None:
+    def poisoned(step: int, batch: Tensor) -> Tensor:
+        return batch.index_fill(0, torch.tensor([3]), math.nan) if step == 12 else batch
+
+    text = recorded(tmp_path, poisoned)
+    assert "First: at step 12 all gradients were NaN" in text
+    assert "1 step was skipped, and the next was applied: a bad batch." in text
+
+
+def test_a_batch_of_other_data(tmp_path: Path) -> None:
+    text = recorded(tmp_path, lambda step, batch: batch * 300 if step == 12 else batch)
+    assert "First: at step 12 the gradient norm was " in text
+    assert "it came back in the next steps: a bad batch." in text
+
+
+@pytest.mark.parametrize("bad", [0.0, 1e3, math.nan], ids=str)
+def test_a_bad_rank(tmp_path: Path, bad: float) -> None:
+    def rank_main(comm: Comm) -> None:
+        model, axes = make(), Axes(dp=comm, tp=Alone())
+        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model], pg_collection=roles)
+        optimizer.stats_every(1, directory=tmp_path)
+
+        def broken(step: int) -> None:
+            for param in model.parameters() if comm.rank == 2 and step >= 9 else ():
+                param.grad.mul_(bad)
+
+        train(model, optimizer, range(1, 20), rank=comm.rank, spoil=broken)
+        optimizer.recorder.write("end")
+
+    run_threads(4, rank_main)
+    text = said(tmp_path)
+    assert "First: at step 9 " in text
+    assert "rank 2" in text.partition("\n")[2].partition("\n")[0]
+
+
+def test_an_overflowing_head_in_fp16(tmp_path: Path) -> None:
+    model = make().half()
+    config = OptimizerConfig(lr=3e-3, fp16=True, initial_loss_scale=2.0**8, loss_scale_window=1000, hysteresis=1)
+    optimizer = get_optimizer(config, [model])
+    optimizer.stats_every(1, directory=tmp_path)
+
+    def grown(step: int, batch: Tensor) -> Tensor:
+        return batch.half() * (1000 if step >= 8 else 1)  # the error, and so the gradient of the head, grows with it
+
+    train(model, optimizer, range(1, 12), grown)
+    optimizer.recorder.write("end")
+    text = said(tmp_path)
+    assert "First: at step 8 " in text
+    assert "overflowed in fp16" in text
+
+
+def test_a_stale_checkpoint(tmp_path: Path) -> None:
+    """The weights of step 6 with the optimizer's state of step 12."""
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    for first, last in ((1, 6), (7, 12)):
+        train(model, optimizer, range(first, last + 1))
+        described = sharded_model(model)
+        save({"model": described, "optimizer": optimizer.sharded_state_dict(described)}, tmp_path / f"step-{last}")
+    train(model, optimizer, range(13, 16))
+    optimizer.recorder.write("end")
+
+    resumed = make(seed=1)
+    again = get_optimizer(OptimizerConfig(lr=3e-3), [resumed])
+    described = sharded_model(resumed)
+    load({"model": described}, tmp_path / "step-6")
+    loaded = load({"optimizer": again.sharded_state_dict(described)}, tmp_path / "step-12")
+    again.load_state_dict(loaded.state["optimizer"])
+    again.stats_every(1, directory=tmp_path)
+    train(resumed, again, range(13, 20))
+    again.recorder.write("end")
+    text = said(tmp_path)
+    assert "First: the second run begins after 12 updates with the weights that the first had after 6" in text
+
+
+# --- where recordings go, and who reads them --------------------------------------------------------------------------
+
+
+def test_a_recording_is_written_when_state_is_saved_and_after_an_error(tmp_path: Path) -> None:
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(2, directory=tmp_path)
+    file = tmp_path / "recording" / "0001" / "rank0.jsonl"
+    manager = CheckpointManager(tmp_path, in_background=False)
+    described = sharded_model(model)
+    for last in (3, 6):
+        train(model, optimizer, range(last - 2, last + 1))
+        manager.save(last, {"optimizer": optimizer.sharded_state_dict(described)})
+    head, *lines = map(json.loads, file.read_text().splitlines())
+    assert head["end"] == "state was saved"
+    assert [line["step"] for line in lines] == [1, 3, 5]
+    assert (manager.steps(), manager.latest()) == ([3, 6], 6)
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="lr of group"):
+        train(model, optimizer, range(7, 8))
+    assert "lr of group" in json.loads(file.read_text().partition("\n")[0])["end"]
+
+
+def test_a_recording_is_written_at_exit_after_an_uncaught_error(tmp_path: Path) -> None:
+    script = f"""
+import torch
+from opt_stack import OptimizerConfig, get_optimizer
+model = torch.nn.Linear(2, 2)
+optimizer = get_optimizer(OptimizerConfig(lr=1e-3), [model])
+optimizer.stats_every(1, directory={str(tmp_path)!r})
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+1 / 0
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "ZeroDivisionError" in ran.stderr
+    assert "1 recorded steps" in str(why(tmp_path))
+
+
+def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, lambda step, batch: batch * math.nan if step == 3 else batch, steps=5)
+    assert main(["why", str(tmp_path), "--plot", str(tmp_path / "plot.svg")]) == 0
+    assert "First: at step 3 all gradients were NaN" in capsys.readouterr().out
+    assert (tmp_path / "plot.svg").read_text().startswith("<svg")
+    page = why(tmp_path)._repr_html_()
+    assert "at step 3" in page
+    assert "<svg" in page
+    assert main(["why", str(tmp_path / "other")]) == 2
+    assert "holds no recording; call optimizer.stats_every(1, directory=" in capsys.readouterr().err
+
+
+def test_two_recordings_differ_first_in_the_rate(tmp_path: Path) -> None:
+    for name, lr in (("first", 3e-3), ("second", 3e-2)):
+        recorded(tmp_path / name, steps=5, lr=lr)
+    text = said(tmp_path / "first", tmp_path / "second")
+    assert "First: after 0 updates (step 1 of the second run) the learning rate of group 'default' is 0.03" in text
+    recorded(tmp_path / "third", lambda step, batch: batch * 1.1, steps=5)
+    text = said(tmp_path / "first", tmp_path / "third")
+    assert "First: after 0 updates (step 1 of the second run) the grad norm of " in text
+
+
+def test_two_checkpoints_are_compared_by_name_nan_first(tmp_path: Path) -> None:
+    model = make()
+    save({"model": sharded_model(model)}, tmp_path / "good")
+    with torch.no_grad():
+        model[0].bias.add_(1)
+        model[2].weight[0, 0] = math.nan
+    save({"model": sharded_model(model)}, tmp_path / "bad")
+    head, first, second = str(why(tmp_path / "good", tmp_path / "bad")).splitlines()
+    assert head.endswith("2 of 6 tensors differ, 1 of them in NaN")
+    assert first == "model.2.weight: 1 elements differ; 1 NaN only in the second"
+    assert second.startswith("model.0.bias: 16 elements differ, by up to 1")
+
+
+def test_writers_pass_the_numbers_on(tmp_path: Path) -> None:
+    class Sink:
+        def __init__(self) -> None:
+            self.scalars: dict[str, float] = {}
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            self.scalars[f"{name} {step}"] = value
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.scalars |= {f"{name} {step}": value for name, value in values.items()}
+
+    board, run, model = Sink(), Sink(), make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    for writer in (TensorBoard(board), WeightsAndBiases(run), JsonLines(tmp_path / "run.jsonl")):
+        optimizer.stats_every(1, writer)
+        train(model, optimizer, range(1, 2))
+    assert {name.rpartition(" ")[0] for name in board.scalars} == {name.rpartition(" ")[0] for name in run.scalars}
+    assert run.scalars["update_norm/2.weight 2"] > 0
+    assert "1 recorded steps, 3 to 3" in str(why(tmp_path / "run.jsonl"))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3, clip_grad=0.0), [make()])
+    with pytest.raises(RuntimeError, match=r"no step was recorded; call optimizer.stats_every\(1\)"):
+        optimizer.stats()
+    with pytest.raises(ValueError, match=r"stats_every\(-1\): pass a number of steps"):
+        optimizer.stats_every(-1)
+    optimizer.stats_every(1)
+    with pytest.raises(ValueError, match=r"call stats_every\(0\)"):
+        release_gradients(optimizer)
+    optimizer.stats_every(0)
+    release_gradients(optimizer)
+    with pytest.raises(RuntimeError, match="gradients are released in backward"):
+        optimizer.stats_every(1)
