@@ -77,6 +77,7 @@ class _Row:
     def __init__(self, sweep: Sweep, members: Sequence[Member], *, step: float, on_device: bool) -> None:
         self.sweep, self.group = sweep, members[0].group
         self.params = [member.param for member in members]
+        self.positions = [member.position for member in members]
         self.states = [member.state for member in members]
         self.kind = _kind(members[0])
         self.steps = Steps(step, len(members), sweep.device if on_device else None)
@@ -93,10 +94,9 @@ class _Row:
         grad = self.params[0].grad
         return self.steps.are_as_counted() and grad is not None and grad.device == self.sweep.device
 
-    def works(self) -> Works:
+    def works(self, grads: list[Any]) -> Works:
         """The works of the row, for tensors at any address. Raises ValueError for a gradient that is not dense."""
         params: list[Tensor] = self.params
-        grads: list[Any] = list(map(_GRAD, params))
         for grad in () if set(map(_LAYOUT, grads)) <= {torch.strided} else grads:
             _check(grad)
         if are_dtensors(params):
@@ -148,6 +148,7 @@ class Rows:
         """`member_of` creates missing state of a parameter. Raises ValueError for a sparse or complex gradient."""
         self._params = params_of(groups)
         self._sizes = [len(group["params"]) for group in groups]
+        self._grads: list[Any] = []  # from `hold` to `batches`
         self._missing = [param.grad is None for param in self._params]
         members = []
         position = first = 0
@@ -174,12 +175,13 @@ class Rows:
     def hold(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> bool:
         """Whether the rows are up to date: the same parameters have gradients, and the same objects are their states
         and step counts."""
+        self._grads = list(map(_GRAD, self._params))
         return (
             list(map(len, map(_PARAMS, groups))) == self._sizes
             and _same(params_of(groups), self._params)
-            and list(map(is_, map(_GRAD, self._params), repeat(None))) == self._missing
+            and list(map(is_, self._grads, repeat(None))) == self._missing
             and _same(list(state.values()), self._states)
-            and _same([of_member.get(STEP) for of_member in self._of_members], self._steps)
+            and _same(list(map(dict.get, self._of_members, repeat(STEP))), self._steps)
             and all(row.holds() for row in self._rows)
         )
 
@@ -189,7 +191,9 @@ class Rows:
         """The works of this step by sweep. Counts the step of each parameter. `hyper` maps group, sweep and step to a
         `Hyper`; `made` is passed to `Steps.count`."""
         found: dict[Sweep, list[Batch]] = {}
-        all_works = [row.works() for row in self._rows]  # raises before any step is counted
+        grads, self._grads = self._grads or list(map(_GRAD, self._params)), []
+        of_rows = [grads if len(r.positions) == len(grads) else [grads[i] for i in r.positions] for r in self._rows]
+        all_works = [row.works(of_row) for row, of_row in zip(self._rows, of_rows)]  # raises before any step is counted
         for row, works in zip(self._rows, all_works, strict=True):
             step = row.steps.count(made)
             found.setdefault(row.sweep, []).append(Batch(hyper(row.group, row.sweep, step), works))
@@ -221,7 +225,7 @@ def _check(grad: Tensor) -> None:
         )
 
 
-_GRAD, _DEVICE = attrgetter("grad"), attrgetter("device")
+_DEVICE = attrgetter("device")
 
 
 class Scaling(NamedTuple):
