@@ -4,9 +4,12 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fuzz.cases import Case, Param, cut_of, is_copy
 from fuzz.rank import Run
-from opt_checkpoint import ShardedTensor, load, save, sharded_model
+from opt_checkpoint import ShardedBase, ShardedTensor, ShardedTensorFactory, load, save, sharded_model
 from opt_distributed.comm import Comm
 
 _ONE_AT_A_TIME = threading.Lock()  # a load of one process, without torch.distributed, is not made for threads
@@ -72,15 +75,22 @@ def _kind(case: Case, param: Param) -> Any:
     return (param.shape, param.wide, param.cut, param.frozen, param.left_out, case.rule_of(param))
 
 
-def _sharded(run: Run, param: Param, stacked: tuple[str, int, int] | None) -> ShardedTensor:
+def _sharded(run: Run, param: Param, stacked: tuple[str, int, int] | None) -> ShardedBase:
+    """Fused matrices are built from two halves of one key, as Megatron-Core describes its own."""
     weight, place = run.weight(param), run.place
     index, count = cut_of(param, place, run.setup.grid)
     peer, copies = (place.tp, place.replica) if param.expert is None else (place.etp, place.expert_replica)
     replica_id = (int(is_copy(param, place)), 0 if count > 1 else peer, copies)
-    prepended = 0 if stacked is None else 1
-    offsets = [] if param.cut is None else [(param.cut + prepended, index, count)]
-    key = f"{param.name}.weight"
-    if stacked is not None:
-        key, position, number = stacked
-        offsets = [(0, position, number), *offsets]
-    return ShardedTensor.from_rank_offsets(key, weight, *offsets, replica_id=replica_id, prepend_axis_num=prepended)
+    key, *stack = (f"{param.name}.weight",) if stacked is None else (stacked[0], (0, *stacked[1:]))
+    axis, first = len(stack), index if param.cut == 0 else 0
+
+    def part(data: Tensor, number: int, of: int, replica_id: Any) -> ShardedTensor:
+        rows = (axis, of * first + number, of * (count if param.cut == 0 else 1))
+        others = [] if param.cut in (0, None) else [(param.cut + axis, index, count)]
+        offsets = [*stack, *([rows] if rows[2] > 1 else []), *others]
+        return ShardedTensor.from_rank_offsets(key, data, *offsets, replica_id=replica_id, prepend_axis_num=axis)
+
+    if not param.qkv or stack:
+        return part(weight, 0, 1, replica_id)
+    halves = lambda key, data, replica_id, flat: [part(x, n, 2, replica_id) for n, x in enumerate(data.chunk(2))]
+    return ShardedTensorFactory(key, weight, halves, torch.cat, replica_id)
