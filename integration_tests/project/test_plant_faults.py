@@ -37,6 +37,7 @@ def test_a_fault_of_a_seed_is_the_same_in_every_run() -> None:
     assert faults[0] == faults[2] != faults[1]
 
 
+@pytest.mark.nightly
 def test_the_tests_that_call_a_function_meet_its_faults_first_and_a_survivor_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
