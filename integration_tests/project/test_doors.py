@@ -30,7 +30,7 @@ EXCEPTIONS = {
     r"opt_\w+\.__main__\.main": "a command line is called as a function; a process for each call takes seconds",
     r"opt_distributed\.comm\.threads": "groups of some ranks that are threads; run_threads makes one group of all",
     r"opt_distributed\.comm\.collectives\.(Pending|Sizes|DONE|zeros)": "what a double of a Comm takes and returns",
-    r"opt_distributed\.comm\.device\.(Graph|Host|HostCopy)": "what a double of a device returns",
+    r"opt_distributed\.comm\.device\.([A-Z]\w+|device_of)": "what doubles of devices replace",
     r"opt_kernels\.backends\.cpp\.compiler\.usable": "whether there is a compiler decides what is skipped",
     r"opt_config\.\w+\.UNSUPPORTED_DATA_PARALLEL_FIELDS": "the table of fields that only accept their default",
 }

@@ -12,6 +12,8 @@ from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import ProcessGroups, Roles, groups_of_collection, peers_of
 
+__all__ = ["ROUTER_BIAS_UPDATE_RATE", "finalize_model_grads", "unfinalized"]
+
 Groups = ProcessGroups | Roles | Mapping[str, Comm] | None
 ROUTER_BIAS_UPDATE_RATE = 1e-3
 """The default of Megatron-Core and of the paper (see `routers`)."""
