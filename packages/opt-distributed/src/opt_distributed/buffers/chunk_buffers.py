@@ -5,13 +5,15 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig, Sharding, WholeParams
+from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding, WholeParams
 from opt_distributed.buffers.bucket import Reduction
+from opt_distributed.buffers.grad_sync import GradSync
+from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, plan_buffers, wrapped_bucket_size
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer, local_sums
@@ -24,44 +26,13 @@ from opt_distributed.layout import LayoutError, Piece
 from opt_paramgroups import ParamId, ParamMeta
 
 
-def check_config(config: DistributedDataParallelConfig, roles: Roles, *, per_token: bool) -> None:
-    """Check a configuration alone, and against the process groups and the kind of loss.
+def agree_on(
+    families: Sequence[tuple[Axes, Mapping[str, str]]], error: Exception | None, *, peers: Sequence[Comm]
+) -> None:
+    """Raise on all ranks that are connected through `families` or `peers` if one of them has an error, or facts differ.
 
-    Raises:
-        ValueError: a field contradicts another one, the groups, or the loss.
-    """
-    config.validate()  # fields may have been assigned since it was built
-    instances = roles.dense.inter.size
-    if config.num_distributed_optimizer_instances != instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
-            f"{instances}; pass an inter_dist_opt group of that size"
-        )
-    if config.average_in_collective and per_token:
-        raise ValueError(
-            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
-        )
-
-
-class Facts(NamedTuple):
-    """Values that must be equal on all replicas of one family of parameters."""
-
-    axes: Axes
-    by_name: Mapping[str, str]
-
-
-class _Report(NamedTuple):
-    """What one rank reports to the others."""
-
-    error: str | None  # of this rank
-    forwarded: str | None  # the refusal of another family's replicas
-    by_name: Mapping[str, str]
-
-
-def agree_on(facts: Sequence[Facts], error: Exception | None, *, peers: Sequence[Comm] = ()) -> None:
-    """Raise on all ranks that are connected through `facts` or `peers` if one of them has an error, or facts differ.
-
-    Every rank forwards refusals before it raises, so that no rank waits for one that has raised.
+    `families`: for dense parameters and for experts, the values that must be equal on all replicas, by name. Every rank
+    forwards refusals before it raises, so that no rank waits for one that has raised.
 
     Raises:
         LayoutError: quotes the error of another rank, or says what differs on which ranks. If this rank has an error,
@@ -69,40 +40,29 @@ def agree_on(facts: Sequence[Facts], error: Exception | None, *, peers: Sequence
     """
     own = None if error is None else str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     refusal: str | None = None
-    for axes, by_name in facts:
-        reports = from_all_replicas(axes, _Report(own, refusal, dict(by_name)))
-        refusal = refusal or _refusal(reports)
+    for axes, facts in families:
+        per_rank: list[tuple[str | None, str | None, dict[str, str]]]  # error of the rank, what it forwards, facts
+        per_rank = from_all_replicas(axes, (own, refusal, dict(facts)))
+        refused = [f"data-parallel rank {rank} refused: {text}" for rank, (text, _, _) in enumerate(per_rank) if text]
+        refused += [forwarded for _, forwarded, _ in per_rank if forwarded]
+        first = per_rank[0][2]
+        different = [rank for rank, (_, _, other) in enumerate(per_rank) if other != first]
+        if different and not refused:
+            other = per_rank[different[0]][2]
+            name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+            refused.append(
+                f"data-parallel ranks {different} laid their buffers out differently from rank 0; model and "
+                f"configuration must be equal on all ranks that share parameters; {name} is "
+                f"{first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {different[0]}"
+            )
+        refusal = refusal or next(iter(refused), None)
     for comm in peers:
         refusals = comm.gather_objects(refusal)
-        refusal = refusal or next((one for one in refusals if one is not None), None)
+        refusal = refusal or next((found for found in refusals if found is not None), None)
     if error is not None:
         raise error
     if refusal is not None:
         raise LayoutError(refusal)
-
-
-def _refusal(reports: Sequence[_Report]) -> str | None:
-    for rank, report in enumerate(reports):
-        if report.error is not None:
-            return f"data-parallel rank {rank} refused: {report.error}"
-    forwarded = next((report.forwarded for report in reports if report.forwarded is not None), None)
-    if forwarded is not None:
-        return forwarded
-    first = reports[0].by_name
-    different = [rank for rank, report in enumerate(reports) if report.by_name != first]
-    if not different:
-        return None
-    difference = first_difference(first, reports[different[0]].by_name, rank=different[0])
-    return (
-        f"data-parallel ranks {different} laid their buffers out differently from rank 0; model and configuration must "
-        f"be equal on all ranks that share parameters; {difference}"
-    )
-
-
-def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], *, rank: int) -> str:
-    """Describe the first entry in which the facts of rank 0 and of `rank` differ; they must differ."""
-    name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
-    return f"{name} is {first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {rank}"
 
 
 class ChunkBuffer(NamedTuple):
@@ -128,43 +88,70 @@ class ChunkSpec:
     calculate_per_token_loss: bool
 
 
+def sharding_of(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
+    """Return how the chunk is sharded: as the optimizer's configuration says, or flat if there is none."""
+    if not config.use_distributed_optimizer:
+        return Replicated()
+    if optimizer_config is not None and not isinstance(optimizer_config.sharding, Replicated):
+        return optimizer_config.sharding
+    return FlatShards(overlap_gather=config.overlap_param_gather, overlap_gather_with_step=False)
+
+
 def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
     """Create the buffers of a chunk. Collective: an error on one rank, or a difference, is raised on every rank.
 
     Raises:
         LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
     """
+    config, roles = spec.config, spec.roles
     buffers: tuple[ChunkBuffer, ...] = ()
-    pools: dict[_PoolKey, UserBuffers | None] = {}
+    pools: dict[tuple[bool, str], UserBuffers | None] = {}
     error = None
     try:
-        check_config(spec.config, spec.roles, per_token=spec.calculate_per_token_loss)
+        _check_config(spec)
         check_unbound(spec.params)
         check_apart(spec.params, spec.others)
-        check_gathered_in_fp8(spec.config, spec.metas)
+        check_gathered_in_fp8(config, spec.metas)
         planned = _plans(spec)
-        pools = _make_pools(spec, planned) if spec.config.nccl_ub else {}
-        buffers = tuple(_make_buffer(spec, plan, pools.get(_pool_key(spec, plan))) for plan in planned)
+        if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
+            for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
+                axes, symmetric = _axes(spec, is_expert), not config.disable_symmetric_registration
+                groups = (axes.dp, axes.inter)
+                pools[is_expert, name] = user_buffers(groups, device=torch.device(name), symmetric=symmetric)
+        buffers = tuple(
+            _make_buffer(spec, plan, pools.get((plan.is_expert, str(_device(spec, plan))))) for plan in planned
+        )
         for pool in filter(None, pools.values()):
             pool.check()
     except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
         error = caught
-    plans = [buffer.plan for buffer in buffers]
-    families = ((spec.roles.dense, False), (spec.roles.expert, True))
-    facts = [Facts(axes, _facts(spec, plans, is_expert=is_expert)) for axes, is_expert in families]
-    agree_on(facts, error, peers=(spec.roles.dense.tp, spec.roles.expert.tp))
+    settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+    settings["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
+    families = []
+    for is_expert in (False, True):
+        plans = [buffer.plan for buffer in buffers if buffer.plan.is_expert == is_expert]
+        layouts = {f"layout of {plan.name}": plan.layout.fingerprint()[:16] for plan in plans}
+        order = {"order of buffers": ", ".join(plan.name for plan in plans)}
+        families.append((_axes(spec, is_expert), settings | order | layouts))
+    agree_on(families, error, peers=(roles.dense.tp, roles.expert.tp))
     for pool in filter(None, pools.values()):
         pool.register()
     return buffers
 
 
-def _facts(spec: ChunkSpec, plans: Sequence[BufferPlan], *, is_expert: bool) -> dict[str, str]:
-    """Values that must be equal on all replicas of a family: configuration, kind of loss, order and layouts."""
-    facts = {field.name: repr(getattr(spec.config, field.name)) for field in fields(spec.config)}
-    facts["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
-    layouts = {plan.name: plan.layout.fingerprint()[:16] for plan in plans if plan.is_expert == is_expert}
-    facts["order of buffers"] = ", ".join(layouts)
-    return facts | {f"layout of {key}": fingerprint for key, fingerprint in layouts.items()}
+def _check_config(spec: ChunkSpec) -> None:
+    """Raise ValueError if a field of the configuration contradicts another one, the groups, or the loss."""
+    config, instances = spec.config, spec.roles.dense.inter.size
+    config.validate()  # fields may have been assigned since it was built
+    if config.num_distributed_optimizer_instances != instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
+            f"{instances}; pass an inter_dist_opt group of that size"
+        )
+    if config.average_in_collective and spec.calculate_per_token_loss:
+        raise ValueError(
+            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
+        )
 
 
 def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
@@ -187,58 +174,29 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
     )
 
 
-class _PoolKey(NamedTuple):
-    """The buffers that one pool of NCCL memory holds."""
-
-    is_expert: bool
-    device: str
-
-
-def _pool_key(spec: ChunkSpec, plan: BufferPlan) -> _PoolKey:
-    return _PoolKey(plan.is_expert, str(_device(spec, plan)))
-
-
-def _make_pools(spec: ChunkSpec, plans: Sequence[BufferPlan]) -> dict[_PoolKey, UserBuffers | None]:
-    """One pool for each family and device, dense ones first: registering is collective."""
-    pools: dict[_PoolKey, UserBuffers | None] = {}
-    symmetric = not spec.config.disable_symmetric_registration
-    for key, plan in sorted({_pool_key(spec, plan): plan for plan in plans}.items(), key=lambda item: item[0]):
-        axes = _axes(spec, plan)
-        pools[key] = user_buffers((axes.dp, axes.inter), device=_device(spec, plan), symmetric=symmetric)
-    return pools
-
-
 def _device(spec: ChunkSpec, plan: BufferPlan) -> torch.device:
     return spec.params[plan.params[0].id].device
 
 
+def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
+    return spec.roles.expert if is_expert else spec.roles.dense
+
+
 def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> ChunkBuffer:
-    params = {shape.id: spec.params[shape.id] for shape in plan.params}
-    device = _device(spec, plan)
+    config, axes, device = spec.config, _axes(spec, plan.is_expert), _device(spec, plan)
     memory = ParamAndGradBuffer(
         plan.layout,
-        params,
+        {shape.id: spec.params[shape.id] for shape in plan.params},
         param_dtype=plan.dtype,
         grad_dtype=plan.grad_dtype,
         device=device,
         sharded=plan.kind.is_sharded,
-        allocate=_axes(spec, plan).dp.allocate if pool is None else pool,
-        reuses_grads=spec.config.reuse_grad_buf_for_mxfp8_param_ag,
+        allocate=axes.dp.allocate if pool is None else pool,
+        reuses_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
     )
-    patterns = spec.config.param_name_patterns_for_fp32_local_accumulation
-    sums = local_sums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
-    return ChunkBuffer(plan, memory, _reduction(spec, plan), sums)
-
-
-def _axes(spec: ChunkSpec, plan: BufferPlan) -> Axes:
-    return spec.roles.expert if plan.is_expert else spec.roles.dense
-
-
-def _reduction(spec: ChunkSpec, plan: BufferPlan) -> Reduction:
-    config = spec.config
-    axes = _axes(spec, plan)
+    patterns = config.param_name_patterns_for_fp32_local_accumulation
     mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
-    return Reduction(
+    reduction = Reduction(
         name=plan.name,
         wire=wire_kind(config, num_shards=plan.layout.num_shards).make(axes),
         axes=axes,
@@ -248,16 +206,8 @@ def _reduction(spec: ChunkSpec, plan: BufferPlan) -> Reduction:
         check_for_nan=config.check_for_nan_in_grad,
         check_for_large=config.check_for_large_grads,
     )
-
-
-class Chunk(Protocol):
-    """The part of the wrapper that its buffers use."""
-
-    def finish_grad_sync(self) -> None: ...
-
-    def lend_grads(self, memory: ParamAndGradBuffer) -> None: ...
-
-    def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None: ...
+    sums = local_sums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
+    return ChunkBuffer(plan, memory, reduction, sums)
 
 
 class SyncedBuffer:
@@ -273,11 +223,13 @@ class SyncedBuffer:
         plan: BufferPlan,
         memory: ParamAndGradBuffer,
         axes: Axes,
-        chunk: Chunk,
+        finish: Callable[[], None],  # the chunk's reductions
+        grad_sync: GradSync,
+        param_sync: ParamSync,
         together: Sequence[ParamAndGradBuffer],  # the buffers that a step publishes, including this one
     ):
         self.plan, self.memory, self.axes = plan, memory, axes
-        self._chunk = chunk
+        self._finish, self._grad_sync, self._param_sync = finish, grad_sync, param_sync
         self._together = together
 
     @property
@@ -287,7 +239,7 @@ class SyncedBuffer:
 
     def reduce_(self) -> None:
         """Complete the reduction of all gradients of the chunk. A second call in an iteration does nothing."""
-        self._chunk.finish_grad_sync()
+        self._finish()
 
     def moved(self) -> ParamId | None:
         """A parameter that has left the buffer; None if all are in it."""
@@ -305,7 +257,7 @@ class SyncedBuffer:
     def publish_(self) -> None:
         """Report that this rank's parameters have been written. Gathers start with the last buffer of the step."""
         if self.memory.wire is not None:
-            self._chunk.publish(self.memory, together=self._together)
+            self._param_sync.publish(self.memory, together=self._together)
 
     @property
     def through_grads(self) -> Fp8ThroughGrads | None:
@@ -318,7 +270,9 @@ class SyncedBuffer:
         Raises:
             GradientError: gradients have been added since the last step.
         """
-        self._chunk.lend_grads(self.memory)
+        for bucket in self._grad_sync.buckets:
+            if bucket.memory is self.memory:
+                bucket.lend_()
 
     def owned(self) -> Iterator[Piece]:
         """The pieces whose reduced gradients this rank has: its own, or all after a reduction on every rank."""
@@ -335,7 +289,8 @@ class SyncedBuffer:
         Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
         together = [one.memory for one in buffers if one.plan.is_expert == self.plan.is_expert]
-        return SyncedBuffer(self.plan, self.memory, self.axes, self._chunk, together)
+        syncs = self._finish, self._grad_sync, self._param_sync
+        return SyncedBuffer(self.plan, self.memory, self.axes, *syncs, together)
 
     def results(self) -> Iterator[Tensor]:
         """This rank's part of the reduced gradients: a view for each bucket."""

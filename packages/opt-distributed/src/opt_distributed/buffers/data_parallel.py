@@ -4,20 +4,19 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, Sharding
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
-from opt_distributed.buffers.chunk_buffers import ChunkBuffer, ChunkSpec, SyncedBuffer, make_buffers
-from opt_distributed.buffers.grad_sync import GradSync, share_order
+from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
+from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
-from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, describe_stored, not_trained
 from opt_distributed.comm.find import Given, find_roles
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
@@ -104,7 +103,7 @@ class DistributedDataParallel(nn.Module):
                 others=list(not_trained(module)),
                 roles=self.roles,
                 chunk=chunk,
-                sharding=_sharding(config, optimizer_config),
+                sharding=sharding_of(config, optimizer_config),
                 calculate_per_token_loss=calculate_per_token_loss,
             )
         )
@@ -112,8 +111,22 @@ class DistributedDataParallel(nn.Module):
         if broadcast_params:
             broadcast_replicas_(self._params, self.metas, self.roles)
             check_untrained([module], self.roles, broadcast=True, model_chunk_offset=chunk)
-        self.param_sync = _param_sync(config, buffers, chunk)
-        self.grad_sync = _grad_sync(config, buffers, chunk, before_launch=self._start_gathers)
+        buckets = [(buffer, at) for buffer in buffers for at in range(len(buffer.plan.layout.buckets))]
+        self.param_sync = ParamSync(  # without buckets if parameters are replicated
+            [
+                ParamBucket(buffer.memory, at, buffer.reduction.axes.dp)
+                for buffer, at in (buckets if config.use_distributed_optimizer else ())
+            ],
+            gathers=Gathers.IN_STEP,
+            number=chunk,
+        )
+        self.grad_sync = GradSync(
+            [GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views) for buffer, at in buckets],
+            in_backward=config.overlap_grad_reduce,
+            learns=config.overlap_grad_reduce or config.overlap_param_gather,
+            number=chunk,
+            before_launch=lambda: self.param_sync.gather_order.start_all(),
+        )
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
         self.marked = tuple(filter(is_marked, self.metas.values()))
@@ -121,7 +134,16 @@ class DistributedDataParallel(nn.Module):
         self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
         self.is_scaled = False  # whether `scale_gradients` was called in this iteration
         self.synced_buffers = tuple(
-            SyncedBuffer(buffer.plan, buffer.memory, buffer.reduction.axes, self, memories) for buffer in buffers
+            SyncedBuffer(
+                buffer.plan,
+                buffer.memory,
+                buffer.reduction.axes,
+                self.finish_grad_sync,
+                self.grad_sync,
+                self.param_sync,
+                memories,
+            )
+            for buffer in buffers
         )
         self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
         self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
@@ -274,7 +296,7 @@ class DistributedDataParallel(nn.Module):
         if self.param_sync.gathers is Gathers.WHEN_ASKED and not (force_sync or force_dispatch):
             self.param_sync.start_asked()
             return
-        self._start_gathers()
+        self.param_sync.gather_order.start_all()
         self.param_sync.start()
         if force_sync or not self.config.overlap_param_gather:
             self.param_sync.wait()
@@ -286,20 +308,6 @@ class DistributedDataParallel(nn.Module):
         """
         buffers = [buffer for buffer in self.synced_buffers if not buffer.params.keys().isdisjoint(ids)]
         return tuple(buffer.published_with(buffers) for buffer in buffers)
-
-    def publish(self, memory: ParamAndGradBuffer, *, together: Sequence[ParamAndGradBuffer]) -> None:
-        """Report that this rank has written its part of a buffer. Gathers start with the last buffer of `together`."""
-        self.param_sync.publish(memory, together=together)
-
-    def lend_grads(self, memory: ParamAndGradBuffer) -> None:
-        """Let the parameters of a buffer overwrite its gradients, with `reuse_grad_buf_for_mxfp8_param_ag`.
-
-        Raises:
-            GradientError: no step has used the gradients yet.
-        """
-        for bucket in self.grad_sync.buckets:
-            if bucket.memory is memory:
-                bucket.lend_()
 
     def finish_param_sync(self) -> None:
         """Wait for pending gathers of parameters. Need not be called before a forward of this wrapper."""
@@ -383,66 +391,10 @@ class DistributedDataParallel(nn.Module):
         if self.config.reuse_grad_buf_for_mxfp8_param_ag:
             self.param_sync.wait()
 
-    def _start_gathers(self) -> None:
-        """Start pending gathers of all chunks: other ranks may have started them before their reductions."""
-        self.param_sync.gather_order.start_all()
-
     def _bind(self) -> None:
         for bucket in self.grad_sync.buckets:
             for id, accumulator in bucket.accumulators.items():
                 param = self._params[id]
                 bind_main_grad(param, accumulator)
-                hook = _grad_hook(self.grad_sync, id, accumulator)
+                hook = grad_hook(self.grad_sync, id, accumulator)
                 param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def _grad_hook(grad_sync: GradSync, id: ParamId, accumulator: Tensor) -> Callable[[nn.Parameter], None]:
-    """The hook of a parameter. Python's garbage collector does not see through it: it must not keep the wrapper."""
-    weak = ref(grad_sync)
-
-    def hook(param: nn.Parameter) -> None:
-        if (found := weak()) is not None:
-            found.take(id, param, accumulator)
-
-    return hook
-
-
-def _sharding(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
-    """Return how the chunk is sharded: as the optimizer's configuration says, or flat if there is none."""
-    if not config.use_distributed_optimizer:
-        return Replicated()
-    if optimizer_config is not None and not isinstance(optimizer_config.sharding, Replicated):
-        return optimizer_config.sharding
-    return FlatShards(overlap_gather=config.overlap_param_gather, overlap_gather_with_step=False)
-
-
-def _param_sync(config: DistributedDataParallelConfig, buffers: Sequence[ChunkBuffer], chunk: int) -> ParamSync:
-    """The gathers of a chunk: none if parameters are replicated."""
-    sharded = buffers if config.use_distributed_optimizer else ()
-    buckets = [ParamBucket(buffer.memory, index, buffer.reduction.axes.dp) for buffer, index in _buckets(sharded)]
-    return ParamSync(buckets, gathers=Gathers.IN_STEP, number=chunk)
-
-
-def _grad_sync(
-    config: DistributedDataParallelConfig,
-    buffers: Sequence[ChunkBuffer],
-    chunk: int,
-    *,
-    before_launch: Callable[[], None],
-) -> GradSync:
-    """The reductions of a chunk."""
-    return GradSync(
-        [
-            GradBucket(buffer.memory, index, buffer.reduction, sums=buffer.sums.views)
-            for buffer, index in _buckets(buffers)
-        ],
-        in_backward=config.overlap_grad_reduce,
-        learns=config.overlap_grad_reduce or config.overlap_param_gather,
-        number=chunk,
-        before_launch=before_launch,
-    )
-
-
-def _buckets(buffers: Sequence[ChunkBuffer]) -> list[tuple[ChunkBuffer, int]]:
-    """Every bucket of the buffers, as its buffer and its number there."""
-    return [(buffer, index) for buffer in buffers for index in range(len(buffer.plan.layout.buckets))]

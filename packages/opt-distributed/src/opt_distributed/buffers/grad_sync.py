@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -356,3 +356,14 @@ class GradSync:
         self.keys = tuple(keys)
         self._has_to_learn = False
         self.launch_order.sort()
+
+
+def grad_hook(grad_sync: GradSync, id: ParamId, accumulator: Tensor) -> Callable[[nn.Parameter], None]:
+    """The hook of a parameter. Python's garbage collector does not see through it: it must not keep the wrapper."""
+    weak = ref(grad_sync)
+
+    def hook(param: nn.Parameter) -> None:
+        if (found := weak()) is not None:
+            found.take(id, param, accumulator)
+
+    return hook
