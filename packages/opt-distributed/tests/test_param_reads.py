@@ -258,7 +258,7 @@ def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool, mo
     under_way: list[bool] = []
 
     def noted(bucket: ParamBucket) -> None:
-        under_way.append(bucket.is_under_way)
+        under_way.append(bucket._flight is not None)
         start(bucket)
 
     monkeypatch.setattr(ParamBucket, "start", noted)

@@ -11,7 +11,7 @@ requests come at different times.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,29 +23,13 @@ from opt_distributed.buffers.wires import CollectiveError, InFlight
 from opt_distributed.comm.collectives import Comm
 
 
-class Gathering(Protocol):
-    """The part of a chunk's `ParamSync` that the order uses."""
-
-    number: int  # of the chunk
-    gather_order: "GatherOrder"
-
-    @property
-    def is_due(self) -> bool:
-        """Whether shards have been written whose gathers have not started."""
-        ...
-
-    def start_due(self) -> None:
-        """Start these gathers."""
-        ...
-
-
 class GatherOrder:
     """The gathers of the chunks of one model."""
 
-    def __init__(self, chunks: Sequence[Gathering]):
+    def __init__(self, chunks: Sequence["ParamSync"]):
         self.chunks = tuple(sorted(chunks, key=lambda chunk: chunk.number))
 
-    def start_through(self, last: Gathering) -> None:
+    def start_through(self, last: "ParamSync") -> None:
         """Start the pending gathers of all chunks up to `last`."""
         for chunk in self.chunks[: self.chunks.index(last) + 1]:
             chunk.start_due()
@@ -57,7 +41,7 @@ class GatherOrder:
                 chunk.start_due()
 
 
-def share_gather_order(chunks: Iterable[Gathering]) -> None:
+def share_gather_order(chunks: Iterable["ParamSync"]) -> None:
     """Give one order of gathers to `chunks` and to all chunks that share an order with one of them."""
     linked = {id(other): other for chunk in chunks for other in chunk.gather_order.chunks}
     order = GatherOrder(list(linked.values()))
@@ -81,11 +65,6 @@ class ParamBucket:
         self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
         self._flight: InFlight | None = None
         self.error: CollectiveError | None = None  # of the last gather; until the next one starts, every wait raises it
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a gather was started and not awaited yet."""
-        return self._flight is not None
 
     def start(self) -> None:
         """Start the gather, or start it again after it failed.

@@ -15,7 +15,7 @@ from opt_distributed.buffers.stored import stored_bytes
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import Axes, Roles
 from opt_distributed.comm.mesh import mesh_of, replicas_outside, tensor_peers_outside
-from opt_kernels.quantized import QuantizedParam, quantized
+from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, describe_untrained
 
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
@@ -72,24 +72,17 @@ def broadcast_replicas_(params: Params, metas: Metas, roles: Roles) -> None:
         error = error or _missing([dict.fromkeys(names, 0) for names in per_rank], comm)
     agree(roles.everyone, error)
     for id, param in params.items():
-        found = quantized(param)
-        if found is not None:
-            _broadcast_fp8_(found, list(_comms(param, metas[id], roles)))
-            continue
-        stored = _local(param, metas[id])
-        value = stored.contiguous()
         for comm in _comms(param, metas[id], roles):
-            comm.broadcast_(value)
-        stored.copy_(value)
+            for part in _parts(param):
+                _broadcast_(part, comm)
+        _finish_fp8_(param)
 
 
-def _broadcast_fp8_(param: QuantizedParam, comms: Iterable[Comm]) -> None:
-    """Broadcast codes, scales and further tensors of an fp8 parameter."""
-    for comm in comms:
-        for part in (param.codes, param.scales, *param.extra().values()):
-            comm.broadcast_(part)
-    param.forget_initial()
-    param.finish_()
+def _finish_fp8_(tensor: Any) -> None:
+    """Derive what an fp8 tensor computes from its codes and scales, after these were received."""
+    if (fp8 := quantized(tensor)) is not None:
+        fp8.forget_initial()
+        fp8.finish_()
 
 
 def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
@@ -165,15 +158,12 @@ def _copies(comms: Iterable[Comm]) -> Iterator[Comm]:
     return (comm for comm in comms if comm.size > 1)
 
 
-def _local(param: nn.Parameter, meta: ParamMeta) -> Tensor:
-    value: Tensor = param.detach()
-    return value.to_local() if meta.is_dtensor else value  # type: ignore[attr-defined]
-
-
 def _stored(param: nn.Parameter, meta: ParamMeta) -> Tensor:
     """The stored form that replicas must have equal: values, or codes and scales."""
-    stored = stored_bytes(param)
-    return _local(param, meta) if stored is None else stored
+    stored: Tensor | None = stored_bytes(param)
+    if stored is None:
+        stored = param.detach().to_local() if meta.is_dtensor else param.detach()  # type: ignore[attr-defined]
+    return stored
 
 
 def difference(per_rank: Sequence[Mapping[str, object]], comm: Comm) -> ReplicaError | None:
@@ -241,9 +231,7 @@ def check_untrained(
                 for part in parts[name]:
                     _broadcast_(part, comm)
         for tensor in tensors.values():
-            if (fp8 := quantized(tensor)) is not None:
-                fp8.forget_initial()
-                fp8.finish_()
+            _finish_fp8_(tensor)
         parts = {str(id): list(_parts(tensor)) for id, tensor in tensors.items()}  # copies are not written to
     bits = {(name, number): _bits(part) for name, of_name in parts.items() for number, part in enumerate(of_name)}
     sums: dict[str, list[object]] = {name: [shapes[name]] for name in parts}  # zeros of any shape have the same sum

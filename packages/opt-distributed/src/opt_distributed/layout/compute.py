@@ -10,7 +10,7 @@ dim, after the axes before it. So ranks whose coordinates share a prefix store o
     (6, 4) over (2, 2) ranks, dims (0, 1)    (0,): rows 0-2    (0, 1): rows 0-2, cols 2-3    (1, 0): rows 3-5, cols 0-1
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heapify, heapreplace
@@ -128,10 +128,6 @@ class ComputeLayout:
     def computes_at(self, slot: ComputeSlot, at: Coordinate) -> bool:
         """Whether the rank at ``at`` runs the rule on ``slot`` or on its part of it."""
         return slot.owner is None or slot.owner == at[self.kept :]
-
-    def computed_at(self, at: Coordinate) -> Iterator[ComputeSlot]:
-        """The slots on which the rank at ``at`` runs the rule, in order."""
-        return (slot for slot in self.slots if self.computes_at(slot, at))
 
     def _check_equal(self, matrix: SplitMatrix) -> None:
         for at in product(*map(range, self.sizes)):

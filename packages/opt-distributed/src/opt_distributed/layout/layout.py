@@ -10,7 +10,7 @@ reads from it what this rank owns::
     shards   │ rank 0 │ rank 1    │ rank 2 │ rank 0  │ rank 2                │   owned: the chunks, or whole slots
     slots    │ w9 │ w8   ···  │ w7 │ ···   │ w6 │ w5 │ ···                  │   ··· is padding
 
-"Padded size" has three meanings, so `Bucket` has four names for its sizes.
+"Padded size" has several meanings, so `Bucket` has a name for each of its sizes.
 """
 
 from bisect import bisect_left, bisect_right
@@ -116,12 +116,12 @@ class Bucket:
     """A contiguous range of the buffer that is reduced and gathered as one. Its sizes, from largest to smallest:
 
     - ``numel``: with the padding that makes it divisible into shards; what collectives transfer;
-    - ``aligned_numel``: up to the end of the last slot, rounded up to where another parameter would start;
     - ``extent_numel``: up to the end of the last slot, gaps between slots included;
     - ``params_numel``: the parameters without gaps.
 
-    ``numel_unpadded`` is the one of the last three that Megatron-Core calls by this name *for this bucket*: its
-    checkpoints are checked against it. All other code names the size that it means.
+    ``numel_unpadded`` is what Megatron-Core calls by this name *for this bucket*: ``params_numel``, ``extent_numel``,
+    or the latter rounded up to the next start. Its checkpoints are checked against it. All other code names the size
+    that it means.
     """
 
     slots: tuple[Slot, ...]  # in ascending order; at least one
@@ -139,11 +139,6 @@ class Bucket:
     def extent_numel(self) -> int:
         """Elements from the start of the bucket to the end of its last parameter."""
         return self.slots[-1].stop - self.start
-
-    @property
-    def aligned_numel(self) -> int:
-        """`extent_numel` rounded up to a multiple of 64."""
-        return round_up(self.extent_numel, START_MULTIPLE)
 
     @property
     def params_numel(self) -> int:
@@ -178,7 +173,7 @@ class Bucket:
     def owned(self, rank: int, num_shards: int) -> Iterator[Piece]:
         """The pieces of rank ``rank``'s shard, in ascending order; none if the shard is all padding."""
         shard = self.shard(rank, num_shards)
-        first = bisect_right(self.slots, shard.start, key=_stop_of)
+        first = bisect_right(self.slots, shard.start, key=lambda slot: slot.stop)
         for index in range(first, len(self.slots)):
             slot = self.slots[index]
             if slot.start >= shard.stop:
@@ -221,12 +216,6 @@ class Layout:
         """Elements of the parameters, without any padding."""
         return sum(bucket.params_numel for bucket in self.buckets)
 
-    @property
-    def shard_numel(self) -> int:
-        """Elements that a rank stores of a sharded state, padding included: the largest number over all ranks."""
-        bounds = [bucket.shard_bounds(self.num_shards) for bucket in self.buckets]
-        return max(sum(of[rank + 1] - of[rank] for of in bounds) for rank in range(self.num_shards))
-
     def slots(self) -> Iterator[Slot]:
         """Every slot, in ascending order."""
         for bucket in self.buckets:
@@ -237,10 +226,6 @@ class Layout:
         for index, bucket in enumerate(self.buckets):
             for piece in bucket.owned(rank, self.num_shards):
                 yield Owned(index, piece)
-
-    def cuts_a_parameter(self) -> bool:
-        """Whether a parameter spans several shards, so that no rank owns the whole of it."""
-        return any(_is_cut(slot, bucket, self.num_shards) for bucket in self.buckets for slot in bucket.slots)
 
     def fingerprint(self) -> str:
         """64 hex digits, equal in every process for equal layouts. Ranks compare them before their first collective."""
@@ -272,15 +257,6 @@ def check_plannable(
         )
     if len({param.id for param in params}) != len(params):
         raise LayoutError("one parameter was passed twice; pass a tied parameter once, under its first name")
-
-
-def _stop_of(slot: Slot) -> int:
-    return slot.stop
-
-
-def _is_cut(slot: Slot, bucket: Bucket, num_shards: int) -> bool:
-    bounds = bucket.shard_bounds(num_shards)
-    return slot.numel > 0 and bisect_right(bounds, slot.start) != bisect_left(bounds, slot.stop)
 
 
 def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> list[int]:
