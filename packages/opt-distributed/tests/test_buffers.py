@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, main_grad, take_grad_, unbind
+from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, main_grad, take_grad_
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending, Sizes
@@ -96,18 +96,6 @@ def test_a_piece_is_flat_unless_it_is_the_whole_parameter() -> None:
     buffer = make_buffer(make_params((7, 9)))
     assert buffer.grad_piece(ParamId(0, "p0"), slice(0, 63)).shape == (7, 9)
     assert buffer.grad_piece(ParamId(0, "p0"), slice(3, 63)).shape == (60,)
-
-
-def test_gradient_memory_can_be_given_back_and_taken_again_as_zeros() -> None:
-    buffer = make_buffer(make_params((64, 64)))
-    view = buffer.grad_view(ParamId(0, "p0"))
-    view.fill_(5.0)
-    buffer.release_grads_()
-    assert buffer.grad_data.untyped_storage().nbytes() == 0
-    buffer.restore_grads_()
-    assert view.abs().sum() == 0
-    view.fill_(2.0)
-    assert buffer.grad_data.sum() == 2 * 64 * 64
 
 
 REFUSALS: dict[str, tuple[Callable[[], object], type[ValueError], str]] = {
@@ -367,23 +355,6 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     assert main_grad(param).item() == expected
     begin_accumulation(param, main_grad(param))
     assert not param.grad_added_to_main_grad
-
-
-def test_sparse_gradients_are_refused() -> None:
-    weight = nn.Parameter(torch.ones(4, 2))
-    bind_main_grad(weight, torch.zeros(4, 2))
-    nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(
-        ValueError, match=r"gradient of .weight. is torch.sparse_coo; dense \(torch.strided\) gradients"
-    ):
-        take_grad_(weight, "weight")
-
-
-def test_unbinding_removes_everything() -> None:
-    param = nn.Parameter(torch.ones(1))
-    bind_main_grad(param, torch.zeros(1))
-    unbind(param)
-    assert not vars(param)
 
 
 NUM_BUCKETS = 4

@@ -288,27 +288,6 @@ def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
     run_threads(3, rank_main)
 
 
-@pytest.mark.parametrize("instances", [1, 2])
-@pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "replicated"])
-def test_broadcasting_parameters_gives_every_rank_the_first_ranks(instances: int, sharded: bool) -> None:
-    rows, columns = [World(2), World(2)], [World(2), World(2)]
-    config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=instances)
-    if not sharded:
-        config = Config()
-
-    def rank_main(comm: ThreadComm) -> None:
-        instance, shard = divmod(comm.rank, 2)
-        across = ThreadComm(columns[shard], instance) if instances == 2 else None
-        groups = over(ThreadComm(rows[instance], shard), across) if sharded else over(comm)
-        model = nn.Linear(5, 3)
-        for param in model.parameters():
-            param.data.fill_(float(comm.rank))
-        DistributedDataParallel(config, model, groups=groups).broadcast_params()
-        assert all(bool((param == 0).all()) for param in model.parameters())
-
-    run_threads(2 * instances, rank_main)
-
-
 def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
     net = Net()
     saved = {name: value + 1 for name, value in deepcopy(net.state_dict()).items()}

@@ -17,7 +17,7 @@ from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, StorageError
 from opt_distributed.comm import Alone
 from opt_distributed.comm.collectives import Pending
-from opt_distributed.comm.threads import ThreadComm, World
+from opt_distributed.comm.threads import ThreadComm
 
 Config = DistributedDataParallelConfig
 SHARDED = Config(use_distributed_optimizer=True)
@@ -45,45 +45,45 @@ def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]
 # --- ranks that do not fit together ------------------------------------------------------------------------
 
 
-def test_ranks_with_different_models_are_refused_on_every_rank() -> None:
+def another_model(rank: int) -> tuple[Config, nn.Module]:
+    return SHARDED, nn.Linear(4, 5 if rank == 1 else 4)
+
+
+def other_experts(rank: int) -> tuple[Config, nn.Module]:
+    model = nn.Linear(4, 4 + rank % 2, bias=False)
+    model.weight.allreduce = False  # type: ignore[attr-defined]
+    return SHARDED, model
+
+
+def another_configuration(rank: int) -> tuple[Config, nn.Module]:
+    return replace(SHARDED, average_in_collective=rank == 1), nn.Linear(4, 4)
+
+
+def dtypes_in_another_order(rank: int) -> tuple[Config, nn.Module]:
+    """Each buffer is the same on all ranks, but not the order in which they travel."""
+    children = {"wide": nn.Linear(4, 4), "narrow": nn.Linear(4, 4, dtype=torch.bfloat16)}
+    return SHARDED, nn.ModuleDict({name: children[name] for name in sorted(children, reverse=rank != 1)})
+
+
+DIFFERENT = {
+    another_model: "layout of chunk 0, fp32 dense",
+    other_experts: "layout of chunk 0, fp32 experts",
+    another_configuration: "average_in_collective is False on rank 0 and True on rank 1",
+    dtypes_in_another_order: "order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16",
+}
+
+
+@pytest.mark.parametrize(("make", "message"), DIFFERENT.items())
+def test_ranks_with_different_models_are_refused_on_every_rank(
+    make: Callable[[int], tuple[Config, nn.Module]], message: str
+) -> None:
     def rank_main(comm: ThreadComm) -> None:
-        DistributedDataParallel(SHARDED, nn.Linear(4, 5 if comm.rank == 1 else 4), groups=over(comm))
+        config, model = make(comm.rank)
+        DistributedDataParallel(config, model, groups=over(comm))
 
     for error in errors_of(3, rank_main):
         assert error.startswith("LayoutError: data-parallel ranks [1] laid their buffers out differently from rank 0")
-
-
-def test_ranks_with_different_configurations_are_refused_on_every_rank() -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        config = replace(SHARDED, average_in_collective=comm.rank == 1)
-        DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
-
-    for error in errors_of(2, rank_main):
-        assert error.endswith("average_in_collective is False on rank 0 and True on rank 1")
-
-
-def test_ranks_that_meet_dtypes_in_another_order_are_refused_on_every_rank() -> None:
-    """Each buffer is the same on all ranks, but not the order in which they travel."""
-
-    def rank_main(comm: ThreadComm) -> None:
-        wide, narrow = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16)
-        model = nn.Module()
-        for name, child in [("wide", wide), ("narrow", narrow)][:: -1 if comm.rank else 1]:
-            model.add_module(name, child)
-        DistributedDataParallel(SHARDED, model, groups=over(comm))
-
-    for error in errors_of(2, rank_main):
-        assert "; order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16" in error
-
-
-def test_ranks_with_different_experts_are_refused_on_every_rank() -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        model = nn.Linear(4, 4 + comm.rank, bias=False)
-        model.weight.allreduce = False  # type: ignore[attr-defined]
-        DistributedDataParallel(SHARDED, model, groups=over(comm))
-
-    for error in errors_of(2, rank_main):
-        assert "data-parallel ranks [1] laid their buffers out differently" in error
+        assert f"; {message}" in error
 
 
 @pytest.fixture
@@ -247,23 +247,6 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) 
     where = "bucket 0 of chunk 0, fp32 dense, flat shards, fp32 gradients"
     assert first == f"UnusableGradientError: gradients in {where} are not finite on another rank"
     assert second == "UnusableGradientError: gradients of bias, weight are not finite on this rank"
-
-
-def test_a_check_for_nan_stops_the_other_instances_too() -> None:
-    rows, columns = [World(1), World(1)], World(2)
-
-    def rank_main(comm: ThreadComm) -> None:
-        config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-        config.check_for_nan_in_grad = True
-        model = nn.Linear(4, 4)
-        groups = over(ThreadComm(rows[comm.rank], 0), ThreadComm(columns, comm.rank))
-        ddp = DistributedDataParallel(config, model, groups=groups)
-        backward(ddp(torch.ones(1, 4)).sum() * (float("nan") if comm.rank == 1 else 1.0))
-        ddp.finish_grad_sync()
-
-    first, second = errors_of(2, rank_main)
-    assert first.endswith("are not finite on another rank")
-    assert second.endswith("are not finite on this rank")
 
 
 # --- models that change after they were wrapped --------------------------------------------------------------------

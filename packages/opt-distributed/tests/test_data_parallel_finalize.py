@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from data_parallel_net import over
-from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
@@ -86,100 +85,6 @@ class Stage(nn.Module):
 
     def forward(self, value: float) -> Tensor:
         return value * (self.before.sum() + self.embedding.sum() + self.after.sum())
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_stages_sum_the_gradients_of_the_tied_embedding(config: DistributedDataParallelConfig) -> None:
-    rows, columns = [World(2), World(2)], [World(2), World(2)]  # of data-parallel ranks, of stages
-
-    def rank_main(comm: ThreadComm) -> tuple[dict[str, set[float]], int]:
-        stage, dp = divmod(comm.rank, 2)
-        ddp = DistributedDataParallel(
-            config, Stage(*[(7, 300), (129, 1)][stage]), groups=over(ThreadComm(rows[stage], dp))
-        )
-        embedding = RecordingComm(ThreadComm(columns[dp], stage))
-        backward(ddp(10.0**comm.rank))
-        finalize_model_grads([ddp], pg_collection={"embd": embedding})
-        return owned_values(ddp), sum(call.numel for call in embedding.calls)
-
-    found = run_threads(4, rank_main)
-    means = [(1 + 10) / 2, (100 + 1000) / 2]
-    for rank, (values, numel) in enumerate(found):
-        assert values.get("embedding", {sum(means)}) == {sum(means)}
-        assert values.get("after", {means[rank // 2]}) == {means[rank // 2]}
-        assert numel == (128 if rank % 2 == 0 else 72) or config is CONFIGS["replicated"]
-
-
-class Everywhere(nn.Module):
-    """One chunk of a stage: what every chunk has, and positions, among parameters that differ from stage to stage."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__()
-        self.before = nn.Parameter(torch.ones(sizes[0], dtype=torch.float64))
-        self.conditions = nn.Linear(7, 11, dtype=torch.float64)
-        self.positions = nn.Parameter(torch.ones(33, 5, dtype=torch.float64))
-        self.after = nn.Parameter(torch.ones(sizes[1], dtype=torch.float64))
-        for param in self.conditions.parameters():
-            param.pipeline_parallel = True  # type: ignore[attr-defined]
-        self.positions.shared_position_embedding = True  # type: ignore[attr-defined]
-
-    def forward(self, value: float) -> Tensor:
-        return value * torch.stack([param.sum() for param in self.parameters()]).sum()
-
-
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_stages_sum_what_all_chunks_hold_and_the_position_embedding(config: DistributedDataParallelConfig) -> None:
-    """Two stages of two chunks. Positions are summed over stages only: a stage holds them once, in its first chunk."""
-    rows, columns = [World(2), World(2)], [World(2), World(2)]  # of data-parallel ranks, of stages
-
-    def rank_main(comm: ThreadComm) -> list[dict[str, set[float]]]:
-        stage, dp = divmod(comm.rank, 2)
-        sizes = [(7, 300), (129, 1)][stage]
-        chunks = [
-            DistributedDataParallel(config, Everywhere(*sizes), groups=over(ThreadComm(rows[stage], dp)), chunk=number)
-            for number in range(2)
-        ]
-        for number, chunk in enumerate(chunks):
-            backward(chunk(10.0**comm.rank * (1 + number)))
-        column = ThreadComm(columns[dp], stage)
-        finalize_model_grads(chunks, pg_collection={"pp": column, "pos_embd": column})
-        return [owned_values(chunk) for chunk in chunks]
-
-    found = run_threads(4, rank_main)
-    means = [(1 + 10) / 2, (100 + 1000) / 2]
-    for number in range(2):
-        for stage in range(2):
-            one, other = (found[2 * stage + dp][number] for dp in range(2))
-            whole = {name: one.get(name, set()) | other.get(name, set()) for name in one.keys() | other.keys()}
-            own, positions = {means[stage] * (1 + number)}, {sum(means) * (1 + number)}
-            conditions = {3 * sum(means)}
-            assert whole == {
-                "before": own,
-                "conditions.weight": conditions,
-                "conditions.bias": conditions,
-                "positions": positions,
-                "after": own,
-            }
-
-
-@pytest.mark.parametrize("qk_layernorm", [False, True])
-def test_norms_of_queries_and_keys_are_partial_if_the_caller_says_so(qk_layernorm: bool) -> None:
-    """Each tensor-parallel rank applies them to its own heads, also without sequence parallelism."""
-
-    def rank_main(comm: ThreadComm) -> dict[str, set[float]]:
-        norms = nn.ModuleDict({name: nn.RMSNorm(8) for name in ("q_layernorm", "k_layernorm", "input_layernorm")})
-        ddp = DistributedDataParallel(CONFIGS["flat"], norms, groups=over(Alone()))
-        backward(torch.stack([param.sum() * 10.0**comm.rank for param in norms.parameters()]).sum())
-        finalize_model_grads([ddp], pg_collection={"tp": comm}, qk_layernorm=qk_layernorm)
-        return owned_values(ddp)
-
-    for rank, values in enumerate(run_threads(2, rank_main)):
-        heads = {11.0} if qk_layernorm else {10.0**rank}
-        assert values == {
-            "q_layernorm.weight": heads,
-            "k_layernorm.weight": heads,
-            "input_layernorm.weight": {10.0**rank},
-        }
 
 
 class Router(nn.Module):

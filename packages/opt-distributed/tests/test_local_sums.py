@@ -157,11 +157,3 @@ def test_memory_that_was_given_away_comes_back_as_zeros() -> None:
     ddp.restore_grad_buffers()
     accumulate(ddp, 1.0, SMALL, SMALL, SMALL, SMALL)
     assert reduced(ddp)["first.weight"] == {1.0 + 4 * SMALL}
-
-
-def test_a_gradient_after_the_reduction_is_refused() -> None:
-    ddp = wrap(Alone(), param_name_patterns_for_fp32_local_accumulation=("all",))
-    accumulate(ddp, 1.0)
-    ddp.finish_grad_sync()
-    with pytest.raises(GradientError, match="after the reduction"):
-        accumulate(ddp, 1.0)

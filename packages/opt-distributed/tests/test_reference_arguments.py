@@ -112,14 +112,3 @@ def test_a_dispatch_may_be_forced_whatever_the_schedule_says() -> None:
         assert not ddp.param_sync.is_pending
 
     run_threads(2, rank_main)
-
-
-def test_gradient_buffers_are_freed_and_restored() -> None:
-    ddp = DistributedDataParallel(SHARDED, nn.Linear(4, 4))
-    memory = ddp.synced_buffers[0].memory
-    backward(ddp(torch.ones(1, 4)).sum())
-    ddp.offload_grad_buffers(synchronize=True, empty_cache=True)
-    assert memory.grad_data.untyped_storage().nbytes() == 0
-    ddp.restore_grad_buffers(synchronize=True)
-    assert memory.grad_data.untyped_storage().nbytes() > 0
-    assert not memory.grad_data.any()

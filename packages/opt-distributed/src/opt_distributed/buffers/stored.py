@@ -117,15 +117,7 @@ def take_grad_(param: nn.Parameter, name: str) -> None:
     param.grad = None
 
 
-def unbind(param: nn.Parameter) -> None:
-    """Remove the attributes that `bind_main_grad` set."""
-    for name in ("main_grad", "grad_added_to_main_grad"):
-        if hasattr(param, name):
-            delattr(param, name)
-
-
 __all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", "stored_bytes", "stored_dtype"]
-
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 
