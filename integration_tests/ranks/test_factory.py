@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import refusal, run_processes
-from tiny_model import joined_batch, make_model, weights
+from tiny_model import joined_batch, make_model, train_here, weights
 from torch import Tensor, nn
-from training import train_here
 
 from opt_config import OptimizerConfig, ParamKey
 from opt_stack import Optimizer, ProcessGroups, get_optimizer, get_optimizer_based_on_param_groups

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import joined_batch, make_model, weights
+from tiny_model import joined_batch, make_model, train_here, weights
 from torch import Tensor
-from training import train_here
 
 from opt_config import OptimizerConfig
 from opt_stack import get_optimizer

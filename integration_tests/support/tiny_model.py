@@ -1,10 +1,14 @@
-"""A small transformer that ranks of a world train, and its batches."""
+"""A small transformer that one process or the ranks of a world train, and its batches."""
 
 import threading
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from opt_config import OptimizerConfig
+from opt_stack import get_optimizer
 
 DIM, CONTEXT, VOCAB = 16, 12, 31
 _SEEDED = threading.Lock()  # ranks that are threads share torch's generator
@@ -45,3 +49,22 @@ def my_batch(step: int) -> Tensor:
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+
+
+def train_here(
+    config: OptimizerConfig, *, steps: int, dtype: torch.dtype = torch.float32, overrides: Any = None
+) -> Trained:
+    """One process on the joined batch."""
+    model = make_model(dtype)
+    optimizer = get_optimizer(config, [model], overrides)
+    norms = []
+    for step in range(steps):
+        optimizer.scale_loss(model(joined_batch(step))).backward()
+        norms.append(optimizer.step().grad_norm)
+        optimizer.zero_grad()
+    return Trained(weights(model), norms)

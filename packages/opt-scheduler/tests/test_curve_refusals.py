@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,12 +29,11 @@ from opt_scheduler import (
     step_decay,
     wsd,
 )
-from opt_scheduler.restarts import Restarts
 
 
 def test_a_restart_falls_on_its_own_step_however_its_logarithm_rounds() -> None:
     for t_mult in (3.0, 1.1, 1.5, 7.0, 1.01, 2.3):
-        schedule = Restarts(schedule=linear(1.0, 0.0, steps=5), t_mult=t_mult)
+        schedule: Any = restarts(linear(1.0, 0.0, steps=5), t_mult=t_mult)
         for period in range(18):
             start = schedule.start_of(period)
             assert schedule(start) == 1.0

@@ -21,13 +21,10 @@ def written(scheduler: OptimizerParamScheduler, field: str = "lr") -> list[float
     return [group[field] for group in scheduler.param_groups]
 
 
-def test_the_groups_are_written_on_construction() -> None:
+def test_the_groups_are_written_on_construction_and_one_step_is_the_default_increment() -> None:
     group = {"lr": 3e-4, "weight_decay": 0.05}
     build(group, init_lr=0.01, start_wd=0.1)
     assert group == {"lr": 0.01, "weight_decay": 0.1}
-
-
-def test_one_step_is_the_default_increment() -> None:
     scheduler = build()
     scheduler.step()
     assert (scheduler.num_steps, written(scheduler)) == (1, [0.1])

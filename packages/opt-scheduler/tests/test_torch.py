@@ -23,7 +23,7 @@ from opt_scheduler import (
 torch = pytest.importorskip("torch")
 from torch.optim import lr_scheduler as torch_schedulers  # noqa: E402
 
-from opt_scheduler.lr_scheduler import as_lr_scheduler  # noqa: E402
+from opt_scheduler import as_lr_scheduler  # noqa: E402
 
 pytestmark = pytest.mark.needs_extra
 
