@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from opt_config import OnHost
 from opt_distributed.comm.device import Device, Event, HostCopy, Stream
 from opt_distributed.pieces.mains import Main, Numbers, make_main
 from opt_distributed.pieces.piece import Groups, OwnedPiece, Ready, Update
@@ -111,21 +112,11 @@ class StepNumbers:
 class HostSide:
     """Staging memory and copies of one unit. The `main` of every piece is a `HostMain`."""
 
-    def __init__(
-        self,
-        pieces: Sequence[OwnedPiece],
-        device: Device,
-        numbers: StepNumbers,
-        *,
-        overlap: bool,
-        pin_grads: bool,
-        pin_params: bool,
-    ):
-        self.device, self.numbers = device, numbers
-        self._overlap, self._pin_grads, self._pin_params = overlap, pin_grads, pin_params
+    def __init__(self, pieces: Sequence[OwnedPiece], device: Device, numbers: StepNumbers, placement: OnHost):
+        self.device, self.numbers, self._placement = device, numbers, placement
         self._arrived: Event | None = None
         self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # allocated when they are first fetched
-        staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=pin_params)
+        staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=placement.pin_params)
         for main, memory in zip(_mains(pieces), staged, strict=True):
             main.on_host.target = memory
 
@@ -137,14 +128,14 @@ class HostSide:
         self.numbers.fetch(scale_of_slot, skip)
         found = zip(ready.pieces, ready.grads, strict=True)
         new = [(piece, grad.dtype) for piece, grad in found if (piece.id, grad.dtype) not in self._grads]
-        for (piece, dtype), memory in zip(new, self._views(new, pinned=self._pin_grads), strict=True):
+        for (piece, dtype), memory in zip(new, self._views(new, pinned=self._placement.pin_grads), strict=True):
             self._grads[piece.id, dtype] = memory
         stream = self._begin()
         with self.device.on(stream):
             for piece, main, grad in zip(ready.pieces, _mains(ready.pieces), ready.grads, strict=True):
-                self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._pin_grads)
+                self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._placement.pin_grads)
                 if main.reads_param:
-                    main.staged.copy_(main.target, non_blocking=self._pin_params)
+                    main.staged.copy_(main.target, non_blocking=self._placement.pin_params)
             self._arrived = stream.record_event()
 
     def wait(self, update: Update) -> Update:
@@ -164,10 +155,10 @@ class HostSide:
     @torch.no_grad()
     def return_(self, pieces: Sequence[OwnedPiece]) -> None:
         """Queue copies of the updated values to the parameters. The compute stream waits for them."""
-        stream = self.device.side_stream() if self._overlap else self.device.current_stream()
+        stream = self.device.side_stream() if self._placement.overlap else self.device.current_stream()
         with self.device.on(stream):
             for main in _mains(pieces):
-                main.target.copy_(main.staged, non_blocking=self._pin_params)
+                main.target.copy_(main.staged, non_blocking=self._placement.pin_params)
             done = stream.record_event()
         self.device.current_stream().wait_event(done)
 
@@ -181,7 +172,7 @@ class HostSide:
     def _begin(self) -> Stream:
         """The stream for copies, after what the compute stream has written so far."""
         current = self.device.current_stream()
-        if not self._overlap:
+        if not self._placement.overlap:
             return current
         side = self.device.side_stream()
         side.wait_event(current.record_event())

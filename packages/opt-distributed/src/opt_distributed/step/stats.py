@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.wires import CollectiveError
-from opt_distributed.comm.collectives import ALONE, Comm
+from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.groups import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
 from opt_distributed.pieces.sources import BufferedGrads, Source
-from opt_distributed.step.verdict import times
+from opt_distributed.step.verdict import Limits, times
 from opt_kernels.backends import grad_stats as grad_stats
 
 
@@ -42,13 +42,12 @@ def host_flags(families: Iterable[Family]) -> list[float]:
 def reduce_stats(
     families: Sequence[Family],
     ready: Sequence[Ready],
-    *,
-    everyone: Comm,
-    device: torch.device,
-    num_slots: int,
-    count_zeros: bool,
     flags: Tensor,
-    instances: Comm = ALONE,
+    limits: Limits,
+    *,
+    device: torch.device,
+    everyone: Comm,
+    instances: Comm,
 ) -> Tensor:
     """Sum the statistics of all ranks in one float64 all-reduce.
 
@@ -63,7 +62,7 @@ def reduce_stats(
     the rest; first over `instances`, the ranks in this one's place in all optimizer instances, which must refuse the
     same steps. The host reads nothing, except in `BufferedGrads.resolve_`.
 
-    Returns (num_slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
+    Returns (slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
     each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of the
     guards' flags.
 
@@ -78,11 +77,11 @@ def reduce_stats(
     joined: list[tuple[BufferedGrads, Tensor]] = []  # whose flags are in the one all-reduce
     for family in families:
         with_flags = [(source, of_sources.pop(0)) for source in family.unresolved]
-        if family.is_on_all_of(everyone) and not count_zeros:
+        if family.is_on_all_of(everyone) and not limits.count_zeros:
             joined += with_flags
         elif with_flags:
             _resolve_(with_flags, flags[:0], [family.axes.dp, family.axes.inter])
-    swept = _swept(used(families, ready) if count_zeros else ready, device, num_slots, count_zeros=count_zeros)
+    swept = _swept(used(families, ready) if limits.count_zeros else ready, device, limits)
     return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
 
 
@@ -184,12 +183,12 @@ def _sum_(x: Tensor, comm: Comm) -> None:
         raise CollectiveError(f"sum of the statistics: {error}") from error
 
 
-def _swept(ready: Sequence[Ready], device: torch.device, num_slots: int, *, count_zeros: bool) -> Tensor:
-    """(num_slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
-    entries: list[list[Tensor]] = [[] for _ in range(num_slots + 2)]  # whose sums are the numbers
+def _swept(ready: Sequence[Ready], device: torch.device, limits: Limits) -> Tensor:
+    """(slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
+    entries: list[list[Tensor]] = [[] for _ in range(len(limits.slots) + 2)]  # whose sums are the numbers
     for source, of_slots in _by_source(ready).items():
         for slot, grads in of_slots.items():
-            found = grad_stats(grads, count_zeros=count_zeros)
+            found = grad_stats(grads, count_zeros=limits.count_zeros)
             entries[slot].append(times(found.sum_of_squares.to(device), source.grad_scale**2))
             entries[-2].append(found.nonfinite.to(device))
             entries[-1].append(found.zeros.to(device))

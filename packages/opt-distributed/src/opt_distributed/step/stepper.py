@@ -272,16 +272,8 @@ class Stepper:
     def _judge(self, ready: Sequence[Ready], flags: Tensor) -> Verdict:
         """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing."""
         inv_scale = self.scaler.inverse
-        numbers = reduce_stats(
-            self.families,
-            ready,
-            everyone=self.everyone,
-            device=self.device,
-            num_slots=len(self.limits.slots),
-            count_zeros=self.limits.count_zeros,
-            flags=flags,
-            instances=self.instances,
-        )
+        ranks = {"everyone": self.everyone, "instances": self.instances}
+        numbers = reduce_stats(self.families, ready, flags, self.limits, device=self.device, **ranks)
         return decide(numbers, self._guards, inv_scale=inv_scale, limits=self.limits)
 
     def _update_(self, prepared: _Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
@@ -344,14 +336,8 @@ class Stepper:
     def _note(self, verdict: Verdict, flags: list[float]) -> None:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
         is_unread = self._accelerator.is_asynchronous and (self._has_others or any(flags))
-        self.last = self._before = Outcome(
-            verdict,
-            self._guards,
-            step=self.num_begun,
-            device=self._accelerator,
-            owner=self,
-            is_unread=is_unread,
-        )
+        outcome = Outcome(verdict, self._guards, self.num_begun, self._accelerator, owner=self, is_unread=is_unread)
+        self.last = self._before = outcome
 
     def _outcome(self) -> Outcome:
         assert self.last is not None

@@ -117,7 +117,7 @@ class Outcome:
     """The outcome of one step. With `is_unread`, its error is still to be raised or reported."""
 
     def __init__(
-        self, verdict: Verdict, guards: Sequence[Guard], *, step: int, device: Device, owner: object, is_unread: bool
+        self, verdict: Verdict, guards: Sequence[Guard], step: int, device: Device, *, owner: object, is_unread: bool
     ):
         """`owner` makes the steps; it is not kept alive."""
         self._guards, self.step, self._owner = guards, step, ref(owner)
@@ -217,6 +217,9 @@ def _warn_of(outcomes: Iterable[Outcome], when: str) -> None:
         _unread.discard(outcome)
 
 
+Values = tuple[bool, float, int | None]
+
+
 class StepResult(Sequence[Any]):
     """The triple (success, grad_norm, num_zeros_in_grad), the same on every rank.
 
@@ -225,17 +228,17 @@ class StepResult(Sequence[Any]):
     Until then, saving the state warns of them, and so does the end of the optimizer or of the interpreter.
     """
 
-    __slots__ = ("_read", "_values")
+    __slots__ = ("_values",)
+    _values: Values | Callable[[], Values]
 
     def __init__(self, success: bool, grad_norm: float, num_zeros_in_grad: int | None):
-        self._values: tuple[bool, float, int | None] | None = (success, grad_norm, num_zeros_in_grad)
-        self._read: Callable[[], tuple[bool, float, int | None]] | None = None
+        self._values = (success, grad_norm, num_zeros_in_grad)
 
     @classmethod
-    def later(cls, read: Callable[[], tuple[bool, float, int | None]]) -> "StepResult":
+    def later(cls, read: Callable[[], Values]) -> "StepResult":
         """Create a result whose values are returned by `read`, which is called once."""
         result = cls.__new__(cls)
-        result._values, result._read = None, read
+        result._values = read
         return result
 
     @property
@@ -253,10 +256,9 @@ class StepResult(Sequence[Any]):
         """None unless zeros are counted."""
         return self._known()[2]
 
-    def _known(self) -> tuple[bool, float, int | None]:
-        if self._values is None:
-            assert self._read is not None
-            self._values, self._read = self._read(), None
+    def _known(self) -> Values:
+        if callable(self._values):
+            self._values = self._values()
         return self._values
 
     def __getitem__(self, index: Any) -> Any:

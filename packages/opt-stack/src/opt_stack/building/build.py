@@ -170,14 +170,7 @@ def _host_parts(unit: Unit, placement: OnHost, device: devices.Device, numbers: 
             parts.append([])
         parts[-1].append(piece)
     for pieces in parts:
-        side = HostSide(
-            pieces,
-            device,
-            numbers,
-            overlap=placement.overlap,
-            pin_grads=placement.pin_grads,
-            pin_params=placement.pin_params,
-        )
+        side = HostSide(pieces, device, numbers, placement)
         yield replace(unit, pieces=pieces, host=side, completes=unit.completes if pieces is parts[-1] else ())
 
 
