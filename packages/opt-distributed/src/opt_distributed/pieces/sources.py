@@ -71,7 +71,25 @@ class Source(Publisher, Protocol):
         ...
 
 
-class OwnGrads:
+class Settled:
+    """Plain parameters whose gradients are final, and whose new values need not be sent."""
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter], *, grad_scale: float = 1.0):
+        self.params, self.grad_scale = params, grad_scale
+        first = next(iter(params.values()))
+        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
+
+    def reduce_(self) -> None:
+        return None
+
+    def moved(self) -> ParamId | None:
+        return self._converted.first()
+
+    def publish_(self) -> None:
+        return None
+
+
+class OwnGrads(Settled):
     """Gradients that are used where autograd left them, without a reduction.
 
     Either no other rank contributes to them, or they are reduced already, for example by torch's own
@@ -89,16 +107,11 @@ class OwnGrads:
         memory: ParamAndGradBuffer | None = None,  # of the parameters, if ranks own shards of them
         comm: Comm = ALONE,  # the ranks that own the shards
     ):
-        self.params, self.memory, self.comm = params, memory, comm
-        self.grad_scale = 1.0 / num_replicas
-        first = next(iter(params.values()))
-        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
-
-    def reduce_(self) -> None:
-        return None
+        super().__init__(params, grad_scale=1.0 / num_replicas)
+        self.memory, self.comm = memory, comm
 
     def moved(self) -> ParamId | None:
-        return self._converted.first() if self.memory is None else self.memory.moved()
+        return super().moved() if self.memory is None else self.memory.moved()
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         params = [self.params[id] for id, _ in runs]
@@ -177,15 +190,12 @@ class LaidOutGrads:
         return None
 
 
-class ReducedMainGrads(OwnGrads):
+class ReducedMainGrads(Settled):
     """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
 
     They are final: means, or sums that were divided by the number of tokens. The step neither reduces nor scales them,
     and every rank updates all of these parameters.
     """
-
-    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
-        super().__init__(params, num_replicas=1)
 
     def reader(self, runs: Sequence[Run]) -> ReadGrads:
         return lambda: [self._grad(id, of_param) for id, of_param in runs]
