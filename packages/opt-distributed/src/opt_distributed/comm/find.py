@@ -46,11 +46,18 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
             raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
         return groups
     if groups is None:
-        join_launched_world(_devices(chunks))
+        join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
     everyone = world()
     if groups is None and mesh is None:
         return _roles_of_model(chunks, everyone, sharded=sharded)
-    agreed(everyone, lambda: _check_given(groups, mesh))
+
+    def check() -> None:
+        if groups is not None and mesh is not None:
+            raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+        if mesh is not None:
+            check_mesh(mesh)
+
+    agreed(everyone, check)
     given = ProcessGroups.from_mesh(mesh) if mesh is not None else groups
     return agreed(everyone, lambda: _roles_given(chunks, given, sharded=sharded))
 
@@ -72,40 +79,29 @@ class _Facts(NamedTuple):
     mesh: tuple[tuple[str, ...], tuple[int, ...]] | None  # names and sizes of the axes of a root mesh
 
 
-def _check_given(groups: Given, mesh: DeviceMesh | None) -> None:
-    if groups is not None and mesh is not None:
-        raise ProcessGroupError("both pg_collection and mesh were given; pass one of them")
-    if mesh is not None:
-        check_mesh(mesh)
-
-
 def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
     groups = given if isinstance(given, ProcessGroups) else groups_of_collection(given)
     metas = describe(chunks).values()
     has_peers = groups.mp is not None and groups.mp.size() > 1
     for meta in metas if has_peers else ():
-        mark = _tensor_parallel_mark(meta)
+        marks = {
+            "tensor parallel": meta.tensor_parallel,
+            "marked sequence_parallel": meta.sequence_parallel,
+            "marked average_gradients_across_tp_domain": meta.average_gradients_across_tp,
+        }
+        mark = next((mark for mark, is_set in marks.items() if is_set), "")
         if mark and not meta.is_dtensor:
             role = "expt_tp" if meta.is_expert else "tp"
             groups.require(role, because=f"because parameter {str(meta.id)!r} is {mark}")
     return roles_of(groups, sharded=sharded, has_experts=any(meta.is_expert for meta in metas))
 
 
-def _tensor_parallel_mark(meta: ParamMeta) -> str:
-    """Why the tensor-parallel ranks of a parameter must be known; empty if they need not."""
-    marks = {
-        "tensor parallel": meta.tensor_parallel,
-        "marked sequence_parallel": meta.sequence_parallel,
-        "marked average_gradients_across_tp_domain": meta.average_gradients_across_tp,
-    }
-    return next((mark for mark, is_set in marks.items() if is_set), "")
-
-
 def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:
     """The groups if the caller passed none."""
     if everyone.size == 1:
         return roles_of(None, sharded=sharded)
-    root = next((root_of(mesh) for mesh in meshes_of(_params(chunks)) if is_known(mesh)), None)
+    params = list(parameters_by_id(chunks).values())
+    root = next((root_of(mesh) for mesh in meshes_of(params) if is_known(mesh)), None)
     facts = agreed(everyone, lambda: _facts(chunks, root))
     per_rank: list[_Facts] = everyone.gather_objects(facts)
     if all(rank.has_megatron for rank in per_rank):
@@ -114,14 +110,21 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
         _check_marks(per_rank, {"tp", "ep"}.intersection(names_of(root)))
         return roles_of(ProcessGroups.from_mesh(root), sharded=sharded)
     _check_marks(per_rank, set())
-    return _all_replicas(everyone, [number for number, rank in enumerate(per_rank) if rank.has_params])
+    # A rank without parameters gets a world of one: it reduces and updates nothing, and contributes zeros to the
+    # statistics of all ranks, so that its step has the same result. If no rank holds parameters, all are replicas.
+    members = [number for number, rank in enumerate(per_rank) if rank.has_params]
+    if len(members) in (0, everyone.size):
+        return roles_of(None, sharded=False)
+    group = dist.new_group(members)  # every rank calls it, whether it belongs or not
+    axes = Axes(dp=comm_of(group) if everyone.rank in members else Alone(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=everyone)
 
 
 def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
     untrained = [one.meta for one in describe_untrained(chunks).values()]
     marked = next(filter(None, map(_mark, [*describe(chunks).values(), *untrained])), None)
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
-    return _Facts(any(True for _ in _params(chunks)), megatron_is_initialized(), marked, mesh)
+    return _Facts(bool(parameters_by_id(chunks)), megatron_is_initialized(), marked, mesh)
 
 
 def _mark(meta: ParamMeta) -> _Mark | None:
@@ -146,27 +149,6 @@ def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
                 "expt_dp=..., ...) or mesh=init_device_mesh(device, sizes, mesh_dim_names=('dp', 'tp')), or initialise "
                 "Megatron-Core's parallel_state (DistributedDataParallel takes the groups as groups=...)"
             )
-
-
-def _all_replicas(everyone: Comm, members: Sequence[int]) -> Roles:
-    """Treat all ranks that hold parameters as data-parallel replicas.
-
-    A rank without parameters gets a world of one: it reduces and updates nothing, and contributes zeros to the
-    statistics of all ranks, so that its step has the same result. If no rank holds parameters, all are replicas.
-    """
-    if len(members) in (0, everyone.size):
-        return roles_of(None, sharded=False)
-    group = dist.new_group(list(members))  # every rank calls it, whether it belongs or not
-    axes = Axes(dp=comm_of(group) if everyone.rank in members else Alone(), tp=Alone())
-    return Roles(dense=axes, expert=axes, everyone=everyone)
-
-
-def _params(chunks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return list(parameters_by_id(chunks).values())
-
-
-def _devices(chunks: Sequence[nn.Module]) -> list[str]:
-    return list(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
 
 
 logger = logging.getLogger("opt_distributed")
