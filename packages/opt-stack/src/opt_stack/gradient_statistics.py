@@ -87,7 +87,10 @@ class GradientStatistics:
         return self.recorder.last()
 
     def report(self) -> str:
-        """Return how many steps were applied, skipped and refused, why, and the numbers of the last record, as text."""
+        """Return how many steps were applied, skipped and refused, why, and the numbers of the last record, as text.
+
+        Steps that an accelerator refused with an error are not counted, nor those of gradients released in backward.
+        """
         return self.recorder.report()
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float:

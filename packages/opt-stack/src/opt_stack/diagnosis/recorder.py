@@ -108,10 +108,14 @@ class Recorder:
             self._sums_of_model().begin(ready, inverse, updates=not skipped, spectrum=spectrum)
 
     def after(self, outcome: Outcome, *, max_norm: float) -> None:
-        recorded = self._sums_of_model().finish(outcome, max_norm=max_norm) if self._is_recording else None
-        rates = {str(g.get("name", at)): g.get("lr") for at, g in enumerate(self._optimizer.param_groups)}
-        known = {name: float(lr) for name, lr in rates.items() if isinstance(lr, int | float)} if recorded else {}
-        self._open.append((outcome, recorded, known))
+        recorded, rates = None, {}
+        if self._is_recording:
+            recorded = self._sums_of_model().finish(outcome, max_norm=max_norm)
+            of_groups = (
+                (str(group.get("name", at)), group.get("lr")) for at, group in enumerate(self._optimizer.param_groups)
+            )
+            rates = {name: float(lr) for name, lr in of_groups if isinstance(lr, int | float)}
+        self._open.append((outcome, recorded, rates))
         if not self._is_late:
             self._settle(within=None)
         if self._sums is not None:
