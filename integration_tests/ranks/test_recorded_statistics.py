@@ -21,6 +21,7 @@ from parity import Held
 from processes import FSDP2_RUNS, Job, run_jobs
 from statistics_grid import DENSE, EXPERT, GRIDS, KINDS, Net, Place, gradients, parts, run_grid
 from torch import Tensor, nn
+from tp_model import comms_of
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
@@ -77,6 +78,9 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
     clip = CLIP / (norm + 1e-6)
     per_rank = run_grid(rank_main, **sizes)
     assert all(records == per_rank[0] for records in per_rank)
+    if dp > 1 and expert_dp > 1:  # then every gradient of a rank is reduced in a buffer
+        local = run_grid(lambda place: torch.cat([grad.flatten() for grad in parts(place).values()]).norm(), **sizes)
+        assert list(per_rank[0][0].rank_norms.values()) == pytest.approx(list(map(float, local)), rel=1e-5)
     for stats, made in zip(per_rank[0], (0, 2), strict=True):
         assert (stats.updates, stats.success, stats.reason) == (made, True, "")
         assert stats.clip == pytest.approx(clip, rel=1e-5)
@@ -127,6 +131,27 @@ def two_ranks(comm: ThreadComm, *, wrapped: bool = False, **fields: Any) -> tupl
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
         net = DistributedDataParallel(ddp, net, groups=roles)
     return net, get_optimizer(config, [net], pg_collection=roles)
+
+
+@pytest.mark.parametrize("has_instance", [False, True])
+def test_ranks_of_all_optimizer_instances_are_counted_once(has_instance: bool) -> None:
+    shards, others = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
+
+    def rank_main(comm: ThreadComm) -> StepStats:
+        net = Held((6,), torch.float32, torch.Generator().manual_seed(0))
+        axes = Axes(dp=shards[comm.rank], tp=Alone(), inter=others[comm.rank])
+        instance = shards[comm.rank] if has_instance else None
+        roles = Roles(dense=axes, expert=axes, everyone=comm, instance=instance)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [net], pg_collection=roles)
+        optimizer.stats_every(1)
+        net.weight.grad = torch.full((6,), 1.0 + comm.rank)
+        optimizer.step()
+        return optimizer.stats()
+
+    per_rank = run_threads(4, rank_main)
+    assert all(stats == per_rank[0] for stats in per_rank)
+    assert per_rank[0].rank_norms == pytest.approx({rank: (1 + rank) * math.sqrt(6) for rank in range(4)})
+    assert per_rank[0].params["weight"].grad_norm == pytest.approx(2.5 * math.sqrt(6))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -118,9 +118,11 @@ class TensorSums:
         self._row_of = {id: index_of[row] for id, row in row_of.items()}
         names = [row.name for row in self.numels]
         self.names = [r.name if names.count(r.name) == 1 else f"{r.name} (rank {r.place})" for r in self.numels]
-        per_instance = stepper.instances.gather_objects(stepper.everyone.gather_objects((rank, replicas)))
+        here = stepper.everyone.gather_objects((rank, replicas))
+        per_instance = stepper.instances.gather_objects(here)
         # By rank: the first of the ranks that hold the same dense parameters.
         self.replicas_of: dict[int, int] = dict(entry for of_instance in per_instance for entry in of_instance)
+        self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
         self._rank_at = 6 * len(names) + 2 * list(self.replicas_of).index(rank)
         self._entries: list[tuple[int, Tensor]] = []  # of a step that has begun: an index, and what is added there
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
@@ -183,7 +185,7 @@ class TensorSums:
         sums.index_add_(0, index, torch.cat([torch.stack(values), known]) if values else known)
         try:
             self._stepper.everyone.all_reduce_(sums)
-            if self._stepper.instances.size > 1:
+            if self._has_ranks_elsewhere:
                 of_ranks = sums[6 * len(self.names) : -2].clone()
                 self._stepper.instances.all_reduce_(of_ranks)
                 sums[6 * len(self.names) : -2] = of_ranks
