@@ -179,7 +179,8 @@ def _ranks_apart(run: Run) -> Iterator[Finding]:
         if worst is None or changes[worst] < math.log(APART):
             continue
         later = [abs(math.log(_apart(other).get(worst, 1.0))) > math.log(APART) for other in run[at + 1 :]]
-        if all(later[:2]) or changes[worst] > math.log(APART**2):
+        stays = len(later) >= 2 and sum(later[:10]) >= 0.8 * len(later[:10])
+        if len(history[worst]) > 2 and (stays or changes[worst] > math.log(APART**3)):  # small batches are noisy
             ratio = apart[worst] if apart[worst] > 1e-12 else 0.0
             text = f"at step {stats.step} the gradient of {of_ranks([worst])}, before the mean, was {ratio:.3g} times "
             often = f"and in {sum(later)} of the {len(later)} records after it: check its data and its hardware."
