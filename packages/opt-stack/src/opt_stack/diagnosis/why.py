@@ -184,7 +184,7 @@ def _ranks_apart(run: Run) -> Iterator[Finding]:
             ratio = apart[worst] if apart[worst] > 1e-12 else 0.0
             text = f"at step {stats.step} the gradient of {of_ranks([worst])}, before the mean, was {ratio:.3g} times "
             often = f"and in {sum(later)} of the {len(later)} records after it: check its data and its hardware."
-            text += f"that of its replicas, {often if any(later) else 'in this step only: check its batch.'}"
+            text += f"that of its replicas, {often if stays else 'but it did not stay so: check its batch.'}"
             yield Finding(stats.step, text)
             return
 
