@@ -1,6 +1,6 @@
 """An optimizer that is built after a trainer has replaced the model's parameters (Accelerate, Hugging Face Trainer)."""
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -65,7 +65,12 @@ class DeferredOptimizer(torch.optim.Optimizer):
         allow_unmatched: bool = False,
         extra_group_keys: Collection[str] = (),
     ):
-        _check_model(model)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; pass the module itself, as to Accelerate's prepare")
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
+            )
         self._built: Optimizer | None = None
         self._state_expected = False
         roles = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
@@ -93,7 +98,9 @@ class DeferredOptimizer(torch.optim.Optimizer):
         attributes = [dict(vars(param)) for group in groups for param in group["params"]]
 
         def make() -> Optimizer:
-            _restore_attributes_(self._present(), attributes)
+            for param, of_param in zip(self._present(), attributes, strict=True):
+                for key, value in of_param.items():  # a parameter that replaced another has lost them
+                    vars(param).setdefault(key, value)
             return get_optimizer_based_on_param_groups(
                 config,
                 [model],
@@ -240,22 +247,6 @@ def _raise_not_built(attribute: str) -> NoReturn:
         f"{attribute}: this DeferredOptimizer is not built yet. Building is collective: on all ranks, call build() "
         "after prepare, take the first step, or load a state"
     )
-
-
-def _restore_attributes_(params: Sequence[nn.Parameter], attributes: Sequence[Mapping[str, Any]]) -> None:
-    """Set the missing `attributes` of each parameter: a parameter that replaced another has lost them."""
-    for param, of_param in zip(params, attributes, strict=True):
-        for key, value in of_param.items():
-            vars(param).setdefault(key, value)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; pass the module itself, as to Accelerate's prepare")
-    if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
-        )
 
 
 class StackFactory:

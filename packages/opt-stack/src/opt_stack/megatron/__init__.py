@@ -166,12 +166,18 @@ def _get_megatron_optimizer_based_on_param_groups(
         ConfigError: sizes of groups contradict each other, or buffers are not those of `model_chunks`; and as
             `get_optimizer_based_on_param_groups`.
     """
-    _check_buffers(model_chunks, per_model_buffers)
     if distributed_optimizer_instance_id:
         raise ConfigError(
             f"distributed_optimizer_instance_id={distributed_optimizer_instance_id}: several instances need the groups "
             "between them; call get_optimizer_based_on_param_groups with pg_collection(inter_dist_opt=..., ...)"
         )
+    buffers = {id(buffer) for chunk in model_chunks if isinstance(chunk, Wrapper) for buffer in chunk.synced_buffers}
+    for number, given in (per_model_buffers or {}).items():
+        if any(id(buffer) not in buffers for buffer in given):
+            raise ConfigError(
+                f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
+                "of chunks in DistributedDataParallel, or None"
+            )
     _check_ranks(data_parallel_group, data_parallel_group_gloo, model_parallel_group, intra_dist_opt_group)
     groups = None
     if data_parallel_group is not None:
@@ -184,22 +190,18 @@ def _get_megatron_optimizer_based_on_param_groups(
             tp=tensor_parallel_group,
             expt_tp=tensor_parallel_group,
         )
-        _check_tensor_parallel(model_chunks, model_parallel_group, tensor_parallel_group)
+        # Else norms would count replicated parameters repeatedly.
+        if tensor_parallel_group is None and model_parallel_group is not None and model_parallel_group.size() > 1:
+            for meta in describe(model_chunks).values():
+                if meta.tensor_parallel:
+                    raise ConfigError(
+                        f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; "
+                        "pass it"
+                    )
     part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
     return get_optimizer_based_on_param_groups(
         layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
     )
-
-
-def _check_buffers(chunks: Sequence[nn.Module], given: Mapping[int, Sequence[Any]] | None) -> None:
-    wrapped = [chunk for chunk in chunks if isinstance(chunk, Wrapper)]
-    ours = {id(buffer) for chunk in wrapped for buffer in chunk.synced_buffers}
-    for number, buffers in (given or {}).items():
-        if any(id(buffer) not in ours for buffer in buffers):
-            raise ConfigError(
-                f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
-                "of chunks in DistributedDataParallel, or None"
-            )
 
 
 def _check_ranks(
@@ -222,13 +224,3 @@ def _check_ranks(
             f"intra_dist_opt_group has {instance.size()} ranks, but data_parallel_group and model_parallel_group span "
             f"{expected}; norms are summed over all of these"
         )
-
-
-def _check_tensor_parallel(chunks: Sequence[nn.Module], mp: ProcessGroup | None, tp: ProcessGroup | None) -> None:
-    """Raise ConfigError if the tensor-parallel group is missing: norms would count replicated parameters repeatedly."""
-    if tp is None and mp is not None and mp.size() > 1:
-        cut = [meta.id for meta in describe(chunks).values() if meta.tensor_parallel]
-        if cut:
-            raise ConfigError(
-                f"parameter {str(cut[0])!r} is cut by tensor parallelism, but tensor_parallel_group=None; pass it"
-            )

@@ -133,7 +133,12 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
             "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
         )
     gathered = [cut for cut in cuts if cut not in kept]
-    _check_order(meta, cuts, kept)
+    for number, cut in enumerate(cuts):  # tensor parallelism must come first, so that its blocks are rows or columns
+        if cut in kept and any(other.dim == cut.dim and other not in kept for other in cuts[:number]):
+            raise ConfigError(
+                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is "
+                "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
+            )
     ordered = [*kept, *gathered]
     # Under tensor parallelism by attributes, the shape in `meta` is that of the local part.
     shape = list(meta.shape)
@@ -143,17 +148,6 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
     blocks = mode is TpMode.BLOCKWISE and any(cut in sides for cut in kept)
     in_effect = mode if blocks or computes in (Computes.EVERY, Computes.JOINT) else None
     return _Arranged(tuple(cut.axis for cut in ordered), len(kept), computes, team, in_effect), matrix
-
-
-def _check_order(meta: ParamMeta, cuts: list[_Cut], kept: list[_Cut]) -> None:
-    """Raise ConfigError unless tensor parallelism was applied first, so that its blocks are rows or columns."""
-    for number, cut in enumerate(cuts):
-        earlier = [other for other in cuts[:number] if other.dim == cut.dim and other not in kept]
-        if cut in kept and earlier:
-            raise ConfigError(
-                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is "
-                "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
-            )
 
 
 def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, MatrixSpec]:
@@ -170,23 +164,18 @@ def split_rows(metas: Iterable[ParamMeta], *, split_qkv: bool) -> dict[ParamId, 
 
 def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: SplitMatrix) -> None:
     """Raise unless every block that the rule treats as one matrix contains whole groups of rows."""
-    sizes = tuple(axis.size for axis in arranged.axes)
+    sizes, words = tuple(axis.size for axis in arranged.axes), f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
+    if meta.head_rows or meta.split_sizes:
+        heads, parts = f"head_rows={meta.head_rows}: heads", f"split_sizes={meta.split_sizes}: matrices"
+        words = heads if meta.head_rows else parts
     for at in product(*map(range, sizes[: arranged.kept])):
         block = matrix.block(sizes, at)
         if block.shape[-2] % rows or block.offset[-2] % rows:
             raise ConfigError(
-                f"{meta.id}: {_split_in_words(meta)} of {rows} rows are cut: "
+                f"{meta.id}: {words} of {rows} rows are cut: "
                 f"{block.shape[-2]} of {matrix.shape[-2]} rows are on one rank; give each rank whole groups, or set "
                 "muon_tp_mode='duplicated'"
             )
-
-
-def _split_in_words(meta: ParamMeta) -> str:
-    if meta.head_rows:
-        return f"head_rows={meta.head_rows}: heads"
-    if meta.split_sizes:
-        return f"split_sizes={meta.split_sizes}: matrices"
-    return f"qkv_split_shapes={meta.qkv_split_shapes}: query groups"
 
 
 def _described(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:
@@ -207,14 +196,9 @@ def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
     counts: dict[str, int] = {}
     for plan in plans:
         ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
-        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}{_mode_in_words(plan)}"
+        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
+        line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
+        line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
         counts[line] = counts.get(line, 0) + len(plan.layout.slots)
     for line, count in counts.items():
         yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
-
-
-def _mode_in_words(plan: ComputePlan) -> str:
-    if plan.tp_mode is None:
-        return ""
-    blocks = ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
-    return f"{blocks} (muon_tp_mode={plan.tp_mode.value!r})"

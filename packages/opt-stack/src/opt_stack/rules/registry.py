@@ -179,23 +179,17 @@ def _check_decoupled(config: OptimizerConfig, name: str) -> None:
 
 
 def _muon(config: OptimizerConfig) -> MuonRule:
+    method, is_decoupled = config.muon_weight_decay_method, config.decoupled_weight_decay
+    if not is_decoupled and method != "decoupled":
+        raise ConfigError(
+            f"decoupled_weight_decay=False with muon_weight_decay_method={method!r}: leave one of them at its default"
+        )
     return MuonRule(
         nesterov=config.muon_nesterov,
-        weight_decay_method=_muon_decay(config),
+        weight_decay_method=Decay(method) if is_decoupled else Decay.L2,
         **_orthogonalization(config),
         tp_mode=TpMode(config.muon_tp_mode),
     )
-
-
-def _muon_decay(config: OptimizerConfig) -> Decay:
-    if config.decoupled_weight_decay:
-        return Decay(config.muon_weight_decay_method)
-    if config.muon_weight_decay_method != "decoupled":
-        raise ConfigError(
-            f"decoupled_weight_decay=False with muon_weight_decay_method={config.muon_weight_decay_method!r}: "
-            "leave one of them at its default"
-        )
-    return Decay.L2
 
 
 def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
