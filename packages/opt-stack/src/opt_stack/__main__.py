@@ -16,7 +16,7 @@ from opt_paramgroups import as_text, describe, get_param_groups, group_rows, mod
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
 from opt_stack.planning.checks import refuse
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, Plan, kept_bytes, main_bytes
+from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes
 from opt_stack.planning.planner import Draft
 from opt_stack.planning.ranks import EFFECTS
 from opt_stack.rules.registry import Registry
@@ -160,16 +160,14 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     plan = plan_of(draft)
     refuse(EFFECTS.problems(draft, [EFFECTS.facts(draft)]))
     warn_of_guesses(plan, draft.metas)
-    return str(plan) if rank is None else "\n".join([str(plan), "", *_rank_lines(plan, rank)])
-
-
-def _rank_lines(plan: Plan, rank: int) -> Iterator[str]:
-    """Yield the lines on what one data-parallel rank keeps and updates."""
-    yield f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"
+    if rank is None:
+        return str(plan)
+    lines = [f"{plan}\n", f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"]
     for buffer in plan.buffers:
         owned = list(buffer.layout.owned(rank % buffer.layout.num_shards))
         numel = sum(own.piece.numel for own in owned)
-        yield f"  {buffer.name}: {numel:,} {short(buffer.dtype)} elements in {len(owned)} pieces"
+        lines.append(f"  {buffer.name}: {numel:,} {short(buffer.dtype)} elements in {len(owned)} pieces")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
-    slots = norm_slots(plan)
+    slots, timers = norm_slots(plan), config.timers
     return Stepper(
         units=units,
         families=[
@@ -94,9 +94,7 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
             skip_above=config.grad_norm_skip_threshold,
             count_zeros=config.log_num_zeros_in_grad,
         ),
-        spans=profiler_spans
-        if config.timers is None
-        else timer_spans(config.timers, barrier=config.barrier_with_L1_time),
+        spans=profiler_spans if timers is None else timer_spans(timers, barrier=config.barrier_with_L1_time),
         graphs=config.optimizer_cuda_graph,
         peer_sums=PeerSums(plain.values(), draft.metas, roles, qk_layernorm=draft.qk_layernorm),
     )

@@ -127,7 +127,13 @@ def make_rules_(draft: Draft) -> None:
         for key, value in hyper[group["optimizer"]].items():
             group.setdefault(key, value)
         check_numbers(group, made[group["optimizer"]])
-    draft.rules = made = _with_hooks(made, draft.hooks)
+    given = draft.hooks if isinstance(draft.hooks, Mapping) else dict.fromkeys(made, draft.hooks)
+    if unused := [name for name, hooks in given.items() if name not in made and hooks]:
+        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
+    try:
+        draft.rules = made = {name: hooked(rule, given.get(name, ())) for name, rule in made.items()}
+    except HookError as error:
+        raise ConfigError(f"hooks: {error}") from error
     check_unread_fields(config, [draft.registry[name] for name in sorted(names)])
     for group in groups:
         rule = made[group["optimizer"]]
@@ -139,18 +145,6 @@ def make_rules_(draft: Draft) -> None:
                 )
         check_unread_numbers(group, rule)
         record_rule_(group, rule)
-
-
-def _with_hooks(made: Mapping[str, Rule], given: GivenHooks) -> dict[str, Rule]:
-    """Return the rules with their hooks. Raise ConfigError if a rule is not used or does not support a hook."""
-    by_rule = given if isinstance(given, Mapping) else dict.fromkeys(made, given)
-    unused = [name for name, hooks in by_rule.items() if name not in made and hooks]
-    if unused:
-        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
-    try:
-        return {name: hooked(rule, by_rule.get(name, ())) for name, rule in made.items()}
-    except HookError as error:
-        raise ConfigError(f"hooks: {error}") from error
 
 
 def make_plan(draft: Draft) -> Plan:

@@ -339,12 +339,8 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
     Groups of different rules do not differ in this sense."""
     if saved.get("optimizer", group["optimizer"]) != group["optimizer"]:
         return
-    before, after = (_recorded(one) for one in (saved, group))
+    texts = ([str(text).partition("=") for text in one.get(CHOICES) or ()] for one in (saved, group))
+    before, after = ({name: value for name, _, value in parts} for parts in texts)
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
             yield name, before[name], after[name]
-
-
-def _recorded(group: Group) -> dict[str, str]:
-    parts = (str(text).partition("=") for text in group.get(CHOICES) or ())
-    return {name: value for name, _, value in parts}

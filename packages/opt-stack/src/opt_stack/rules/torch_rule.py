@@ -46,7 +46,13 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
         raise ConfigError(
             f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} cannot be fixed here; set it in OptimizerConfig"
         )
-    kept = _kept_by(name, cls, options)
+    kept = _probe(name, cls, options, PROBE_SHAPES[0])
+    try:
+        of_vector = _probe(name, cls, options, PROBE_SHAPES[1])
+    except ConfigError:
+        of_vector = kept  # a class for matrices only; `init_state` refuses other parameters
+    if of_vector[:3] != kept[:3]:
+        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps different state for vectors and matrices")
     numbers = {number: kept.defaults[number] for number in OF_THE_GROUP if number in kept.defaults}
     rule = TorchRule(
         name=name,
@@ -212,20 +218,8 @@ class _Kept(NamedTuple):
     defaults: Mapping[str, Any]  # of its groups
 
 
-def _kept_by(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> _Kept:
-    """Find the state that `cls` keeps. Raise ConfigError if it depends on the shape or cannot be saved."""
-    matrix, vector = PROBE_SHAPES
-    kept = _probe(name, cls, options, matrix)
-    try:
-        of_vector = _probe(name, cls, options, vector)
-    except ConfigError:
-        return kept  # a class for matrices only; `init_state` refuses other parameters
-    if of_vector[:3] != kept[:3]:
-        raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps different state for vectors and matrices")
-    return kept
-
-
 def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
+    """Find the state that `cls` keeps of a parameter of `shape`. Raise ConfigError if it cannot be saved."""
     param = nn.Parameter(torch.full(shape, 0.5))
     param.grad = torch.full(shape, 0.25)
     try:
