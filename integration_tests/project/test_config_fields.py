@@ -23,10 +23,9 @@ SHOWN: dict[Any, dict[str, dict[str, str]]] = {
                 "adaptive_muon_eps soap_order soap_max_precond_dim soap_one_sided optimizer_options "
                 "muon_weight_decay_method"
             ),
-            "test_fused_rows_are_orthogonalised_one_by_one_unless_disabled": "muon_split_qkv",
+            "test_rows_that_a_parameter_marks_are_separate_matrices": "muon_split_qkv soap_split_qkv",
             "test_symmetric_products_are_computed_by_half": "muon_use_syrk",
-            "test_soap_splits_fused_rows_if_requested": "soap_split_qkv",
-            "test_normuon_keeps_the_requested_lines": "adaptive_muon_lines",
+            "test_values_have_the_names_of_the_drop_in": "adaptive_muon_lines",
         },
         "packages/opt-paramgroups/tests/test_groups.py": {
             "test_a_group_starts_at_the_configured_numbers": "min_lr",
