@@ -288,6 +288,22 @@ def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
     run_threads(3, rank_main)
 
 
+def test_weights_are_broadcast_over_optimizer_instances_too() -> None:
+    rows, columns = [World(2), World(2)], [World(2), World(2)]
+    config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+
+    def rank_main(comm: ThreadComm) -> None:
+        instance, shard = divmod(comm.rank, 2)
+        groups = over(ThreadComm(rows[instance], shard), ThreadComm(columns[shard], instance))
+        model = nn.Linear(5, 3)
+        for param in model.parameters():
+            param.data.fill_(float(comm.rank))
+        DistributedDataParallel(config, model, groups=groups).broadcast_params()
+        assert all(bool((param == 0).all()) for param in model.parameters())
+
+    run_threads(4, rank_main)
+
+
 def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
     net = Net()
     saved = {name: value + 1 for name, value in deepcopy(net.state_dict()).items()}
