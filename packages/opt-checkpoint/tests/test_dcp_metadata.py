@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
@@ -15,8 +17,11 @@ from states import state_at
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from opt_checkpoint import ShardedObject, ShardedTensor, read_index, sharded_like
+from opt_checkpoint import ShardedObject, ShardedTensor, read_index, save, sharded_like
+from opt_checkpoint.disk.data_file_writer import pickle_tensor
+from opt_checkpoint.disk.dcp_metadata_writer import encode_dcp_metadata
 from opt_checkpoint.disk.foreign import read_dcp_index
+from opt_checkpoint.disk.index import PIECE_BYTES, StoredFile, StoredTensors
 from opt_checkpoint.store import store_at
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
@@ -90,3 +95,43 @@ def test_checkpoints_without_tensors_or_objects_have_one_too(tmp_path: Path, ten
     state = {str(i): sharded_like(str(i), torch.ones(2)) for i in range(tensors)}
     save_as_ranks([state], tmp_path / "x")
     assert len(pickle.loads((tmp_path / "x" / ".metadata").read_bytes()).state_dict_metadata) == tensors + 1
+
+
+class Part(StrEnum):
+    MODEL = "model"
+
+
+class Stage(IntEnum):
+    FIRST = 1
+
+
+def test_paths_are_plain_text_and_numbers(tmp_path: Path) -> None:
+    """Keys of a user's classes are not imported by readers, and True is not 1."""
+    state = {Part.MODEL: {"w": torch.ones(2)}, "a": {Stage.FIRST: torch.ones(2)}, "b": {True: torch.ones(2)}}
+    save(state, tmp_path / "x")
+    raw = (tmp_path / "x" / ".metadata").read_bytes()
+    assert __name__.encode() not in raw
+    paths = pickle.loads(raw).planner_data.values()
+    assert {"('model', 'w')", "('a', 1)", "('b', True)"} <= set(map(repr, paths))
+
+
+@pytest.mark.parametrize("numel", [(1 << 31) - 1, 1 << 31, (1 << 40) + 3])
+def test_large_counts_are_pickled_as_they_are(numel: int) -> None:
+    pickled = pickle_tensor(torch.float32, (3, numel))
+    assert {3 * numel, 3, numel} <= {n for _, n, _ in pickletools.genops(pickled) if type(n) is int}
+    rows, half = {"sizes": [[numel], [1]], "offsets": [[0], [numel]]}, -(-numel // PIECE_BYTES)
+    columns = {name: np.array(row, "<i8") for name, row in {**rows, "start": [64, 64], "chunks": [2]}.items()}
+    columns |= {"keys": np.frombuffer(b"w", "|u1"), "key_bytes": np.array([1], "<u4"), "file": np.zeros(2, "<u4")}
+    columns |= {"dtype": np.zeros(1, "|u1"), "ndim": np.ones(1, "|u1"), "shape": np.array([[numel + 1]], "<i8")}
+    columns["sums"] = np.zeros(half + 1, "<u4")
+    files = {"__0_0.distcp": StoredFile(size=numel + 99, crc=0)}
+    archives = np.array([[0, numel + 9], [numel + 9, 5]], "<i8")
+    raw = encode_dcp_metadata(StoredTensors(columns, ("bool",), files), {}, files, archives, {})
+    found = pickle.loads(raw)
+    (stored,) = found.state_dict_metadata.values()
+    assert stored.size == (numel + 1,)
+    assert [(*c.offsets, *c.sizes) for c in stored.chunks] == [(0, numel), (numel, 1)]
+    assert {(i.offset[0], p.offset, p.length) for i, p in found.storage_data.items()} == {
+        (0, 0, numel + 9),
+        (numel, numel + 9, 5),
+    }

@@ -22,6 +22,7 @@ from opt_checkpoint import (
     sharded_like,
     verify_checkpoint,
 )
+from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.tiers import local_tier
 from opt_checkpoint.tiers.local_tier import LocalTier
@@ -183,6 +184,20 @@ def test_tensors_in_lists_and_groups_are_in_a_part(tmp_path: Path) -> None:
     assert [loaded["lst"][0], loaded["lst"][1].tolist()] == [1, [1.0, 1.0]]
     assert loaded["opt"]["groups"][0]["lr"] == 0.5
     assert loaded["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_part_that_records_no_paths_is_loaded(tmp_path: Path) -> None:
+    """As parts of 0.1.0 before tensors in lists were stored."""
+    with alone(tmp_path) as manager:
+        manager.save(1, {"w": torch.arange(3.0), "step": 1})
+    (manifest,) = tmp_path.rglob("step-*/rank-*/manifest.bin")
+    line = b"opt-checkpoint manifest 2\n"
+    header, columns = decode_columns(line, manifest.read_bytes(), "manifest")
+    del header["details"]["rank_part"]["paths"]
+    manifest.write_bytes(encode_columns(line, header, columns))
+    with alone(tmp_path) as manager:
+        loaded = manager.load({"w": torch.zeros(3), "step": None}).state
+    assert (loaded["w"].tolist(), loaded["step"]) == ([0.0, 1.0, 2.0], 1)
 
 
 def test_find_says_which_step_is_taken_for_a_state(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class _Memo:
 
     def number(self, value: Any, name: Any = None) -> int:
         """The number of a value that pickles: a class, a text; under a name if it does not hash."""
-        name = value if name is None else name
+        name = (type(value), value) if name is None else name  # True is equal to 1
         if name not in self._numbers:
             self._numbers[name] = self._count
             self._count += 1
@@ -168,7 +168,8 @@ def encode_dcp_metadata(
     plain = keys[is_plain]
     planner = [_records(len(plain), [_REFERENCE, plain, b"(" + _REFERENCE, plain, b"t"]).tobytes()]
     for position, key in zip(keys[~is_plain].tolist(), (key for key in tensors if key in paths)):
-        planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + b"".join(map(memo.get, paths[key])) + b"t")
+        parts = b"".join(memo.get(_plain(part)) for part in paths[key])
+        planner.append(_REFERENCE + struct.pack("<I", position) + b"(" + parts + b"t")
     planner += [memo.get(key) + b"(" + memo.get(key) + b"t" for key in objects]
     body = [
         *(memo.new(dcp.Metadata), memo.get("state_dict_metadata") + b"}(", *state, b"u"),
@@ -177,6 +178,11 @@ def encode_dcp_metadata(
         memo.get("storage_meta") + b"N" + memo.get("version") + b"N" + _CLOSE + b".",
     ]
     return b"".join([b"\x80\x04", memo.written.getvalue(), *body])
+
+
+def _plain(part: str | int) -> str | int:
+    """A part of a path without the class of a user, which readers could not import."""
+    return str.__str__(part) if isinstance(part, str) else part if type(part) is bool else int(part)
 
 
 def _stored_at(

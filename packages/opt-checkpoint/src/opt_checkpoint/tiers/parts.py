@@ -118,7 +118,7 @@ def open_part(path: Location) -> Opened:
         tensors = {key: index.tensors[key] for key in index.tensors if key not in described["boxes"]}
         for key, (dtype, shape) in described["tensors"].items():
             tensors[key] = StoredTensor(shape=tuple(shape), dtype=dtype_from_name(dtype), chunks=tuple(chunks[key]))
-        paths = {**index.details[PATHS], **described[PATHS]}
+        paths = {**index.details[PATHS], **described.get(PATHS, {})}  # older parts lack them
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointCorruptError(f"{path} is not one rank's part of a checkpoint: {error!r}") from error
     # In a part, an object is stored as a grid of one under its unique key.
