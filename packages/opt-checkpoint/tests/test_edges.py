@@ -293,6 +293,15 @@ def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(r
     assert torch.allclose(model.weight, alone.weight)
 
 
+def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
+    """Its stride is that of the larger tensor, though it counts as contiguous."""
+    values, target = torch.arange(6.0).view(3, 2), torch.zeros(3, 2)
+    save({"w": values[1:2, 1], "v": values[2:, 1:].t(), "m": [values[:1, 1]]}, tmp_path / "x")
+    load({"w": target[1:2, 1], "v": target[2:, 1:].t()}, tmp_path / "x")
+    assert target.tolist() == [[0, 0], [0, 3], [0, 5]]
+    assert load({"m": None}, tmp_path / "x").state["m"][0].tolist() == [1]
+
+
 def test_none_warns_of_sharded_tensors_that_it_does_not_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     save({"m": sharded_model(model), "step": 3, "ema": model.state_dict()}, tmp_path / "x")

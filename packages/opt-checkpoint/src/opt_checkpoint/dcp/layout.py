@@ -13,7 +13,7 @@ from torch import Tensor
 
 from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
-from opt_checkpoint.disk.data_file import bytes_view
+from opt_checkpoint.disk.data_file import byte_tensor, bytes_view
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
@@ -167,7 +167,7 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 
 def _bits_of(tensor: Tensor) -> Tensor:
     """The bytes of a tensor: 1-D, uint8, on its device."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return byte_tensor(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def weighted_sum(tensor: Tensor) -> int:

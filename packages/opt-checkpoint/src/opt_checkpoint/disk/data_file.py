@@ -70,7 +70,12 @@ def bytes_view(tensor: Tensor) -> memoryview:
     """A writable view of the memory of a contiguous CPU tensor as bytes."""
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data).cast("B")
+    return memoryview(byte_tensor(tensor.detach()).numpy().data).cast("B")
+
+
+def byte_tensor(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as 1-D uint8; a single element may have any stride, which `view` refuses."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class PieceSums:
