@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytest.importorskip("triton", reason="triton is not installed")
+
 from opt_kernels.backends import tables as backend_tables
 from opt_kernels.backends.tables import DeviceTables
+from opt_kernels.backends.triton import launches, scalars
 from opt_kernels.backends.triton.launches import (
     MAX_CHUNK,
     MIN_CHUNK,
@@ -25,6 +28,8 @@ from opt_kernels.backends.triton.launches import (
     record_width,
 )
 from opt_kernels.works import Hyper, Works
+
+pytestmark = pytest.mark.needs_extra
 
 COLUMNS = (Column(item_bytes=4), Column(item_bytes=2), Column(item_bytes=4, elements=128))
 
@@ -152,11 +157,6 @@ def test_a_table_of_other_layouts_is_built_anew() -> None:
     first = tables.get("a", Table, of=[torch.zeros(2, 3)])
     assert tables.get("a", Table, of=[torch.ones(2, 3)]) is first
     assert tables.get("a", Table, of=[torch.zeros(3, 2)]) is not first
-
-
-from opt_kernels.backends.triton import launches, scalars  # noqa: E402
-
-pytestmark = pytest.mark.needs_extra
 
 
 def single(value: float) -> float:
