@@ -236,6 +236,46 @@ def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(fields: dict[
         assert stats.params["0.bias"].spread is None
 
 
+def test_weights_that_are_not_finite_have_no_spread_and_every_rank_goes_on() -> None:
+    def rank_main(comm: ThreadComm) -> float | None:
+        net, optimizer = two_ranks(comm, optimizer="muon", use_layer_wise_distributed_optimizer=True)
+        optimizer.stats_every(1, spectrum=True)
+        with torch.no_grad():
+            net[0].weight[0, 0] = math.nan
+        optimizer.reload_model_params()
+        net(torch.ones(3, 4)).sum().backward()
+        assert not optimizer.step().success
+        return optimizer.stats().params["0.weight"].spread
+
+    with pytest.warns(UserWarning, match="NaN in the gradient of '2.weight'"):
+        spreads = run_threads(2, rank_main)
+    assert all(spread is not None and math.isnan(spread) for spread in spreads)
+
+
+def test_gradients_that_were_dropped_do_not_count_in_the_norms_of_ranks() -> None:
+    def rank_main(comm: ThreadComm) -> StepStats:
+        net, optimizer = two_ranks(comm, wrapped=True)
+        optimizer.stats_every(1)
+        for drops in (False, True, False):
+            net(torch.ones(3, 4)).sum().backward()
+            if not optimizer.prepare_grads() and not drops:
+                optimizer.step_with_ready_grads()
+            optimizer.zero_grad()
+        return optimizer.stats()
+
+    for stats in run_threads(2, rank_main):
+        assert stats.rank_norms == pytest.approx(dict.fromkeys(range(2), stats.grad_norm))
+
+
+def test_other_arguments_on_another_rank_are_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        _, optimizer = two_ranks(comm)
+        with pytest.raises(ValueError, match=r"ranks differ \(rank 0: stats_every\(1, .*; rank 1: stats_every\(-2, "):
+            optimizer.stats_every(1 if comm.rank == 0 else -2)
+
+    run_threads(2, rank_main)
+
+
 LAYOUTS = (fsdp, hsdp, fsdp_x_tp, tp, replicas_of_tp, tp_on_a_part_of_the_mesh, two_axes)
 
 

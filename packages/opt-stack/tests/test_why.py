@@ -19,6 +19,7 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer, release_gradients, why
 from opt_stack.__main__ import main
 from opt_stack.diagnosis import JsonLines, TensorBoard, WeightsAndBiases
+from opt_stack.diagnosis.why import read_recordings
 
 pytestmark = pytest.mark.filterwarnings("ignore::opt_stack.SkippedStepWarning")
 Batch = Callable[[int, Tensor], Tensor]
@@ -265,3 +266,43 @@ def test_what_cannot_be_is_refused() -> None:
     release_gradients(optimizer)
     with pytest.raises(RuntimeError, match="gradients are released in backward"):
         optimizer.stats_every(1)
+
+
+def test_optimizers_that_share_a_directory_write_to_folders_of_their_own(tmp_path: Path) -> None:
+    both = []
+    for optimizer in ("sgd", "adam"):
+        model = make()
+        both.append((model, get_optimizer(OptimizerConfig(lr=3e-3, optimizer=optimizer), [model])))
+        both[-1][1].stats_every(1, directory=tmp_path)
+    for steps, (model, optimizer) in enumerate(both, 1):
+        train(model, optimizer, range(steps))
+        optimizer.recorder.write("end")
+    assert list(map(len, read_recordings(tmp_path))) == [1, 2]
+
+
+def test_a_recording_is_written_after_an_error_in_the_first_half_of_a_step(tmp_path: Path) -> None:
+    model = make()
+    optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+    optimizer.stats_every(1, directory=tmp_path)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = None
+    with pytest.raises(ValueError, match="lr of group"):
+        optimizer.prepare_grads()
+    assert "1 recorded steps" in str(why(tmp_path))
+
+
+def test_a_file_without_records_is_no_recording(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text("")
+    with pytest.raises(FileNotFoundError, match="holds no recording"):
+        why(tmp_path / "run.jsonl")
+
+
+def test_records_of_one_file_may_be_of_two_models(tmp_path: Path) -> None:
+    for model, factor in ((make()[:3], 1), (make(), 1000)):
+        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+        optimizer.stats_every(1, JsonLines(tmp_path / "run.jsonl"))
+        for _ in range(4):
+            (factor * model(torch.ones(1, 6)).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "times the usual" in said(tmp_path / "run.jsonl")

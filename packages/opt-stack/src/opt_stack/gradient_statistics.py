@@ -72,7 +72,7 @@ class GradientStatistics:
                 decomposition of each whole matrix.
 
         Raises:
-            ValueError: `n` is negative.
+            ValueError: `n` is negative, or ranks differ in `n`, `spectrum`, or whether there is a directory.
             RuntimeError: gradients are released in backward.
         """
         self.recorder.start(n, callback, directory, spectrum)

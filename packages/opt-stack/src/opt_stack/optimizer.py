@@ -145,11 +145,8 @@ class Optimizer(GradientStatistics, StateDicts):
             if (replaced := self._replaced_params()) is not None:
                 raise replaced
             return self.in_backward.finish()
-        try:
+        with self.recorder.on_error():
             result = self.stepper.step(self._groups_of_step())
-        except Exception as error:
-            self.recorder.write(f"{type(error).__name__}: {error}")
-            raise
         self.loaded_weights.accept_writes()
         return result
 
@@ -174,13 +171,15 @@ class Optimizer(GradientStatistics, StateDicts):
         self._warn_of_unfrozen()
         if self.in_backward is not None:
             raise RuntimeError("gradients are released in backward, which has updated the parameters; call step()")
-        return self.stepper.prepare_grads(self._groups_of_step())
+        with self.recorder.on_error():
+            return self.stepper.prepare_grads(self._groups_of_step())
 
     def step_with_ready_grads(self) -> bool:
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
         `grad_norm_skip_threshold`, and so nothing was updated."""
         self.check_ready("step_with_ready_grads()")
-        made = self.stepper.step_with_ready_grads(self.param_groups)
+        with self.recorder.on_error():
+            made = self.stepper.step_with_ready_grads(self.param_groups)
         self.loaded_weights.accept_writes()
         return made
 

@@ -243,7 +243,7 @@ class GradBucket:
         if self.reduction.check_for_nan:
             self.nonfinite = NonfiniteGrads(full, self.views, axes, self.name, device=device)
         if self.memory.local_squares is not None:
-            self.memory.local_squares.append(torch.linalg.vector_norm(full, dtype=torch.float64).square())
+            self.memory.local_squares[self.index] = torch.linalg.vector_norm(full, dtype=torch.float64).square()
         if self.reduction.check_for_large:  # infinite and NaN norms count as 0
             norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0).view(1)
             self._largest_norm = LargestOverReplicas(norm, axes, f"norm of {self.name}", device=device)

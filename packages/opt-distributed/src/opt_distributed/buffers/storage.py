@@ -101,7 +101,7 @@ class ParamAndGradBuffer:
         self._is_released = False  # whether the memory of `grad_data` is freed
         self.reduces_everywhere = False  # whether this iteration's reduction gives every rank the whole gradients
         # Of each bucket before its reduction: the sum of squares of this rank's gradients. None: not computed.
-        self.local_squares: list[Tensor] | None = None
+        self.local_squares: dict[int, Tensor] | None = None
         self.param_data: Tensor | None = None
         self.wire: ParamWire | None = None  # of the parameters, if ranks own shards of them
         if sharded and reuses_grads and param_dtype is FP8:

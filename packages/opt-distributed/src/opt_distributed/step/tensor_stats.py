@@ -133,7 +133,7 @@ class TensorSums:
         """Say whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
         rank are computed then."""
         for source in self._wrapped():
-            source.memory.local_squares = [] if is_due else None
+            source.memory.local_squares = {} if is_due else None
 
     def _wrapped(self) -> Iterator[SyncedBuffer]:
         return (s for family in self._stepper.families for s in family.sources if isinstance(s, SyncedBuffer))
@@ -203,8 +203,11 @@ class TensorSums:
                     wholes = piece.stage.gather({piece.id: value})
                     value, is_counted = wholes.get(piece.id, value), piece.stage.counts(piece.id)
                 if is_counted and piece.id in self._row_of and (piece.stage or not piece.matrix.tensor_parallel):
-                    values = torch.linalg.svdvals(value.detach().float().view(-1, value.shape[-1]))
-                    yield 6 * self._row_of[piece.id] + SPREAD, values[0] / values[-1]
+                    matrix = value.detach().float().reshape(-1, value.shape[-1])
+                    # The decomposition raises for values that are not finite, on the ranks that have them.
+                    values = torch.linalg.svdvals(matrix.nan_to_num(0.0, 0.0, 0.0))
+                    spread = torch.where(matrix.isfinite().all(), values[0] / values[-1], math.nan)
+                    yield 6 * self._row_of[piece.id] + SPREAD, spread
 
 
 class Recorded:
@@ -279,7 +282,7 @@ def _square(value: Tensor) -> Tensor:
 def _local_squares(source: Source) -> list[Tensor]:
     """Sums of squares of this rank's gradients before the reduction, if they are known."""
     if isinstance(source, SyncedBuffer):
-        return source.memory.local_squares or []
+        return list((source.memory.local_squares or {}).values())
     if not isinstance(source, BufferedGrads):
         return []
     grads = [p.grad for p in source.params.values() if p.grad is not None and p.grad.layout is torch.strided]

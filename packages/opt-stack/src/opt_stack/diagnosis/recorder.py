@@ -11,7 +11,8 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -65,16 +66,23 @@ class Recorder:
 
     def start(self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool) -> None:
         """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
-        if every < 0:
-            raise ValueError(f"stats_every({every}): pass a number of steps, 1 or more, or 0 to stop")
         if every and self._optimizer.in_backward is not None:
             raise RuntimeError("stats_every: gradients are released in backward, before a step could record them")
+        asked = f"stats_every({every}, spectrum={spectrum}), {'no' if directory is None else 'a'} directory"
+        if len(per_rank := {text: at for at, text in enumerate(self._everyone.gather_objects(asked))}) > 1:
+            calls = "; ".join(f"rank {rank}: {text}" for text, rank in per_rank.items())
+            raise ValueError(f"stats_every: ranks differ ({calls}); make the same call on every rank")
+        if every < 0:
+            raise ValueError(f"stats_every({every}): pass a number of steps, 1 or more, or 0 to stop")
         self.every, self.callback, self.spectrum = every, callback, spectrum
         if directory is not None:
-            folder = Path(directory) / FOLDER
-            numbers = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
+            folder = Path(directory).absolute() / FOLDER
+            rank = self._everyone.rank
+            open_files = [r.file for r in list(_with_files) if r.file and r is not self and r._everyone.rank == rank]
+            folders = [*folder.glob("*"), *(file.parent for file in open_files if file.parent.parent == folder)]
+            numbers = [int(path.name) for path in folders if path.name.isdecimal()]
             number = max(self._everyone.gather_objects(max(numbers, default=0))) + 1
-            if self._everyone.rank in (0, self._everyone.size - 1):
+            if rank in (0, self._everyone.size - 1):
                 self.file = folder / f"{number:04}" / f"rank{self._everyone.rank}.jsonl"
                 if not _with_files:  # unlike atexit, also in processes that multiprocessing starts
                     Finalize(None, _write_at_exit, exitpriority=10)
@@ -203,6 +211,15 @@ class Recorder:
             steps = f"step {cause.first}" if cause.count == 1 else f"steps {cause.first} to {cause.last}"
             lines.append(f"  {cause.count} time{'s' * (cause.count > 1)} ({steps}): {cause.text}")
         return "\n".join([*lines, *([str(self.records[-1])] if self.records else ["no recorded step"])])
+
+    @contextmanager
+    def on_error(self) -> Iterator[None]:
+        """Write the recording if the block raises."""
+        try:
+            yield
+        except Exception as error:
+            self.write(f"{type(error).__name__}: {error}")
+            raise
 
     def write(self, reason: str, *, within: float = WAIT_SECONDS) -> None:
         """Write the recording of this rank, if `stats_every` was given a directory. A failure is a warning."""

@@ -96,7 +96,7 @@ def read_recordings(directory: str | Path) -> list[Run]:
     """Return the recordings in a directory, oldest first; those of one run once, from the rank that has most steps."""
     path = Path(directory)
     if path.is_file():
-        return [_read(path)]
+        return [run] if (run := _read(path)) else []
     numbered = [folder for folder in (path / FOLDER).glob("*") if folder.name.isdecimal()]
     files = [sorted(folder.glob("rank*.jsonl")) for folder in sorted(numbered, key=lambda folder: int(folder.name))]
     runs = [max(map(_read, of_run), key=len) for of_run in files if of_run]
@@ -107,7 +107,7 @@ def _read(path: Path) -> Run:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [stats for line in lines if (stats := from_line(line)) is not None]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a recording: {error!r}") from error
 
 
@@ -219,7 +219,9 @@ def _jump(run: Run) -> Iterator[Finding]:
         after = run[at + 1 :]
         recovers = any(math.isfinite(r.grad_norm) and r.grad_norm < JUMP / 2 * usual for r in after[:3])
         around = [r for r in run[max(at - 5, 0) : at + 3] if r.success]
-        ratios = {n: max((r.params[n].ratio or 0.0) for r in around) for n in stats.params} if around else {}
+        ratios = {
+            n: max((r.params[n].ratio or 0.0 for r in around if n in r.params), default=0.0) for n in stats.params
+        }
         # Small vectors, which start at zero, have large ratios in healthy runs: the largest parameters count.
         weights = {name: stats.params[name].numel for name in ratios}
         large = [n for n in ratios if ratios[n] > LARGE_RATIO and weights[n] * 10 >= max(weights.values())]
