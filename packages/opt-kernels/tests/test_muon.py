@@ -199,3 +199,11 @@ def test_16_bit_products_have_the_dtype_that_suits_the_device(device: str, dtype
         torch.float32, torch.device(device), cut_dim=None, tensor_parallel=None
     )
     assert inputs.dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float16])
+def test_momentum_with_scales_follows_the_memory_order_of_its_parameter(dtype: torch.dtype) -> None:
+    rule = replace(POLAR, momentum_buffer_dtype=dtype)
+    main, grads = tensor(6, 10), [tensor(6, 10, seed=seed) for seed in (1, 2, 3)]
+    transposed = moved(rule, main.t().contiguous().t(), *grads)
+    torch.testing.assert_close(transposed, moved(rule, main, *grads), rtol=0, atol=0)  # one block has one scale

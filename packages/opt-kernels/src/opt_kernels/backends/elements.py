@@ -140,7 +140,10 @@ def rounds_stochastically(run: Run) -> bool:
 def scaled_grad(run: Run, scale: float) -> Tensor:
     """The gradient in the compute dtype, times `scale`: a new tensor."""
     dtype = compute_dtype(run)
-    return run.grad * scale if run.grad.dtype is dtype else run.grad.to(dtype).mul_(scale)
+    if run.grad.dtype is dtype:
+        return run.grad * scale
+    wide = run.grad.to(dtype)
+    return wide if scale == 1.0 else wide.mul_(scale)
 
 
 def flat(tensor: Tensor, anchor: Tensor, name: str) -> Tensor:

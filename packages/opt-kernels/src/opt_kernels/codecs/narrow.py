@@ -47,15 +47,25 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 def split_(weight: Tensor, remainder: Tensor, main: Tensor) -> None:
     """Write the halves of `main` (float32) to `weight` (bfloat16) and `remainder` (int16 or int8), of one shape."""
-    nan, lower = main.isnan(), main.view(torch.int32)
+    lower = main.view(torch.int32)
     if remainder.dtype is torch.int8:
         lower = (lower >> 8).bitwise_and_(1).add_(0x7F).add_(lower).bitwise_right_shift_(8)  # 24 bits, rounded
         upper = (lower + 0x80).bitwise_right_shift_(8)
         lower.sub_(upper, alpha=1 << 8)
     else:
         upper = (lower + 0x8000).bitwise_right_shift_(16)
-    weight.view(torch.int16).copy_(upper.masked_fill_(nan, QUIET_NAN))
-    remainder.copy_(lower.masked_fill(nan, 0))  # as an integer: the lower bits
+    weight.view(torch.int16).copy_(upper)
+    remainder.copy_(lower)  # as an integer: the lower bits
+    if not _is_known_finite(main):
+        nan = main.isnan()
+        weight.view(torch.int16).masked_fill_(nan, QUIET_NAN)
+        remainder.masked_fill_(nan, 0)
+
+
+def _is_known_finite(values: Tensor) -> bool:
+    """Whether a sum shows that all are finite: on a CPU it takes a tenth of the time of looking at each. The host reads
+    no tensor of another device."""
+    return values.device.type == "cpu" and bool(values.sum().isfinite())
 
 
 WORD = 0xFFFFFFFF
@@ -65,8 +75,9 @@ GOLDEN = 0x9E3779B9
 def round_(target: Tensor, values: Tensor, *, first: int, step: int) -> None:
     """Write `values` (n,) float32, rounded, to `target` (n,) bfloat16. `first` is the index of the first element."""
     word = noise(values.numel(), first=first, step=step, device=values.device).add_(values.view(torch.int32))
-    finite = word.bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16)
-    target.copy_(torch.where(values.isfinite(), finite, values.to(torch.bfloat16)))
+    target.view(torch.int16).copy_(word.bitwise_right_shift_(16))
+    if not _is_known_finite(values):
+        target.copy_(torch.where(values.isfinite(), target, values.to(torch.bfloat16)))
 
 
 def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
@@ -77,7 +88,7 @@ def noise(numel: int, *, first: int, step: int, device: torch.device) -> Tensor:
         parts = ((size, first), (numel - size, first + size))
         return torch.cat([noise(n, first=at, step=step, device=device) for n, at in parts])
     key = mix_(torch.tensor([_signed(step + upper * GOLDEN)], dtype=torch.int32, device=device))
-    index = torch.arange(lower, lower + numel, device=device).to(torch.int32)
+    index = torch.arange(numel, dtype=torch.int32, device=device).add_(_signed(lower))
     return mix_(index.bitwise_xor_(key)).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
 
 

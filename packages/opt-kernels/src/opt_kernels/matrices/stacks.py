@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import check_halves
+from opt_kernels.backends.elements import check_halves, flat
 from opt_kernels.codecs import StateCodec, narrow, scale_name
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
@@ -197,7 +197,7 @@ def read_state(work: Work, name: str, codec: StateCodec) -> Tensor:
     """The state `name` decoded, a new tensor in the compute dtype."""
     codes = work.state[name]
     values = torch.empty_like(codes, dtype=compute_dtype(work))
-    codec.decode_(_run(values, codec), _run(codes, codec), work.state.get(scale_name(name)))
+    codec.decode_(_run(values, codes, codec), _run(codes, codes, codec), work.state.get(scale_name(name)))
     return values
 
 
@@ -205,19 +205,23 @@ def write_state_(work: Work, name: str, codec: StateCodec, values: Tensor, skip:
     """Write the state `name`, and its block scales if the codec has any. Not if `skip`."""
     codes, scales = work.state[name], work.state.get(scale_name(name))
     if skip is None:
-        codec.encode_(_run(codes, codec), scales, _run(values, codec))
+        codec.encode_(_run(codes, codes, codec), scales, _run(values, codes, codec))
         return
     new_codes = torch.empty_like(codes)
     new_scales = None if scales is None else torch.empty_like(scales)
-    codec.encode_(_run(new_codes, codec), new_scales, _run(values, codec))
+    codec.encode_(_run(new_codes, codes, codec), new_scales, _run(values, codes, codec))
     assign_([codes], [new_codes], skip)
     if scales is not None and new_scales is not None:
         assign_([scales], [new_scales], skip)
 
 
-def _run(tensor: Tensor, codec: StateCodec) -> Tensor:
-    """The tensor as the codec needs it: flat if elements share a scale."""
-    return tensor.view(-1) if codec.block else tensor
+def _run(tensor: Tensor, codes: Tensor, codec: StateCodec) -> Tensor:
+    """The tensor as the codec needs it: flat, in the memory order of `codes`, if elements share a scale."""
+    if not codec.block:
+        return tensor
+    if tensor.stride() != codes.stride():
+        tensor = torch.empty_like(codes, dtype=tensor.dtype).copy_(tensor)
+    return flat(tensor, codes, "a state")
 
 
 def assign_(targets: Iterable[Tensor], values: Iterable[Tensor], skip: Tensor | None) -> None:
