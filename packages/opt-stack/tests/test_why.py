@@ -306,3 +306,14 @@ def test_records_of_one_file_may_be_of_two_models(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert "times the usual" in said(tmp_path / "run.jsonl")
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_not_read(tmp_path: Path) -> None:
+    file, model = tmp_path / "run.jsonl", make()
+    for expected in (3, 5):  # the second process goes on in the same file
+        optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])
+        optimizer.stats_every(1, JsonLines(file))
+        train(model, optimizer, range(3))
+        assert len(why(file).run) == expected
+        file.write_text(file.read_text()[:-20])
+        assert len(why(file).run) == expected - 1

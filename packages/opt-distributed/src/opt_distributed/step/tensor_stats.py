@@ -23,7 +23,7 @@ from opt_distributed.pieces.offload import HostMain
 from opt_distributed.pieces.piece import OwnedPiece, Ready
 from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step import stats
-from opt_distributed.step.verdict import Outcome
+from opt_distributed.step.verdict import Outcome, clip_coefficients
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 
@@ -92,7 +92,8 @@ class TensorSums:
 
     def __init__(self, stepper: "Stepper", groups: Sequence[Mapping[str, Any]], *, order: Sequence[ParamId], rank: int):
         """Collective. `order` is that of the parameters in the model; `rank` is the number that names this rank."""
-        self._stepper, self._queues = proxy(stepper), devices.device_of(stepper.device)  # which keeps this object
+        self._stepper = proxy(stepper)  # its watch keeps this object
+        self._queues = devices.device_of(stepper.device)
         first_of: dict[ParamId, int] = {}
         replicas = rank
         for family in reversed(stepper.families):  # dense parameters last
@@ -244,8 +245,8 @@ class Recorded:
 
         of_ranks = iter(numbers[6 * len(rows) :])
         norm, clip = report.norms[0], 1.0
-        if self._max_norm > 0 and norm > 0 and math.isfinite(norm):
-            clip = min(self._max_norm / (norm + 1e-6), 1.0)
+        if math.isfinite(norm):
+            clip = clip_coefficients(torch.tensor([norm], dtype=torch.float64), self._max_norm).item()
         return StepStats(
             step=self.outcome.step,
             updates=round(next_updates / num_counts) - 1 if num_counts else 0,

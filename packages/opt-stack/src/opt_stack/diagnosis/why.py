@@ -105,8 +105,9 @@ def read_recordings(directory: str | Path) -> list[Run]:
 
 def _read(path: Path) -> Run:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [stats for line in lines if (stats := from_line(line)) is not None]
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = lines if not lines or lines[-1].endswith("\n") else lines[:-1]  # of a process killed while it wrote
+        return [stats for line in whole if (stats := from_line(line)) is not None]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a recording: {error!r}") from error
 
@@ -268,7 +269,7 @@ def _between(first: Run, second: Run) -> Iterator[Finding]:
                 yield Finding(stats.step, text)
                 return
         for kind in ("weight_norm", "grad_norm", "update_norm"):
-            for name in then.params.keys() & stats.params.keys():
+            for name in (name for name in stats.params if name in then.params):  # in the order of the model
                 old, new = getattr(then.params[name], kind), getattr(stats.params[name], kind)
                 if None not in (old, new) and not math.isclose(old, new, rel_tol=OTHER, abs_tol=1e-12):
                     text = f"{where} the {kind.replace('_', ' ')} of {_place(name)} is {new:.4g}, and was {old:.4g}."

@@ -14,6 +14,8 @@ class JsonLines:
 
     def __init__(self, path: str | Path):
         self._path = Path(path)
+        if self._path.exists() and not (found := self._path.read_bytes()).endswith(b"\n"):
+            self._path.write_bytes(found[: found.rfind(b"\n") + 1])  # a process was killed while it wrote a line
 
     def __call__(self, stats: StepStats) -> None:
         with self._path.open("a", encoding="utf-8") as file:
