@@ -20,7 +20,7 @@ the next one at the latest. A process without other ranks raises them at once, a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,27 +47,11 @@ from opt_distributed.step.stats import (
     reduce_zeros,
     used,
 )
+from opt_distributed.step.tensor_stats import Watch
 from opt_distributed.step.unit import Unit, begin_units_
 from opt_distributed.step.verdict import Limits, Outcome, Report, StepResult, Verdict, decide, warn_of_deleted
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
-
-
-class Watch(Protocol):
-    """Sees every step, with the same calls on every rank. Reads gradients and weights; writes nothing."""
-
-    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
-        """Gradients are reduced, and nothing is updated yet. `inverse` is 1 / loss scale; `skipped`: the host knows
-        that no update follows."""
-        ...
-
-    def after(self, outcome: Outcome, *, max_norm: float) -> None:
-        """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
-        ...
-
-    def refused(self, error: Exception) -> None:
-        """A guard has refused the step. On an accelerator there is no such call."""
-        ...
 
 
 class _Prepared(NamedTuple):

@@ -9,7 +9,7 @@ host reads the sums later, from a copy.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import proxy
 
 import torch
@@ -78,6 +78,23 @@ class StepStats:
         outcome = "applied" if self.success else f"skipped: {self.reason}"
         head = f"step {self.step} ({outcome}): norm {self.grad_norm:.4g}, clip factor {self.clip:.3g}"
         return "\n".join([f"{head}, loss scale {self.loss_scale:g}", *lines])
+
+
+class Watch(Protocol):
+    """Sees every step of a `Stepper`, with the same calls on every rank. Reads gradients and weights, writes none."""
+
+    def before(self, ready: Sequence[Ready], inverse: float | Tensor, *, skipped: bool) -> None:
+        """Gradients are reduced, and nothing is updated yet. `inverse` is 1 / loss scale; `skipped`: the host knows
+        that no update follows."""
+        ...
+
+    def after(self, outcome: Outcome, *, max_norm: float) -> None:
+        """The step was made, or skipped. `max_norm` is the norm to which gradients are clipped."""
+        ...
+
+    def refused(self, error: Exception) -> None:
+        """A guard has refused the step. Not called on an accelerator."""
+        ...
 
 
 class Row(NamedTuple):
