@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from char_gpt import CONTEXT, CharGPT, batch_at, stdlib_text
+from leaderboard_table import draw, table
 
 from opt_kernels import optim
 from opt_scheduler import linear, warmup
@@ -301,18 +302,6 @@ def update_seconds(contender: Contender) -> float:
     return statistics.median(times[2:])
 
 
-# The 97.5 % quantile of Student's t by degrees of freedom.
-T_QUANTILES = {2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306}
-
-
-def differ(one: list[float], other: list[float]) -> bool:
-    """Whether the means of two rules' final losses differ by more than their seeds explain (t-test, 5 %)."""
-    freedom = len(one) + len(other) - 2
-    squares = sum((x - statistics.mean(losses)) ** 2 for losses in (one, other) for x in losses)
-    error = math.sqrt(squares / freedom * (1 / len(one) + 1 / len(other)))
-    return abs(statistics.mean(one) - statistics.mean(other)) > T_QUANTILES[freedom] * error
-
-
 def row(contender: Contender, directory: Path, target: float) -> dict[str, Any] | None:
     """A line of the table; None if the contender is not finished."""
     results = Results(contender, directory)
@@ -349,74 +338,12 @@ def report(directory: Path, folder: Path) -> None:
     target = statistics.mean(map(final, of_baseline))
     rows = [found for contender in CONTENDERS if (found := row(contender, directory, target))]
     rows.sort(key=lambda found: found["bits"])
-    settings = {"steps": STEPS, "batch": BATCH, "warmup": WARMUP, "weight_decay": DECAY, "model": MODEL}
-    about = {"torch": torch.__version__, "target_bits": target, **settings}
+    settings = {"steps": STEPS, "batch": BATCH, "context": CONTEXT, "warmup": WARMUP, "weight_decay": DECAY}
+    compared = {"model": MODEL, "seeds": [SEEDS, SEEDS_OF_FIRST], "baseline": BASELINE, "target_bits": target}
+    about = {"torch": torch.__version__, **settings, **compared}
     (folder / "leaderboard.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
-    (folder / "leaderboard.md").write_text(table(rows, target))
-    draw(rows, target, folder / "leaderboard.svg")
-
-
-def place(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The places that a rule may have, given what the seeds' deviations allow."""
-    others = [other for other in rows if differ(found["finals"], other["finals"])]
-    first = 1 + sum(other["bits"] < found["bits"] for other in others)
-    last = len(rows) - sum(other["bits"] > found["bits"] for other in others)
-    return str(first) if first == last else f"{first}–{last}"
-
-
-def table(rows: list[dict[str, Any]], target: float) -> str:
-    def cell(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    lines = [
-        f"Held-out bits per character after {STEPS} steps of {BATCH} x {CONTEXT} characters, the mean of {SEEDS} to",
-        f"{SEEDS_OF_FIRST} seeds and its standard error. Place: rules whose difference is within what the seeds",
-        "explain (t-test, 5 %) share places. Learning rates: of hidden matrices, and of all other parameters, which",
-        "matrix rules update with AdamW; * at the end of the grid, so a better one may lie outside. Steps: until",
-        f"{BASELINE}'s final {target:.3f} bits are reached. Update: one, on one thread. State: bytes per parameter.",
-        "It is one small model on one data set: it cannot say how rules compare on larger models or longer runs.",
-        "",
-        f"| place | rule | bits | lr, matrices | lr, rest | steps to {BASELINE}'s | update, ms | state |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for found in rows:
-        mark = " *" if found["at_the_end_of_the_grid"] else ""
-        lines.append(
-            f"| {place(found, rows)} | {found['rule']}{mark} | {found['bits']:.3f} ± {found['error']:.3f} | "
-            f"{found['rates'][0]:.2g} | {found['rates'][1]:.2g} | {cell(found['steps_to_target'], '.0f')} | "
-            f"{cell(found['update_ms'], '.1f')} | {found['state_bytes']:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def draw(rows: list[dict[str, Any]], target: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "leaderboard"  # the same bytes from the same numbers
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(9, 5.5), layout="constrained")
-    for index, found in enumerate(rows):
-        steps = [step for step, _ in found["curves"][0]]
-        curves = [run for run in found["curves"] if len(run) == len(steps)]
-        mean = [statistics.mean(run[i][1] for run in curves) for i in range(len(steps))]
-        # A legend can be read up to about ten curves: the first nine rules have a colour, and the baseline is black.
-        named, label = index < 9, f"{found['rule']}  {found['bits']:.3f}"
-        if found["rule"] == BASELINE:
-            axis.plot(steps, mean, label=label, color="black")
-        else:
-            axis.plot(
-                steps,
-                mean,
-                label=label if named else None,
-                color=f"C{index}" if named else "0.8",
-                zorder=2 - index / 99,
-            )
-    axis.axhline(target, color="0.6", linestyle=":", linewidth=1)
-    axis.set(xlabel="step", ylabel="held-out bits per character", ylim=(None, target + 1.0))
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None})
+    (folder / "leaderboard.md").write_text(table(rows, about))
+    draw(rows, about, folder / "leaderboard.svg")
 
 
 def main() -> None:
