@@ -256,6 +256,8 @@ REFUSED_TENSORS: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "a main with holes": (lambda: {"main": with_holes()}, "make the parameter contiguous"),
     "a remainder of uint8": (lambda: halves(torch.bfloat16, torch.uint8), "neither a main nor its two halves"),
     "a remainder of int32": (lambda: halves(torch.bfloat16, torch.int32), "neither a main nor its two halves"),
+    "no remainder": (lambda: halves(torch.bfloat16, torch.int16) | {"remainder": None}, "neither a main nor its two"),
+    "no halves": (lambda: {"main": None}, "neither a main nor its two halves"),
     "halves in float16": (lambda: halves(torch.float16, torch.int16), "neither a main nor its two halves"),
     "halves in float32": (lambda: halves(torch.float32, torch.int16), "neither a main nor its two halves"),
 }

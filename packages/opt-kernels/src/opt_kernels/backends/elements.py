@@ -273,8 +273,11 @@ def columns_of(parts: list[tuple[int, Works]], codecs: Mapping[str, StateCodec])
     scaled = [scale_name(name) for name, codec in codecs.items() if codec.block]
     for _, works in parts:
         mains = works.remainders if works.mains is None else works.mains
-        if mains is None or (works.mains is None and works.outs is None):
-            raise LayoutError("a work has no main: pass main, or out (bfloat16) and its remainder (int16)")
+        if mains is None or (works.mains is None and (works.outs is None or NoneType in set(map(type, mains)))):
+            raise LayoutError(
+                "a work has neither a main nor its two halves; pass main, or out (torch.bfloat16) and its remainder "
+                "(torch.int16 or torch.int8)"
+            )
         grads += works.grads
         others += mains
         others += works.outs or ()
