@@ -29,7 +29,7 @@ from elementwise_works import (
 )
 from torch import Tensor
 
-from opt_kernels.backends.torch_native import PIECE_NUMEL as TILE_NUMEL
+from opt_kernels.backends.torch_native import PIECE_NUMEL
 from opt_kernels.rules import SGD, Adam
 from opt_kernels.works import Batch
 
@@ -177,12 +177,12 @@ def test_stochastic_rounding_is_right_on_average_whatever_the_cut(backend: str) 
     assert abs(main_of(whole).mean() - (1 - 20e-4)) < 4 * 5e-5
 
 
-def test_stochastic_rounding_goes_on_counting_from_tile_to_tile() -> None:
+def test_stochastic_rounding_goes_on_counting_from_piece_to_piece() -> None:
     rule = Adam(stochastic_rounding=True, backend="torch")
-    size = TILE_NUMEL + 128
+    size = PIECE_NUMEL + 128
     whole, pieces = (KEPT["bf16"].work(rule, start_of((size,))) for _ in range(2))
     grad = gradients((size,), torch.bfloat16)[0]
     rule.update_([Batch(HYPER, [replace(whole, grad=grad)])])
-    parts = [slice(0, TILE_NUMEL - 64), slice(TILE_NUMEL - 64, size)]
+    parts = [slice(0, PIECE_NUMEL - 64), slice(PIECE_NUMEL - 64, size)]
     rule.update_([Batch(HYPER, [cut(replace(pieces, grad=grad), part) for part in parts])])
     assert torch.equal(main_of(whole), main_of(pieces))

@@ -33,7 +33,7 @@ from elementwise_works import (
 from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
-from opt_kernels.backends.torch_native import PIECE_NUMEL as TILE_NUMEL
+from opt_kernels.backends.torch_native import PIECE_NUMEL
 from opt_kernels.codecs import CodecError
 from opt_kernels.rules import SGD, Adam, Lion, Rule
 from opt_kernels.works import Batch, Work, Works
@@ -82,7 +82,7 @@ def test_a_skip_flag_leaves_every_byte_unchanged(make: Make, kept: Kept, backend
 @on_pairs_of(make=RULES, kept=KEPT, scale={"1": 1.0, "0.3": 0.3}, backend=FAST)
 def test_the_bits_do_not_depend_on_how_a_parameter_is_cut(make: Make, kept: Kept, scale: float, backend: str) -> None:
     rule = make(backend=backend)
-    tile = 2048 if backend == "triton" else TILE_NUMEL  # an interpreter takes its time
+    tile = 2048 if backend == "triton" else PIECE_NUMEL  # an interpreter takes its time
     size = tile + 64 * 50 + 37
     cuts = [0, 64, 64 * 3, 64 * 31, tile - 64, tile + 64, size]
     whole, pieces = (kept.work(rule, start_of((size,), backend)) for _ in range(2))
@@ -212,7 +212,7 @@ def test_any_dense_layout_is_walked(arrange: Callable[[Tensor], Tensor], same_la
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(backend: str) -> None:
-    turned = [torch.randn(2, 2, TILE_NUMEL).transpose(0, 1) for _ in range(2)]
+    turned = [torch.randn(2, 2, PIECE_NUMEL).transpose(0, 1) for _ in range(2)]
     straight = [tensor.clone(memory_format=torch.contiguous_format) for tensor in turned]
     rule = Adam(backend=backend)
     for main, grad in turned, straight:
@@ -222,10 +222,10 @@ def test_a_dense_layout_longer_than_a_tile_works_with_states_of_other_sizes(back
 
 
 def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -> None:
-    work = replace(KEPT["fp32"].work(Adam(), start_of((9 * TILE_NUMEL,))), grad=torch.randn(9 * TILE_NUMEL))
+    work = replace(KEPT["fp32"].work(Adam(), start_of((9 * PIECE_NUMEL,))), grad=torch.randn(9 * PIECE_NUMEL))
     with torch.profiler.profile(profile_memory=True) as profile:
         Adam(order="te", backend="torch").update_([Batch(HYPER, [work])])
-    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * TILE_NUMEL
+    assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * PIECE_NUMEL
 
 
 def turned() -> Tensor:

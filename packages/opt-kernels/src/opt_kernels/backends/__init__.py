@@ -1,6 +1,7 @@
 """Sweeps over all elements of a step, in four versions, of which `dispatch` chooses one.
 
-For packages that read gradients without a rule: statistics, memory order, writes by other code.
+For packages that read gradients without a rule: statistics, memory order, writes by other code; and the numbers of
+groups that a captured step reads.
 """
 
 from opt_kernels.backends.dispatch import grad_stats

@@ -68,7 +68,8 @@ def update_(
 
 
 def _is_direct(run: elements.Run, codecs: Mapping[str, StateCodec]) -> bool:
-    """Whether main, gradient and states are stored in the compute dtype, and there is no out."""
+    """Whether a fused optimizer can update the tensors of a run themselves: all are in the compute dtype, and no out is
+    to be written."""
     dtype = elements.compute_dtype(run)
     if run.out is not None or run.main is None or run.main.dtype is not dtype or run.grad.dtype is not dtype:
         return False

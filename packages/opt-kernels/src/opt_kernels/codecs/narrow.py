@@ -10,7 +10,7 @@ negative, the upper half is raised by one. So the upper half is w rounded to nea
 which is exact for every w except NaN: raising 0x7FFF would give 0x8000, which is minus zero, and the NaN would vanish
 from the model. NaN is stored as the quiet NaN (0x7FC0, 0) instead.
 
-An int8 remainder is that of a float32 rounded to nearest even in its upper 24 bits, which are split alike:
+With an int8 remainder, w is first rounded to its upper 24 bits, to nearest even. These bits are split in the same way:
 
     word(w) >> 8 = word(weight) * 2^8 + remainder        (after rounding)
 

@@ -1,7 +1,8 @@
 """Elementwise rules as formulas: the states, scalars and update of one element, which every backend executes.
 
-`formula` defines formulas, `numbers` their numbers and choices, `functions` the functions they may call. `registry`
-lists all formulas. Every other module is one rule.
+`formula` defines formulas, `numbers` their numbers and choices, `functions` the functions they may call. `syntax` reads
+their source, and `translate` writes it in other languages. `registry` lists all formulas. Every other module is one
+rule.
 """
 
 from opt_kernels.formulas.formula import Formula, State

@@ -1,7 +1,7 @@
 """Hooks: modifications of the update of any rule, such as cautious weight decay, update clipping or norms.
 
 `values` defines the hooks and their order, `hooked` applies them to a rule. Elementwise hooks become part of the rule's
-formula (`compose`). Hooks that need norms write the direction to a buffer first (`measured`, `sums`, `factors`).
+formula (`compose`). Hooks that need norms write the direction to a buffer first (`measured`, `sums`).
 """
 
 from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, reads_weight_decay, shape_problem

@@ -1,4 +1,4 @@
-"""The rules, one algorithm a file, and what a rule is.
+"""The rules, and what a rule is (`base`).
 
 For packages that choose rules and call them.
 """

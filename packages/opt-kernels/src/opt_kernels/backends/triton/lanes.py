@@ -1,6 +1,5 @@
-"""Device functions that Triton sweeps share: aligned pointers, loads and stores of tiles, rounding and arithmetic.
-
-Also of mains: read into float32 registers, and written back in their storage dtype.
+"""Device functions that Triton sweeps share: aligned pointers, loads and stores of tiles, rounding and arithmetic, and
+mains, which are read as float32 and written in their storage dtype.
 
 `opt_kernels.codecs.narrow` defines remainders and stochastic rounding: these have the same bits.
 """
