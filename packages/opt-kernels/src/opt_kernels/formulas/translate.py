@@ -17,7 +17,8 @@ OPERATORS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.M
 
 
 class Dialect:
-    """The syntax of a target language: patterns, and how it names, writes and calls. The defaults write nothing."""
+    """The syntax of a target language: patterns, and how it writes and calls. Names of a formula get a prefix, so that
+    none is a keyword there. The other defaults write nothing."""
 
     BOTH, EITHER, NEGATION = "{} {}", "{} {}", "{}"  # of conditions
     CHOICE = "{} {} {}"  # by a condition, of two values
@@ -27,7 +28,7 @@ class Dialect:
         self.constants = constants
 
     def name(self, name: str) -> str:
-        return ""
+        return f"x_{name}"
 
     def literal(self, value: float) -> str:
         return ""

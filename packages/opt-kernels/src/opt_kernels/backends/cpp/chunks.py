@@ -18,14 +18,11 @@ from opt_kernels.formulas.translate import Dialect, body_and_results
 
 
 class Cpp(Dialect):
-    """Expressions of float. Names of a formula get a prefix, so that none is a keyword of C++."""
+    """Expressions of float."""
 
     BOTH, EITHER, NEGATION = "({} && {})", "({} || {})", "(!{})"
     CHOICE = "({} ? {} : {})"
     ASSIGNMENT = "x_{} = {};"
-
-    def name(self, name: str) -> str:
-        return f"x_{name}"
 
     def literal(self, value: float) -> str:
         return f"{value!r}f"

@@ -53,14 +53,11 @@ class Kernels(NamedTuple):
 
 
 class _Triton(Dialect):
-    """Expressions of Triton; the names of a formula get a prefix."""
+    """Expressions of Triton."""
 
     BOTH, EITHER, NEGATION = "({} & {})", "({} | {})", "({} == 0)"
     CHOICE = "tl.where({}, {}, {})"
     ASSIGNMENT = "x_{} = {}"
-
-    def name(self, name: str) -> str:
-        return f"x_{name}"
 
     def literal(self, value: float) -> str:
         return repr(value)
