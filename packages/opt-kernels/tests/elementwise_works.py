@@ -67,7 +67,6 @@ KEPT: Mapping[str, Kept] = {
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
 ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
-ON_KEPT = pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT.keys())
 NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
 NEEDS_TRITON = [
     pytest.mark.needs_extra,

@@ -69,8 +69,9 @@ def test_no_elements_have_no_norm_and_no_zeros(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
-def test_tiles_may_be_full(backend: str) -> None:
-    grads = [gradient(numel, dtype) for dtype in dtypes_of(backend) for numel in (7, PIECE_NUMEL - 1, 3)]
+def test_gradients_may_take_one_piece_or_several(backend: str) -> None:
+    sizes = (7, PIECE_NUMEL - 1, PIECE_NUMEL, PIECE_NUMEL + 1, 2 * PIECE_NUMEL + ROW_NUMEL + 3)
+    grads = [gradient(numel, dtype) for dtype in dtypes_of(backend) for numel in sizes]
     check(grad_stats(grads, backend=backend), grads)
 
 
