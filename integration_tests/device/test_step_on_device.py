@@ -127,8 +127,7 @@ def test_recorded_numbers_are_those_of_a_cpu(wrapping: Wrapping, graphs: bool) -
             assert stats.success == other.success
             assert stats.rank_norms == pytest.approx(other.rank_norms, nan_ok=True)
             for name, numbers in stats.params.items():
-                same = [number or 0.0 for number in other.params[name]]
-                assert [number or 0.0 for number in numbers] == pytest.approx(same, nan_ok=True), (stats.step, name)
+                assert list(numbers) == pytest.approx(list(other.params[name]), nan_ok=True), (stats.step, name)
 
 
 def a_step_count_is_read(patch: pytest.MonkeyPatch) -> None:
