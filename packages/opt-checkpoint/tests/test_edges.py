@@ -24,6 +24,7 @@ from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointMismatchError,
     ShardedTensor,
+    TieredCheckpointManager,
     load,
     load_optimizer,
     read_common,
@@ -49,6 +50,13 @@ def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(synced) == 2 * by_path > 0
     assert {p.name for p in (tmp_path / "a url").iterdir()} == {p.name for p in (tmp_path / "path").iterdir()}
     assert torch.equal(load({"w": None}, f"file://localhost{tmp_path}/path").state["w"], torch.ones(3))
+
+
+def test_the_local_tier_may_be_a_file_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with TieredCheckpointManager(f"file://{tmp_path}/a%20url", "durable", durable_every=2) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    assert {path.name for path in tmp_path.iterdir()} == {"a url", "durable"}
 
 
 @pytest.mark.parametrize("url", ["file://host/run", "file://run", "file:///run?x=1", "file:///run#x"])

@@ -108,8 +108,9 @@ class TieredCheckpointManager(Closing):
         self._durable = CheckpointManager(
             durable, keep=keep, keep_every=keep_every, process_group=process_group, timeout_s=timeout_s
         )
-        self._local_path = Path(str(local)).absolute()
-        from_all(self._ranks, lambda: str(local_path(local, "the local tier")), "opening the local tier")
+        places: list[Path] = []
+        from_all(self._ranks, lambda: places.append(local_path(local, "the local tier")), "opening the local tier")
+        self._local_path = places[0]
         self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
         self._keepers = keepers(from_all(self._ranks, lambda: node or this_node(), "naming nodes"))
         if self._keepers is None and self._ranks.rank == 0:
