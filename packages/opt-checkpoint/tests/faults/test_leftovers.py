@@ -132,7 +132,9 @@ def test_an_answer_of_no_from_pathlib_is_not_an_absence(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(Path, "exists", lambda self, **options: False)
     monkeypatch.setattr(Path, "is_dir", lambda self, **options: False)
-    for ask in (lambda: store_at(tmp_path).children(), lambda: store_at(tmp_path).committed(step_name(1))):
+    store = store_at(tmp_path)
+    create = lambda: store.create(f"{step_name(1)}/run.json", b"")
+    for ask in (store.children, lambda: store.committed(step_name(1)), create):
         with pytest.raises(OSError, match=rf"\[Errno {errno.ESTALE}\]"):
             ask()
 

@@ -198,7 +198,7 @@ class Directory:
         self.sync_dir(path.parent)
 
     def create(self, name: str, content: bytes) -> None:
-        if not self.path(name).exists():
+        if _mode_of(self.path(name)) is None:
             self.put(name, content)
 
     def remove(self, name: str) -> None:
