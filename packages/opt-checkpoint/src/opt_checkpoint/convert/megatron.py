@@ -110,7 +110,7 @@ def megatron_to_checkpoint(
     if form == BUCKETS and slots is None:
         raise CheckpointValueError(
             f"{source} stores its optimizer as {BUCKETS}: buckets of memory in which no parameter has a name. Pass "
-            f"slots= (--slots FILE), the layout of the run that saved it; see BucketSlot in the README"
+            f"slots= (--slots FILE), the layout of the run that saved it; see opt_checkpoint.BucketSlot"
         )
     step = read_step(index, common) if step is None else step
     named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}

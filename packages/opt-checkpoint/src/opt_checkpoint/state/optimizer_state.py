@@ -308,9 +308,9 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
     """A state with the shape of its parameter, sharded like it, under the key `prefix.<parameter key>`.
 
     Args:
-        model_param: the parameter's description. With a `flattened_range`, the state is that range of it. optim_param:
-        the state, with `model_param`'s local shape (or its range's length) and any dtype. For a DTensor, its
-            local values are used.
+        model_param: the parameter's description. With a `flattened_range`, the state is that range of it.
+        optim_param: the state, with `model_param`'s local shape (or its range's length) and any dtype. For a DTensor,
+            its local values are used.
         prefix: by convention `optimizer.state.<state name>`.
 
     Returns:
