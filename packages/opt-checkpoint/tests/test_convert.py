@@ -241,6 +241,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], Any, str]] = {
     "slots with another field": (SLOTS, [{"nome": "w"}], "given.json: entry 0"),
     "slots that are names": (SLOTS, ["w"], "given.json is not a JSON list of objects"),
     "slots that are no list": (SLOTS, {"name": "w"}, "given.json holds a dict"),
+    "an option of another format": ((*TORCH, "--at", "optim"), [1], "--at does nothing with --from torch, which takes"),
+    "an option of the other way": ((*SLOTS[:3], "--dtype", "bfloat16"), None, "--dtype does nothing with --from meg"),
     "an export of nothing": ((*EXPORT, "nothing*"), None, "holds no tensor that matches 'nothing*'"),
 }
 

@@ -25,6 +25,9 @@ from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
 FINE, FOUND, WRONG_USE = 0, 1, 2
+# Formats that `convert` reads and writes, and the options of each.
+_FROM = {"torch": ("names",), "safetensors": ("map", "prefix"), "megatron": ("slots", "step")}
+_TO = {"torch": ("at",), "safetensors": ("map", "prefix", "tensor", "dtype"), "dcp": ("at", "name")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,18 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("source", help="what to convert; a checkpoint may be the URL of an object store")
     convert.add_argument("target", help="what to write, which must not exist; likewise")
     form = convert.add_mutually_exclusive_group(required=True)
-    formats = ("torch", "safetensors", "megatron", "dcp")
-    form.add_argument("--from", dest="from_", choices=formats[:3], help="write a checkpoint from SOURCE, which is ...")
-    form.add_argument("--to", choices=formats[:2] + formats[3:], help="write another format from SOURCE, a checkpoint")
-    convert.add_argument("--tensor", metavar="GLOB", default="*", help="to safetensors: only keys that match")
-    convert.add_argument("--prefix", default="", help="safetensors: prefix of the checkpoint's keys, as model.")
+    form.add_argument("--from", dest="from_", choices=_FROM, help="write a checkpoint from SOURCE, which is ...")
+    form.add_argument("--to", choices=_TO, help="write another format from SOURCE, a checkpoint")
+    convert.add_argument("--tensor", metavar="GLOB", help="to safetensors: only keys that match")
+    convert.add_argument("--prefix", help="safetensors: prefix of the checkpoint's keys, as model.")
     convert.add_argument("--map", type=Path, help="safetensors: JSON list of {ours, theirs, ...}; see NameRule")
     convert.add_argument("--dtype", help="to safetensors: convert floating-point tensors, as to bfloat16")
-    convert.add_argument("--at", default="optimizer", help="torch, dcp: where in the state the optimizer is")
-    convert.add_argument("--name", default="", help="dcp: where dcp.load looks for the optimizer, as optim")
-    convert.add_argument("--names", type=Path, help="torch: JSON list of parameter names in the optimizer's order")
-    convert.add_argument("--slots", type=Path, help="megatron: JSON list of {name, shape, start, ...}")
-    convert.add_argument("--step", type=int, help="megatron: number of optimizer steps taken")
+    convert.add_argument("--at", help="to torch, dcp: where in the state the optimizer is; default: optimizer")
+    convert.add_argument("--name", help="to dcp: where dcp.load looks for the optimizer, as optim")
+    convert.add_argument("--names", type=Path, help="from torch: JSON list of parameter names in the optimizer's order")
+    convert.add_argument("--slots", type=Path, help="from megatron: JSON list of {name, shape, start, ...}")
+    convert.add_argument("--step", type=int, help="from megatron: number of optimizer steps taken")
     extract = add("extract", "write one stored tensor to a .pt file", _extract, "path")
     extract.add_argument("key", help="the stored key, as `show` lists it")
     extract.add_argument("target", type=Path, help="the file to write, for torch.load; it must not exist")
@@ -196,26 +198,34 @@ def _convert(options: argparse.Namespace) -> int:
     from opt_checkpoint.convert import foreign_files, megatron, name_rules, safetensors, torch_files
     from opt_checkpoint.state.tensors import dtype_from_name
 
-    source, target, at = options.source, options.target, tuple(options.at.split("."))
+    own = _FROM[options.from_] if options.from_ else _TO[options.to]
+    for name in dict.fromkeys(name for names in (*_FROM.values(), *_TO.values()) for name in names):
+        if name not in own and getattr(options, name) is not None:
+            form = f"--from {options.from_}" if options.from_ else f"--to {options.to}"
+            raise CheckpointValueError(f"--{name} does nothing with {form}, which takes --{', --'.join(own)}")
+    source, target, prefix = options.source, options.target, options.prefix or ""
+    at = ("optimizer",) if options.at is None else tuple(options.at.split("."))
     rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
     written = [target]
     if options.from_ == "torch":
         of_params = foreign_files.read_list(options.names, str, "names") if options.names else None
         torch_files.torch_file_to_checkpoint(source, target, names=of_params)
     elif options.from_ == "safetensors":
-        safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=options.prefix)
+        safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=prefix)
     elif options.from_ == "megatron":
         slots = foreign_files.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
         megatron.megatron_to_checkpoint(source, target, slots=slots, step=options.step)
     elif options.to == "torch":
         torch_files.checkpoint_to_torch_file(source, target, at=at)
     elif options.to == "dcp":
-        torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name)
+        torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name or "")
     else:
-        dtype, chosen = dtype_from_name(options.dtype) if options.dtype else None, {"select": options.tensor}
-        chosen["prefix"] = options.prefix
-        written = safetensors.checkpoint_to_safetensors(source, target, names=rules, dtype=dtype, **chosen)
-        if others := safetensors.left_out(source, **chosen):
+        dtype = dtype_from_name(options.dtype) if options.dtype else None
+        chosen = "*" if options.tensor is None else options.tensor
+        written = safetensors.checkpoint_to_safetensors(
+            source, target, names=rules, select=chosen, prefix=prefix, dtype=dtype
+        )
+        if others := safetensors.left_out(source, select=chosen, prefix=prefix):
             print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
     for path in written:
         print(path)

@@ -370,7 +370,7 @@ def checkpoint_to_safetensors(
         read_into(index, tensors)
         state = {key: sharded_like(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
-    return [Path(folder) / file for file in sorted(os.listdir(target))]
+    return [target / file for file in sorted(os.listdir(target))]
 
 
 def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]:
