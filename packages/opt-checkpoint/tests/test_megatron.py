@@ -21,6 +21,7 @@ from opt_checkpoint import (
     NUMPY_GLOBALS,
     REFERENCE_ALIASES,
     CheckpointCorruptError,
+    CheckpointValueError,
     NotLoaded,
     ShardedObject,
     ShardedTensor,
@@ -32,7 +33,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.__main__ import main
-from opt_checkpoint.convert.megatron import read_step
+from opt_checkpoint.convert.megatron import megatron_to_checkpoint, read_step
 from opt_checkpoint.disk.archives import load_object
 from opt_checkpoint.disk.index import Kind
 
@@ -106,6 +107,8 @@ def test_it_is_converted_with_its_step(written: Path) -> None:
     step = torch.zeros(2, dtype=torch.int64)
     load({"s": sharded_like(f"optimizer.state.step.{FC1}", step)}, written / "ours")
     assert step.tolist() == [3, 3]
+    with pytest.raises(CheckpointValueError, match="it is not dp_reshardable"):
+        megatron_to_checkpoint(written / "theirs", written / "again", slots=[])
     with pytest.raises(SystemExit):
         main(["convert", str(written / "theirs"), str(written / "again")])
 

@@ -93,7 +93,8 @@ def megatron_to_checkpoint(
         step: how many updates were made; None for the stored count.
 
     Raises:
-        CheckpointingException: it is not a Megatron-Core directory, has a format that is not read, or needs `slots`.
+        CheckpointingException: it is not a Megatron-Core directory, has a format that is not read, needs `slots`, or
+            has no buckets for them.
     """
     index = read_index(source)
     has_buckets = any(map(_BUCKET_STATE.fullmatch, index.tensors))
@@ -122,8 +123,8 @@ def megatron_to_checkpoint(
             sharded_like(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
             for key, tensor in tensors.items()
         ]
-        if form == BUCKETS:
-            sharded += _bucket_states(index, slots or (), Path(scratch))
+        if slots is not None:
+            sharded += _bucket_states(index, slots, Path(scratch))
         shapes = {t.key.removeprefix(_MAIN): t.global_shape for t in sharded if t.key.startswith(_MAIN)}
         if step is not None:
             for name, shape in shapes.items():  # several layers that are stacked have a step each
