@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from opt_checkpoint.disk.checkpoint import read_tensor
-from opt_checkpoint.disk.index import CheckpointIndex, Kind
+from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
 from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
@@ -111,7 +111,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     stored: Collection[str] = [*index.tensors, *index.objects] if is_stock else index.tensors
     if path_text(path) in stored:
         return {(): path_text(path)}
-    recorded: Mapping[str, Sequence[Any]] = index.details.get("paths") or {}
+    recorded: Mapping[str, Sequence[Any]] = index.details.get(PATHS) or {}
     found = {key: tuple(recorded[key]) for key in stored if key in recorded}
     if index.kind is not Kind.OURS and not path:
         found = {key: found.get(key, (key,)) for key in stored}
