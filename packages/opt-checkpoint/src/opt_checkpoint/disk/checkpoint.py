@@ -195,6 +195,8 @@ class Finding(NamedTuple):
 def verify_checkpoint(path: AnyPath) -> list[Finding]:
     """Read every byte of a checkpoint, and check it against the manifest, or the zip checksums of stock directories.
 
+    Archives of stock directories may lack the checksums of values, as those that `optckpt convert --to dcp` links do.
+
     Args:
         path: the checkpoint's directory, or its URL in an object store.
 
