@@ -25,6 +25,7 @@ from elementwise_works import (
     cut,
     device_of,
     gradients,
+    main_of,
     on_pairs_of,
     run,
     start_of,
@@ -226,6 +227,19 @@ def test_an_order_without_a_fused_sweep_makes_no_tensor_of_a_parameters_size() -
     with torch.profiler.profile(profile_memory=True) as profile:
         Adam(order="te", backend="torch").update_([Batch(HYPER, [work])])
     assert max(event.self_cpu_memory_usage for event in profile.events()) <= 4 * PIECE_NUMEL
+
+
+@ON_FAST
+def test_a_tensor_may_hold_a_momentum_of_zero(backend: str) -> None:
+    """The torch backend raised RuntimeError: torch's fused SGD takes no buffer then."""
+    found = []
+    for name in ("reference", backend):
+        rule, device = SGD(backend=name), device_of(name)
+        work = replace(KEPT["fp32"].work(rule, start_of((100,), name)), grad=torch.ones(100, device=device))
+        for step, momentum in enumerate((0.9, torch.zeros((), device=device), 0.9), start=1):
+            rule.update_([Batch(replace(HYPER, step=step, momentum=momentum), [work])])
+        found.append(main_of(work).cpu())
+    torch.testing.assert_close(found[1], found[0])
 
 
 def turned() -> Tensor:

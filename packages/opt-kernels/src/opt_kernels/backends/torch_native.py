@@ -139,7 +139,8 @@ def _fused(formula: Formula, hyper: Hyper) -> Update | None:
             )
 
         return adam
-    if formula.update is SGD.update:
+    # With a buffer torch refuses a momentum of 0, which a tensor may hold.
+    if formula.update is SGD.update and (float(hyper.momentum) or not constants["has_momentum"]):
         dampening, has_momentum = float(number_of(hyper, "dampening", formula)), bool(constants["has_momentum"])
 
         def sgd(mains: Sequence[Tensor], grads: Sequence[Tensor], states: Mapping[str, Sequence[Tensor]]) -> None:
