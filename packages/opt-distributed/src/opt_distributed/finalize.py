@@ -16,7 +16,7 @@ __all__ = ["ROUTER_BIAS_UPDATE_RATE", "finalize_model_grads", "unfinalized"]
 
 Groups = ProcessGroups | Roles | Mapping[str, Comm] | None
 ROUTER_BIAS_UPDATE_RATE = 1e-3
-"""The default of Megatron-Core and of the paper (see `routers`)."""
+"""The default of Megatron-Core and of the paper (see `update_router_biases_`)."""
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def finalize_model_grads(
        with `qk_layernorm`), and average gradients of `average_gradients_across_tp_domain` parameters;
     4. sum the tied embedding (`shared_embedding`) and the position embedding (`shared_position_embedding`) over the
        stages that hold them;
-    5. update the biases of routers that balance their experts (`routers.update_router_biases_`);
+    5. update the biases of routers that balance their experts (`update_router_biases_`);
     6. divide by the number of tokens.
 
     A second call in an iteration leaves completed gradients as they are. A step without this call is refused where

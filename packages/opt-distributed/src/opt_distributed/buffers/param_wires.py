@@ -19,7 +19,7 @@ from opt_paramgroups import ParamId, ParamMeta
 
 
 class ParamWire(Protocol):
-    """Completes the parameters of a bucket in stages, which `InFlight` runs; for gradients there is `wire.Wire`."""
+    """Completes the parameters of a bucket in stages, which `InFlight` runs; for gradients there is `wires.Wire`."""
 
     @property
     def is_staged(self) -> bool:

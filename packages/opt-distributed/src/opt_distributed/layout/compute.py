@@ -2,7 +2,7 @@
 
 Storage and compute differ where a rule needs a whole matrix and a rank stores only a part of it: under tensor
 parallelism, FSDP2, or both. The layout lists matrices in the order that all ranks follow, and says for each which rank
-stores which part and which ranks compute. `step.exchange` gathers parts before the rule and scatters them after it.
+stores which part and which ranks compute. `pieces.exchange` gathers parts before the rule and scatters them after it.
 
 Ranks form a grid: axis k has ``sizes[k]`` of them, and each rank has a coordinate. Every axis cuts a matrix along one
 dim, after the axes before it. So ranks whose coordinates share a prefix store one block together::

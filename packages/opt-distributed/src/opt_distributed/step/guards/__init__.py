@@ -1,1 +1,1 @@
-"""Reasons for which every rank refuses a step: a guard in each file, with its sentence."""
+"""Reasons for which every rank refuses a step: guards, with their sentences."""
