@@ -99,6 +99,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     # Names of other libraries are answered with ours.
     ({"optim_bits": 8}, "optim_bits=8: unknown field; set use_precision_aware_optimizer=True with exp_avg_dtype"),
     ({"betas": (0.9, 0.95)}, "betas=(0.9, 0.95): unknown field; set adam_beta1 and adam_beta2."),
+    ({"bf16_stochastic_round": True}, "bf16_stochastic_round=True: unknown field; leave it out: main values are kept"),
     ({"fused": True}, "fused=True: unknown field; steps are always fused; leave it out."),
     (
         {"zero_stage": 1},

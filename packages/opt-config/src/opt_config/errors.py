@@ -86,7 +86,7 @@ _ANSWERS: dict[str, str] = {
     **dict.fromkeys(("optim_bits", "block_wise", "min_8bit_size"), _EIGHT_BITS),
     **dict.fromkeys(("is_paged", "paged"), "set optimizer_cpu_offload=True and optimizer_offload_fraction"),
     "percentile_clipping": "set clip_grad, or grad_norm_skip_threshold to skip a step",
-    "bf16_stochastic_round": 'pass optimizer_options={"stochastic_rounding": True}',
+    "bf16_stochastic_round": "leave it out: main values are kept (only opt_kernels' drop-in optimizers round so)",
     # DeepSpeed
     **dict.fromkeys(("zero", "zero_stage", "stage", "zero_optimization"), _ZERO),
     **dict.fromkeys(
