@@ -15,7 +15,7 @@ from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import Alone, Comm
+from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import Axes, Roles, peers_of
 from opt_distributed.comm.mesh import tensor_peers_outside
 from opt_distributed.pieces.dtensor import local, local_address, local_grad
@@ -27,7 +27,6 @@ Run = tuple[ParamId, slice]
 ReadGrads = Callable[[], Sequence[Tensor | None]]
 """Returns the reduced gradients of runs in this step, None for one without. It may return the same list every time."""
 
-ALONE = Alone()
 _GRAD = attrgetter("grad")
 
 
