@@ -277,7 +277,7 @@ _ABSENT = {
     "OptimizerCudaGraphWrapper": "set optimizer_cuda_graph=True of OptimizerConfig",
     "TensorParallelMuon": 'set optimizer="muon" and muon_tp_mode of OptimizerConfig',
     "TensorParallelAdaptiveMuon": 'set optimizer="adaptive_muon" and muon_tp_mode of OptimizerConfig',
-    "clip_qk": "pass hooks=[opt_stack.QKClip(...)] to get_megatron_optimizer",
+    "clip_qk": "make opt_stack.QKClip(optimizer, layers), and call it with the largest logits after each step",
     "check_config_overrides_consistency": "get_megatron_optimizer checks overrides",
     "param_group_identifier_keys": "load_state_dict matches groups by the names of their parameters",
 }
