@@ -230,9 +230,15 @@ def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch
     transformer = SimpleNamespace(qk_layernorm=True, moe_router_bias_update_rate=0.5)
     chunk = megatron.DistributedDataParallel(transformer, DDP(), make_model())
     megatron.finalize_model_grads([chunk])
-    assert found == {"qk_layernorm": True, "router_bias_update_rate": 0.5}
+    assert found == {"router_bias_update_rate": 0.5}
+    assert chunk.qk_layernorm  # the default of `finalize`
     megatron.finalize_model_grads([chunk], qk_layernorm=False)
     assert found["qk_layernorm"] is False
+
+
+def test_a_chunk_that_is_not_wrapped_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ValueError, match="wrap it in DistributedDataParallel, or leave plain modules to the optimizer"):
+        megatron.finalize_model_grads([make_model()])
 
 
 def test_a_forced_all_reduce_leaves_finalized_gradients_whole_on_every_rank() -> None:

@@ -228,8 +228,8 @@ def finalize_model_grads(
 ) -> None:
     """Complete the gradients of wrapped chunks, with Megatron-Core's positional parameters. Collective.
 
-    See `opt_stack.finalize_model_grads`, whose keyword-only arguments are `options`. Their defaults are read from the
-    transformer configuration with which the first chunk was wrapped.
+    See `opt_stack.finalize_model_grads`, whose keyword-only arguments are `options`. The default of
+    `router_bias_update_rate` is read from the transformer configuration with which the first chunk was wrapped.
 
     With `force_all_reduce`, every rank has whole gradients in `main_grad` afterwards, also with sharded state.
 
@@ -239,7 +239,6 @@ def finalize_model_grads(
     for chunk in model if force_all_reduce else ():
         chunk.finish_grad_sync(force_all_reduce=True)
     of_model = getattr(model[0], "transformer_config", None) if model else None
-    options.setdefault("qk_layernorm", any(chunk.qk_layernorm for chunk in model))
     rate = getattr(of_model, "moe_router_bias_update_rate", ROUTER_BIAS_UPDATE_RATE)
     options.setdefault("router_bias_update_rate", rate)
     finalize(model, num_tokens, pg_collection, **options)
