@@ -14,10 +14,10 @@ from torch.distributed.fsdp import fully_shard
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.buffers import FP8, DistributedDataParallel, ParamAndGradBuffer, StorageError
+from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer, StorageError
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.layout import ParamShape, flat_layout
-from opt_kernels.quantized import RECIPES, QuantizedTensor
+from opt_kernels.quantized import FP8, RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer
 from opt_stack.planning.plan import param_bytes

@@ -27,7 +27,6 @@ from opt_distributed.buffers.replicas import (
 )
 from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
 from opt_distributed.buffers.stored import (
-    FP8,
     StorageError,
     UnusableGradientError,
     check_apart,
@@ -37,7 +36,7 @@ from opt_distributed.buffers.stored import (
 )
 
 __all__ = [
-    "CODED_MULTIPLE", "FP8", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
+    "CODED_MULTIPLE", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
     "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer", "UnusableGradientError", "WorldSizes",
     "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained", "checksums", "compare_copies",
     "default_bucket_size", "describe_stored", "is_bound", "matches", "not_trained", "plan_buffers",

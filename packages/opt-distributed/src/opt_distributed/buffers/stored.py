@@ -14,10 +14,6 @@ from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import ParamId, ParamMeta, describe, parameters_by_id
 
 
-# Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. Such a kernel adds its product
-# directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and returns an arbitrary gradient to
-# autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel also set
-# ``param.zero_out_wgrad = True`` because it is zero, added.
 class GradientError(RuntimeError):
     """A gradient arrived at the wrong time or in the wrong tensor, or a check rejected it."""
 
@@ -36,6 +32,10 @@ class SparseGradientError(UnusableGradientError, ValueError):
         )
 
 
+# Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. Such a kernel adds its product
+# directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and returns an arbitrary gradient to
+# autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel also set
+# ``param.zero_out_wgrad = True`` because it is zero, added.
 def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
     """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
     param.main_grad = view  # type: ignore[attr-defined]
@@ -116,8 +116,6 @@ def take_grad_(param: nn.Parameter, name: str) -> None:
         main_grad(param).add_(grad)
     param.grad = None
 
-
-__all__ = ["FP8", "StorageError", "address", "describe_stored", "is_quantized", "stored_bytes", "stored_dtype"]
 
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import FP8, BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.buffers import BufferPlan, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import AS_IT_CAME, Computes
@@ -46,7 +46,7 @@ from opt_distributed.step import (
 )
 from opt_kernels.backends import is_dense
 from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
-from opt_kernels.quantized import quantized
+from opt_kernels.quantized import FP8, quantized
 from opt_kernels.rules import Needs, Rule
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta

@@ -15,7 +15,6 @@ from torch import nn
 from opt_config import ConfigError, DynamicScale, Replicated, WholeParams
 from opt_distributed.buffers import (
     CODED_MULTIPLE,
-    FP8,
     BufferPlan,
     DistributedDataParallel,
     check_apart,
@@ -27,6 +26,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.layout import AS_IT_CAME
 from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_problem
+from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamMeta
 from opt_stack.planning.plan import UnitPlan
