@@ -1,7 +1,7 @@
 """What a step does on any layout: norms, clipping, collectives and their order, several instances and chunks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from opt_config import ConfigError, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
-from opt_stack import get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 every_spread = pytest.mark.parametrize("spread", list(SPREADS))
 
@@ -126,6 +126,33 @@ def with_zeros(grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """As they are, but for 13 elements on every rank."""
     zeros = torch.zeros(13)
     return {**grads, "norm": torch.cat([zeros, grads["norm"][13:]])}
+
+
+BETWEEN: dict[str, tuple[Callable[[Optimizer], object], str]] = {
+    "another norm": (lambda optimizer: optimizer.clip_grad_norm(0.5), r"clip to different norms: \[0\.5, 1\.0\]"),
+    "another rate": (lambda optimizer: optimizer.param_groups[0].update(lr=0.5), "has different numbers on the ranks"),
+    "no rate": (lambda optimizer: optimizer.param_groups[0].update(lr=None), "lr of group 'default' is None"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_one_rank_changes_between_the_halves_of_a_step_is_refused_on_every_rank(name: str) -> None:
+    """Its weights were updated with another number than those of its replicas, without an error."""
+    change, message = BETWEEN[name]
+
+    def rank_main(comm: ThreadComm) -> None:
+        net = Net(torch.float32)
+        optimizer = get_optimizer(config(), [net], {}, pg_collection=roles_over(comm))
+        net(grads_of(0, comm.rank, comm.size)).backward()
+        before = [param.detach().clone() for param in net.parameters()]
+        assert not optimizer.prepare_grads()
+        if comm.rank == 1:
+            change(optimizer)
+        with pytest.raises(ValueError, match=message):
+            optimizer.step_with_ready_grads()
+        assert all(map(torch.equal, before, net.parameters()))
+
+    run_threads(2, rank_main)
 
 
 def test_norms_that_do_not_exist_are_refused() -> None:

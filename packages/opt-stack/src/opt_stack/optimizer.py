@@ -176,7 +176,10 @@ class Optimizer(GradientStatistics, StateDicts):
 
     def step_with_ready_grads(self) -> bool:
         """Take the second half of a step: clip, update, all-gather. Return False if the norm was above
-        `grad_norm_skip_threshold`, and so nothing was updated."""
+        `grad_norm_skip_threshold`, and so nothing was updated.
+
+        Raises ValueError, on every rank, if numbers of `param_groups` or of `clip_grad_norm` differ between ranks.
+        """
         self.check_ready("step_with_ready_grads()")
         with self.recorder.on_error():
             made = self.stepper.step_with_ready_grads(self.param_groups)

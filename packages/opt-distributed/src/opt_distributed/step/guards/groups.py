@@ -199,13 +199,27 @@ class EqualGroups:
     def error(self, sums: Sequence[float]) -> Exception | None:
         for number, (_, name) in enumerate(self._keys):
             if _differ(*map(int, sums[3 * number : 3 * number + 3])):
-                return HyperError(
-                    f"group {name!r} has different numbers on the ranks that update its parameters (here "
-                    f"{dict(self._numbers[number])}); they must be equal on all ranks: make the same edits of "
-                    "param_groups everywhere, and give schedulers such as ReduceLROnPlateau a metric that is averaged "
-                    "over the ranks. Nothing was updated"
-                )
+                return self._error(name, self._numbers[number])
         return None
+
+    def local(self, groups: Groups) -> dict[tuple[int, str], int]:
+        """The checksums of the compared groups of this rank."""
+        keys = [key for key, is_local in zip(self._keys, self._is_local, strict=True) if is_local]
+        return {key: _checksum(self._numbers_of(groups[key[0]])) for key in keys}
+
+    def difference(self, groups: Groups, per_rank: Sequence[Mapping[tuple[int, str], int]]) -> HyperError | None:
+        """The error if the ranks' `local` differ in a group."""
+        for key in self._keys:
+            if len({of_rank[key] for of_rank in per_rank if key in of_rank}) > 1:
+                return self._error(key[1], self._numbers_of(groups[key[0]]))
+        return None
+
+    def _error(self, name: str, numbers: _Numbers) -> HyperError:
+        return HyperError(
+            f"group {name!r} has different numbers on the ranks that update its parameters (here {dict(numbers)}); "
+            "they must be equal on all ranks: make the same edits of param_groups everywhere, and give schedulers such "
+            "as ReduceLROnPlateau a metric that is averaged over the ranks. Nothing was updated"
+        )
 
     def _numbers_of(self, group: Mapping[str, Any]) -> _Numbers:
         return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
