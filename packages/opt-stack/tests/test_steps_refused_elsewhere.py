@@ -87,6 +87,24 @@ def test_weights_written_on_one_instance_are_refused_on_all(writers: tuple[int, 
     assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_state_assigned_on_one_rank_is_refused_on_all(whole: bool) -> None:
+    """Replicas went on with different moments."""
+
+    def program(rank: int, roles: Roles) -> None:
+        model, optimizer = made(roles)
+        step(model, optimizer)
+        if rank == 0:
+            moment = torch.full((16, 16), 9.0)
+            if whole:
+                optimizer.state[model.weight] = {**optimizer.state[model.weight], "exp_avg": moment}
+            else:
+                optimizer.state[model.weight]["exp_avg"] = moment
+        step(model, optimizer)
+
+    assert [type(error) for error in on_two_instances(program)] == [ReplicaError] * 4
+
+
 def test_a_gradient_that_one_instance_refuses_is_refused_on_all() -> None:
     def program(rank: int, roles: Roles) -> None:
         model, optimizer = made(roles)

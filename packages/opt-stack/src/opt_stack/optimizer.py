@@ -102,7 +102,11 @@ class Optimizer(GradientStatistics, StateDicts):
             averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
             has_replicas=roles.everyone.size > 1,
         )
-        self._live = LiveState(by_param, check=lambda: self.offload.check_restored("optimizer.state"))
+        self._live = LiveState(
+            by_param,
+            check=lambda: self.offload.check_restored("optimizer.state"),
+            note=self.loaded_weights.note_state,
+        )
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:

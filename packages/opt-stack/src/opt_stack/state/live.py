@@ -34,22 +34,28 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
     """
 
-    def __init__(self, held: Mapping[Tensor, Held], *, check: Callable[[], None] = lambda: None):
-        self._held = held
-        self._check = check  # raises while nothing may be read or written
+    def __init__(
+        self,
+        held: Mapping[Tensor, Held],
+        *,
+        check: Callable[[], None] = lambda: None,  # raises while nothing may be read or written
+        note: Callable[[], None] = lambda: None,  # called after a write
+    ):
+        self._held, self._check, self._note = held, check, note
 
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
         self._check()
         if param not in self._held:
             return {}  # as with torch's defaultdict; another rank holds the state
         held = self._held[param]
-        return ParamState(read_state(held.unit, held.piece), held)
+        return ParamState(read_state(held.unit, held.piece), held, note=self._note)
 
     def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
         self._check()
         unit, piece = self._held[param]
         check_state(unit, piece, saved)
         load_state_(unit, piece, saved)
+        self._note()
 
     def __delitem__(self, param: Tensor) -> None:
         raise TypeError("the state of a parameter cannot be deleted; assign {} to optimizer.state[param] to reset it")
@@ -76,9 +82,12 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
 class ParamState(PieceState):
     """The state of one parameter. Assigning a tensor writes it to the optimizer."""
 
-    def __init__(self, values: Mapping[str, Tensor], held: Held | None = None):
+    def __init__(
+        self, values: Mapping[str, Tensor], held: Held | None = None, *, note: Callable[[], None] = lambda: None
+    ):
         super().__init__(values)
         self._held = held  # None if a trainer constructed a copy of this type, with moved tensors
+        self._note = note  # called after a write
 
     def __setitem__(self, name: str, value: Tensor) -> None:
         changed = {**self, name: value}
@@ -86,6 +95,7 @@ class ParamState(PieceState):
             unit, piece = self._held
             check_state(unit, piece, changed)
             load_state_(unit, piece, changed)
+            self._note()
         super().__setitem__(name, value)
 
 
