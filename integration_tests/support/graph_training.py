@@ -79,7 +79,7 @@ def watched(optimizer: Optimizer) -> list[str]:
     did: list[str] = []
     step = optimizer.stepper._captured
     assert step is not None
-    step._recorded._graph = Watched(step._recorded._graph, did)
+    step._work._graph = Watched(step._work._graph, did)
     return did
 
 

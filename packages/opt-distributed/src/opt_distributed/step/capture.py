@@ -32,7 +32,7 @@ MANY_MISSES = 10  # successive steps without a graph, after which a warning says
 _LOG = logging.getLogger(__name__)
 
 
-class Recorded(Generic[T]):
+class CapturedWork(Generic[T]):
     """Work that is captured when two successive calls have the same key, and then replayed while the key stays."""
 
     def __init__(self, device: Device):
@@ -80,7 +80,7 @@ class CapturedStep:
         self.units, self.device, self.scaler = units, device, scaler
         self._buffered = [source for source in sources if isinstance(source, BufferedGrads)]
         self._accelerator = devices.device_of(device)
-        self._recorded: Recorded[Verdict] = Recorded(self._accelerator)
+        self._work: CapturedWork[Verdict] = CapturedWork(self._accelerator)
         own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
         self._table = HyperTable((*FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing)
@@ -118,7 +118,7 @@ class CapturedStep:
             count.stay_on(self.device)
         grads = [grad for of_unit in ready for grad in of_unit.grads]
         key = tuple(counts), addresses([*grads, *self._memory, flags]), self._table.frozen, limits
-        return self._recorded(lambda: work(ready, flags, self._table.groups), key)
+        return self._work(lambda: work(ready, flags, self._table.groups), key)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

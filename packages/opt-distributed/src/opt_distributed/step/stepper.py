@@ -33,7 +33,7 @@ from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
 from opt_distributed.pieces.sources import PeerSums
 from opt_distributed.step.capture import CapturedStep
-from opt_distributed.step.guards.groups import EqualGroups, GroupError, HyperError, UsableGroups
+from opt_distributed.step.guards.groups import EqualGroups, UsableGroups, check_second_half
 from opt_distributed.step.guards.guard import Guard, GuardError, Inputs, ParamsInPlace, UsableGrads, agreed_guards
 from opt_distributed.step.scaler import Scaler
 from opt_distributed.step.spans import Spans, profiler_spans
@@ -177,42 +177,14 @@ class Stepper:
             )
         prepared, self._prepared = self._prepared, None  # an update that raises half-way must not be made again
         success = self._read().success
-        if success:
-            with self._naming_the_step():
-                self._check_second_half(groups, prepared.max_norm)
-        watched = self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success)
-        with self._naming_the_step(), watched:
+        with self._naming_the_step():
             if success:
-                self._update_(prepared, groups, then=self._publish)
+                ranks = (self.everyone, self.instances)
+                check_second_half(groups, prepared.max_norm, usable=self.usable_groups, equal=self._equal, ranks=ranks)
+            with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
+                if success:
+                    self._update_(prepared, groups, then=self._publish)
         return success
-
-    def _check_second_half(self, groups: Groups, max_norm: float) -> None:
-        """Raise ValueError on every rank if one cannot use its groups, or ranks would update with different numbers:
-        both may have changed since the guards were asked. Collective, one small exchange."""
-        error: Exception | None = None
-        checksums: dict[tuple[int, str], int] = {}
-        try:
-            self.usable_groups.check(groups)
-            checksums = {} if self._equal is None else self._equal.local(groups)
-        except Exception as refusal:  # of any kind, because the other ranks wait
-            error = refusal
-        if self._has_others:
-            here = (checksums, max_norm, "" if error is None else str(error))
-            try:
-                of_instances = self.instances.gather_objects(self.everyone.gather_objects(here))
-            except Exception as lost:  # whatever a backend raises when a peer is gone
-                raise CollectiveError(f"comparison of groups: {lost}") from lost
-            per_rank = [of_rank for of_instance in of_instances for of_rank in of_instance]
-            if error is None and (texts := [text for _, _, text in per_rank if text]):
-                error = GroupError(f"another rank refused its parameter groups: {texts[0]}. Nothing was updated")
-            if error is None and len(norms := {norm for _, norm, _ in per_rank}) > 1:
-                error = HyperError(
-                    f"ranks clip to different norms: {sorted(norms)}; pass one to all. Nothing was updated"
-                )
-            if error is None and self._equal is not None:
-                error = self._equal.difference(groups, [checksums for checksums, _, _ in per_rank])
-        if error is not None:
-            raise error
 
     # --- a step, part by part ---------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from opt_distributed.pieces.offload import HostMain
 from opt_distributed.pieces.piece import OwnedPiece, Ready
 from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step import stats
-from opt_distributed.step.verdict import Outcome, clip_coefficients
+from opt_distributed.step.verdict import Outcome
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 
@@ -262,8 +262,8 @@ class Recorded:
 
         of_ranks = iter(numbers[6 * len(rows) :])
         norm, clip = report.norms[0], 1.0
-        if math.isfinite(norm):
-            clip = clip_coefficients(torch.tensor([norm], dtype=torch.float64), self._max_norm).item()
+        if math.isfinite(norm) and self._max_norm > 0:
+            clip = min(self._max_norm / (norm + 1e-6), 1.0)  # `verdict.clip_coefficients`, without the device
         return StepStats(
             step=self.outcome.step,
             updates=round(next_updates / num_counts) - 1 if num_counts else 0,

@@ -14,6 +14,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.pieces.piece import Groups
 from opt_distributed.step.guards.guard import Inputs, Refusal
@@ -244,3 +245,35 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return float(value) if isinstance(value, int | float) else str(value) if isinstance(value, str) else None
+
+
+def check_second_half(
+    groups: Groups, max_norm: float, *, usable: UsableGroups, equal: EqualGroups | None, ranks: tuple[Comm, Comm]
+) -> None:
+    """Raise ValueError on every rank if one cannot use its groups, or ranks would update with different numbers: both
+    may have changed since the guards were asked.
+
+    Collective: one small exchange between `ranks`, those of the optimizer instance and those of the other instances.
+    """
+    error: Exception | None = None
+    checksums: dict[tuple[int, str], int] = {}
+    try:
+        usable.check(groups)
+        checksums = {} if equal is None else equal.local(groups)
+    except Exception as refusal:  # of any kind, because the other ranks wait
+        error = refusal
+    everyone, instances = ranks
+    try:
+        of_instances = instances.gather_objects(everyone.gather_objects((checksums, max_norm, error and str(error))))
+    except Exception as lost:  # whatever a backend raises when a peer is gone
+        raise CollectiveError(f"comparison of groups: {lost}") from lost
+    per_rank = [of_rank for of_instance in of_instances for of_rank in of_instance]
+    texts = [text for _, _, text in per_rank if text is not None]
+    if error is None and texts:
+        error = GroupError(f"another rank refused its parameter groups: {texts[0]}. Nothing was updated")
+    if error is None and len(norms := {norm for _, norm, _ in per_rank}) > 1:
+        error = HyperError(f"ranks clip to different norms: {sorted(norms)}; pass one to all. Nothing was updated")
+    if error is None and equal is not None:
+        error = equal.difference(groups, [of_rank for of_rank, _, _ in per_rank])
+    if error is not None:
+        raise error

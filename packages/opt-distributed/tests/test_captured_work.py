@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opt_distributed.comm.device import Device
-from opt_distributed.step.capture import MANY_MISSES, Recorded
+from opt_distributed.step.capture import MANY_MISSES, CapturedWork
 
 
 class FakeDevice(Device):
@@ -33,7 +33,7 @@ class FakeDevice(Device):
 def run(keys: str) -> list[str]:
     """What is done in calls with these keys, one character each; results name the call that made them."""
     device = FakeDevice()
-    recorded: Recorded[int] = Recorded(device)
+    recorded: CapturedWork[int] = CapturedWork(device)
     found = []
     for number, key in enumerate(keys):
 
