@@ -280,6 +280,16 @@ def test_optimizers_that_share_a_directory_write_to_folders_of_their_own(tmp_pat
     assert list(map(len, read_recordings(tmp_path))) == [1, 2]
 
 
+def test_the_recordings_of_the_last_20_runs_are_kept(tmp_path: Path) -> None:
+    for number in (1, 2, 3, 21):
+        (tmp_path / "recording" / f"{number:04}").mkdir(parents=True)
+        (tmp_path / "recording" / f"{number:04}" / "rank0.jsonl").touch()
+    (tmp_path / "recording" / "0002" / "notes.txt").touch()
+    get_optimizer(OptimizerConfig(lr=3e-3), [make()]).stats_every(1, directory=tmp_path)
+    left = sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.*"))
+    assert left == [f"recording/{name}" for name in ("0002/notes.txt", "0003/rank0.jsonl", "0021/rank0.jsonl")]
+
+
 def test_a_recording_is_written_after_an_error_in_the_first_half_of_a_step(tmp_path: Path) -> None:
     model = make()
     optimizer = get_optimizer(OptimizerConfig(lr=3e-3), [model])

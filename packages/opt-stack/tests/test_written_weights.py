@@ -20,7 +20,7 @@ from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
-from opt_stack.state import loaded_weights
+from opt_stack.state import weights as state_weights
 
 BF16 = OptimizerConfig(lr=1e-2, bf16=True, clip_grad=0.0)
 SCALED = replace(BF16, use_precision_aware_optimizer=True, main_params_dtype=torch.float16)
@@ -233,7 +233,7 @@ def test_copies_and_pickles_of_a_trained_model_are_not_watched() -> None:
 def test_values_are_compared_after_a_write_of_others_only(monkeypatch: pytest.MonkeyPatch, released: bool) -> None:
     """The optimizer's own writes are not followed by a pass over all weights."""
     compared = []
-    monkeypatch.setattr(loaded_weights, "_agrees", lambda piece: compared.append(piece) is None)
+    monkeypatch.setattr(state_weights, "_agrees", lambda piece: compared.append(piece) is None)
     model, optimizer = stepped(BF16)
     if released:
         release_gradients(optimizer)
@@ -249,8 +249,8 @@ def test_values_are_compared_after_a_write_of_others_only(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("rule", ["adam", "schedule_free"])
 def test_a_write_between_compiled_steps_is_noticed(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     compared = []
-    agrees = loaded_weights._agrees
-    monkeypatch.setattr(loaded_weights, "_agrees", lambda piece: (compared.append(piece), agrees(piece))[1])
+    agrees = state_weights._agrees
+    monkeypatch.setattr(state_weights, "_agrees", lambda piece: (compared.append(piece), agrees(piece))[1])
     model = make_model(torch.bfloat16)
     optimizer = get_optimizer(replace(BF16, optimizer=rule, weight_decay=0.0), [model], {})
     compiled = torch.compile(lambda: optimizer.step(), backend="aot_eager")

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from opt_stack.planning.ranks import (
 from opt_stack.records import write_group_map, write_plan
 from opt_stack.rules.entries import complete_groups
 from opt_stack.rules.registry import Registry
-from opt_stack.state.loaded_weights import LoadedReplicas
+from opt_stack.state.live import compare_replicas
 
 logger = logging.getLogger("opt_stack")
 
@@ -283,7 +284,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         layout_id=", ".join(filter(None, (part, layout_id, of_model.text))),
         rank_local=of_model.has_namesakes or any(everyone.gather_objects(holds_parts(draft))),
         roles=roles,
-        replicas=LoadedReplicas(params, metas, roles, wrapped=wrapped),
+        compare=partial(compare_replicas, params, metas, roles, wrapped),
         order=list(params),
         wrapped=wrapped,
         frozen=[named for chunk in draft.chunks for named in chunk.named_parameters() if not named[1].requires_grad],

@@ -1,19 +1,17 @@
 """Statistics of a step's gradients for the caller: norms, zero counts, the loss scale."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from opt_distributed.comm import Comm, group_of
-from opt_distributed.step import Stepper, StepResult, StepStats
-from opt_paramgroups import ParamId
-from opt_stack.diagnosis.recorder import Callback, Recorder
-from opt_stack.state.live import Held
+from opt_distributed.comm import group_of
+from opt_distributed.step import StepResult, StepStats
+from opt_stack.diagnosis.recorder import Callback
+from opt_stack.state.state_dicts import StateDicts
 
 
 class InBackward(Protocol):
@@ -37,15 +35,10 @@ class LossScaleUse:
     was_read: bool = False
 
 
-class GradientStatistics:
+class GradientStatistics(StateDicts):
     """The gradient statistics of `Optimizer`, under Megatron-Core's names."""
 
-    stepper: Stepper
-    recorder: Recorder
     in_backward: InBackward | None
-    param_groups: list[dict[str, Any]]
-    _everyone: Comm
-    _held: Mapping[ParamId, Held]
     _loss_scale: LossScaleUse
 
     def stats_every(

@@ -2,9 +2,10 @@
 
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from operator import attrgetter, is_, itemgetter
 from typing import Any
-from weakref import ref
+from weakref import proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +16,14 @@ from opt_distributed.buffers import DistributedDataParallel, UnusableGradientErr
 from opt_distributed.comm import Roles, agreed
 from opt_distributed.finalize import unfinalized
 from opt_distributed.saving import reset_state_
-from opt_distributed.step import Refusal, Stepper, StepResult
+from opt_distributed.step import Refusal, Scaler, Stepper, StepResult
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.gradient_statistics import GradientStatistics, InBackward, LossScaleUse
 from opt_stack.planning.plan import Plan
-from opt_stack.state.live import Evaluation, Held, LiveState, StateOffload
-from opt_stack.state.loaded_weights import LoadedReplicas, LoadedWeights, trained_names
-from opt_stack.state.state_dicts import StateDicts, find_values
+from opt_stack.state.live import Held, LiveState, StateOffload
+from opt_stack.state.state_dicts import find_values
+from opt_stack.state.weights import Evaluation, LoadedWeights
 
 _PARAMS = itemgetter("params")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -44,7 +45,7 @@ class Objection(Refusal):
         return None if optimizer is None else optimizer.objection()
 
 
-class Optimizer(GradientStatistics, StateDicts):
+class Optimizer(GradientStatistics):
     """An optimizer for any layout, with the interface of `torch.optim.Optimizer`. Built by `get_optimizer`.
 
     `param_groups` hold the *model's* parameters; `get_parameters` returns the tensors that the rules write. `state`
@@ -61,7 +62,7 @@ class Optimizer(GradientStatistics, StateDicts):
         layout_id: str,
         rank_local: bool = False,  # whether any rank holds a part of the state that other ranks do not
         roles: Roles,
-        replicas: LoadedReplicas,
+        compare: Callable[[Mapping[ParamId, Held], Scaler], None],  # state and loss scale with those of replicas
         frozen: Sequence[tuple[str, nn.Parameter]] = (),  # parameters without gradients, in no group
         order: Sequence[ParamId] = (),  # of the parameters in the model
         wrapped: Sequence[DistributedDataParallel] = (),  # chunks whose gradients accumulate in buffers
@@ -72,7 +73,8 @@ class Optimizer(GradientStatistics, StateDicts):
         self._rank_local = rank_local
         self.roles = roles  # the process groups it was built for
         self._everyone = roles.everyone
-        self._replicas = replicas
+        self._compare = compare
+        self._is_first_step = roles.everyone.size > 1  # and replicas may differ after a load
         self._frozen = frozen
         self.wrapped = tuple(wrapped)
         self._built = False
@@ -92,21 +94,18 @@ class Optimizer(GradientStatistics, StateDicts):
         self._by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in self.param_groups]
         self._params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
         self._held = {piece.id: Held(unit, piece) for unit in stepper.units for piece in unit.pieces}
-        self.recorder = stepper.watch = Recorder(self, order=order)
+        self.recorder = stepper.watch = Recorder(proxy(self), roles.everyone, order)
         self.evaluation = Evaluation(stepper)
         self.offload = StateOffload(stepper)
-        by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
         self.loaded_weights = LoadedWeights(
             [piece for _, piece in self._held.values()],
-            trained_names(groups),
+            groups,
             averaged=[piece for unit, piece in self._held.values() if self.evaluation.keeps_weights_of(unit)],
             has_replicas=roles.everyone.size > 1,
         )
-        self._live = LiveState(
-            by_param,
-            check=lambda: self.offload.check_restored("optimizer.state"),
-            note=self.loaded_weights.note_state,
-        )
+        by_param: dict[Tensor, Held] = {held.piece.param: held for held in self._held.values()}
+        check = partial(self.offload.check_restored, "optimizer.state")
+        self._live = LiveState(by_param, check, self.loaded_weights.note_state)
 
     @property  # type: ignore[override]  # torch's is a defaultdict
     def state(self) -> MutableMapping[Tensor, dict[str, Tensor]]:
@@ -195,7 +194,6 @@ class Optimizer(GradientStatistics, StateDicts):
         if not mode:
             self.eval()
         elif self.evaluation.is_evaluating:
-            self.loaded_weights.end_evaluation()
             with self.loaded_weights.own_writes():
                 self.evaluation.end_()
 
@@ -210,8 +208,6 @@ class Optimizer(GradientStatistics, StateDicts):
         self.offload.check_restored("eval()")
         with self.loaded_weights.own_writes():
             self.evaluation.begin_(self.param_groups)
-        if self.evaluation.is_evaluating:
-            self.loaded_weights.begin_evaluation()
 
     def _groups_of_step(self) -> Sequence[dict[str, Any]]:
         """Return the groups for the next step.
@@ -244,12 +240,14 @@ class Optimizer(GradientStatistics, StateDicts):
 
     def compare_replicas(self) -> None:
         """Raise ReplicaError, on every rank, if replicas differ. Collective."""
-        self._replicas.compare(self._held, self.stepper.scaler)
+        self._compare(self._held, self.stepper.scaler)
 
     def _check_replicas(self) -> None:
         """Raise ReplicaError, on every rank, if before the first step a load has made replicas differ."""
-        loaded = self.loaded_weights
-        self._replicas.check(self._held, self.stepper.scaler, has_loaded=loaded.are_new_since_built)
+        if self._is_first_step:
+            self._is_first_step = False
+            if any(self._everyone.gather_objects(self.loaded_weights.has_loaded())):
+                self.compare_replicas()
 
     def objection(self) -> UnusableGradientError | None:
         """Return why this rank must not update, if so; all ranks then refuse the step."""

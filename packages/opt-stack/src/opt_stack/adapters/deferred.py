@@ -234,7 +234,7 @@ class _NoState(LiveState):
     """
 
     def __init__(self, optimizer: DeferredOptimizer):
-        super().__init__({}, check=lambda: _raise_not_built("state"))
+        super().__init__({}, lambda: _raise_not_built("state"))
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:

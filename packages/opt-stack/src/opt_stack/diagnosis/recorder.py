@@ -4,6 +4,7 @@ A recording is `DIR/recording/NUMBER/rankR.jsonl`, one number for each run and o
 first and the last rank when state is saved, after an error in a step, and at exit.
 """
 
+import importlib
 import json
 import math
 import os
@@ -12,22 +13,23 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet, proxy
+from weakref import WeakSet
 
 from torch import Tensor
 
+from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
 from opt_distributed.pieces import Ready
 from opt_distributed.step import Outcome, Recorded, StepStats, TensorStats, TensorSums
 from opt_paramgroups import ParamId
 
 FOLDER = "recording"
-NUM_KEPT = 100  # steps
+NUM_KEPT, NUM_RUNS = 100, 20  # steps of a run, and runs of a directory
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
 Callback = Callable[[StepStats], object]
@@ -45,24 +47,30 @@ class _Cause:
     count: int = 0
 
 
+@dataclass(eq=False)
 class Recorder:
     """The `Watch` of an optimizer."""
 
-    def __init__(self, optimizer: Any, *, order: Sequence[ParamId]):
-        """`optimizer` is an `Optimizer`, which is not kept alive; `order` is that of the parameters in the model."""
-        self._optimizer, self._order = proxy(optimizer), order
-        self._everyone = optimizer.roles.everyone
-        self._is_late = devices.device_of(optimizer.stepper.device).is_asynchronous
-        self.every, self.spectrum = 0, False
-        self.callback: Callback | None = None
-        self.records: deque[StepStats] = deque(maxlen=NUM_KEPT)
-        self.file: Path | None = None  # of this rank
-        self._sums: TensorSums | None = None
-        self._is_recording = False
-        self._open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = []  # steps that the host has not read
-        self._has_skipped = False  # the last step that was read
-        self._applied = 0
-        self._causes: dict[str, _Cause] = {}
+    _optimizer: Any  # a proxy of an `Optimizer`, which is not kept alive
+    _everyone: Comm
+    _order: Sequence[ParamId]  # of the parameters in the model
+    every: int = 0
+    spectrum: bool = False
+    callback: Callback | None = None
+    file: Path | None = None  # of this rank
+    records: deque[StepStats] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+    _sums: TensorSums | None = None
+    _is_recording: bool = False
+    _has_skipped: bool = False  # the last step that was read
+    _applied: int = 0
+    _causes: dict[str, _Cause] = field(default_factory=dict)
+    # Steps that the host has not read, with the learning rates of the groups.
+    _open: list[tuple[Outcome, Recorded | None, dict[str, float]]] = field(default_factory=list)
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether the host reads a step later than it is made."""
+        return devices.device_of(self._optimizer.stepper.device).is_asynchronous
 
     def start(self, every: int, callback: Callback | None, directory: str | Path | None, spectrum: bool) -> None:
         """Record every `every` steps from the next one on. Collective. Raises as `Optimizer.stats_every`."""
@@ -76,14 +84,20 @@ class Recorder:
             raise ValueError(f"stats_every({every}): pass a number of steps, 1 or more, or 0 to stop")
         self.every, self.callback, self.spectrum = every, callback, spectrum
         if directory is not None:
-            folder = Path(directory).absolute() / FOLDER
-            rank = self._everyone.rank
-            open_files = [r.file for r in list(_with_files) if r.file and r is not self and r._everyone.rank == rank]
-            folders = [*folder.glob("*"), *(file.parent for file in open_files if file.parent.parent == folder)]
-            numbers = [int(path.name) for path in folders if path.name.isdecimal()]
+            folder, rank = Path(directory).absolute() / FOLDER, self._everyone.rank
+            open_files = [
+                r.file for r in list(_with_files) if r.file and r is not self and r.file.stem == f"rank{rank}"
+            ]
+            runs = {*folder.glob("*"), *(file.parent for file in open_files if file.parent.parent == folder)}
+            numbers = {int(run.name): run for run in runs if run.name.isdecimal()}
             number = max(self._everyone.gather_objects(max(numbers, default=0))) + 1
+            for old in (run for n, run in numbers.items() if n <= number - NUM_RUNS and rank == 0):
+                with suppress(OSError):
+                    for file in old.glob("rank*.jsonl"):
+                        file.unlink()
+                    old.rmdir()  # unless other files are in it
             if rank in (0, self._everyone.size - 1):
-                self.file = folder / f"{number:04}" / f"rank{self._everyone.rank}.jsonl"
+                self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
                 if not _with_files:  # unlike atexit, also in processes that multiprocessing starts
                     Finalize(None, _write_at_exit, exitpriority=10)
                 _with_files.add(self)
@@ -289,3 +303,52 @@ def _plain(value: float | None) -> float | str | None:
     if value is None or isinstance(value, int):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+
+
+# --- callbacks for `Optimizer.stats_every`: call them on one rank -----------------------------------------------------
+
+
+class JsonLines:
+    """Appends one line for each step to a file, which `python -m opt_stack why FILE` reads."""
+
+    def __init__(self, path: str | Path):
+        self._path = Path(path)
+        if self._path.exists() and not (found := self._path.read_bytes()).endswith(b"\n"):
+            self._path.write_bytes(found[: found.rfind(b"\n") + 1])  # a process was killed while it wrote a line
+
+    def __call__(self, stats: StepStats) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(to_line(stats))
+
+
+class TensorBoard:
+    """Writes to `writer`, a `torch.utils.tensorboard.SummaryWriter` (extra: `opt-stack[tensorboard]`)."""
+
+    def __init__(self, writer: Any):
+        self._writer = writer
+
+    def __call__(self, stats: StepStats) -> None:
+        for name, value in scalars(stats):
+            self._writer.add_scalar(name, value, stats.step)
+
+
+class WeightsAndBiases:
+    """Logs to `run`, the result of `wandb.init`; None: the present run (extra: `opt-stack[wandb]`)."""
+
+    def __init__(self, run: Any = None):
+        self._log = importlib.import_module("wandb").log if run is None else run.log
+
+    def __call__(self, stats: StepStats) -> None:
+        self._log(dict(scalars(stats)), step=stats.step)
+
+
+def scalars(stats: StepStats) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a step under the names that dashboards show: `update_norm/0.weight`, ..."""
+    yield from (("optimizer/grad_norm", stats.grad_norm), ("optimizer/clip", stats.clip))
+    yield from (("optimizer/loss_scale", stats.loss_scale), ("optimizer/success", float(stats.success)))
+    for name, of in {**stats.params, **stats.groups}.items():
+        numbers = {**of._asdict(), "update_over_weight": of.ratio}
+        yield from (
+            (f"{kind}/{name}", value) for kind, value in numbers.items() if value is not None and kind != "numel"
+        )
+    yield from ((f"rank_norm/{rank}", norm) for rank, norm in stats.rank_norms.items() if norm is not None)

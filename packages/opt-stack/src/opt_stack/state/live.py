@@ -1,22 +1,29 @@
-"""What an optimizer shows of its state: by parameter, with weights for evaluation, and moved to the host."""
+"""The state of an optimizer: shown by parameter, moved to the host, and compared with that of replicas."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from opt_distributed.buffers import (
+    DistributedDataParallel,
+    Metas,
+    Params,
+    ReplicaError,
+    check_replicas,
+    checksums,
+    compare_copies,
+)
+from opt_distributed.comm import Roles, agree
 from opt_distributed.comm import device as devices
-from opt_distributed.pieces import OwnedPiece, QuantizedMain, local
-from opt_distributed.saving import PieceState, check_state, decoded, kept_states, load_state_, read_state
-from opt_distributed.step import Stepper, Unit, read_hyper
-from opt_kernels.formulas import Formula
-from opt_kernels.hooks import bare
-from opt_kernels.rules import ElementwiseRule
-
-Groups = Sequence[Mapping[str, Any]]
+from opt_distributed.pieces import OwnedPiece
+from opt_distributed.saving import PieceState, check_state, load_state_, read_state
+from opt_distributed.step import Scaler, Stepper, Unit
+from opt_paramgroups import ParamId
 
 
 class Held(NamedTuple):
@@ -26,6 +33,7 @@ class Held(NamedTuple):
     piece: OwnedPiece
 
 
+@dataclass(eq=False, repr=False)
 class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     """State by parameter, with the names of `state_dict`; DTensors for DTensor parameters.
 
@@ -34,14 +42,9 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
     the mapping is truthy even on a rank without parameters, and entries cannot be deleted.
     """
 
-    def __init__(
-        self,
-        held: Mapping[Tensor, Held],
-        *,
-        check: Callable[[], None] = lambda: None,  # raises while nothing may be read or written
-        note: Callable[[], None] = lambda: None,  # called after a write
-    ):
-        self._held, self._check, self._note = held, check, note
+    _held: Mapping[Tensor, Held]
+    _check: Callable[[], None]  # raises while nothing may be read or written
+    _note: Callable[[], None] = lambda: None  # called after a write
 
     def __getitem__(self, param: Tensor) -> dict[str, Tensor]:
         self._check()
@@ -99,98 +102,7 @@ class ParamState(PieceState):
         super().__setitem__(name, value)
 
 
-class Evaluation:
-    """Switches parameters between training and evaluation weights; for most rules the two are the same."""
-
-    def __init__(self, stepper: Stepper) -> None:
-        self.stepper = stepper
-        rules = {unit.name: bare(unit.rule) for unit in stepper.units}
-        self._formulas = {  # of units whose rules evaluate other weights than they train
-            name: rule.formula
-            for name, rule in rules.items()
-            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
-        }
-        self.rules = {unit.rule.name for unit in stepper.units if unit.name in self._formulas}
-        self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
-
-    def check_training(self, what: str) -> None:
-        """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
-        if self._trained is not None:
-            raise RuntimeError(
-                f"{what} in evaluation mode: the parameters hold averaged weights; call optimizer.train() first, and "
-                "optimizer.eval() for evaluation"
-            )
-
-    @property
-    def is_evaluating(self) -> bool:
-        """Whether the parameters hold the evaluation weights."""
-        return self._trained is not None
-
-    def keeps_weights_of(self, unit: Unit) -> bool:
-        """Return whether the rule of `unit` keeps weights of its own in its state."""
-        return unit.name in self._formulas
-
-    @contextmanager
-    def with_trained_weights(self) -> Iterator[None]:
-        """Show the trained weights in this rank's parameters inside the context; no communication."""
-        trained = self._trained or {}
-        shown = {param: local(param).detach().clone() for param in trained}
-        try:
-            _write_(trained)
-            yield
-        finally:
-            _write_(shown)
-
-    @torch.no_grad()
-    def resume_(self, groups: Groups) -> None:
-        """Begin evaluation after a load that set only the main values of each rank's own pieces. Collective."""
-        for unit in self.stepper.units:
-            for source in unit.completes if unit.name in self._formulas else ():
-                source.publish_()
-        self.begin_(groups)
-
-    @torch.no_grad()
-    def begin_(self, groups: Groups) -> None:
-        """Write the evaluation weights to the parameters of all ranks. Collective."""
-        if self._trained is not None or not self.rules:
-            return
-        moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
-        self._trained = {param: local(param).detach().clone() for param in moved}
-        for unit in self.stepper.units:
-            for piece in unit.pieces if unit.name in self._formulas else ():
-                if piece.step:
-                    assert not isinstance(piece.main, QuantizedMain)
-                    piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
-            for source in unit.completes:
-                source.publish_()
-
-    def end_(self) -> None:
-        """Restore the trained weights in the parameters, bit for bit; no communication."""
-        _write_(self._trained or {})
-        self._trained = None
-
-
-@torch.no_grad()
-def _write_(weights: Mapping[Tensor, Tensor]) -> None:
-    """Copy values to the local part of each parameter."""
-    for param, values in weights.items():
-        local(param).copy_(values)
-
-
-def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
-    def evaluate(groups: Groups, value: Tensor) -> Tensor:
-        hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
-        states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
-        return formula.evaluated(value.float(), states, hyper)
-
-    value = piece.main.value()
-    if unit.host is None:
-        return evaluate(groups, value)
-    here = unit.host.device.to_host(value)
-    with unit.host.device.on_host():
-        return evaluate(unit.host.numbers_of(groups), here)
-
-
+@dataclass(eq=False)
 class StateOffload:
     """Moves the state of device units to the host and back. Units that live on the host are not moved.
 
@@ -198,11 +110,8 @@ class StateOffload:
     compute stream later waits for the copies, so freed memory is not overwritten too early.
     """
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._units = [unit for unit in stepper.units if unit.host is None]
-        self._place = stepper.device
-        self._device = devices.device_of(stepper.device)
-        self._away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
+    stepper: Stepper
+    _away: list[list[Tensor]] | None = None  # while the state is on the host: the tensors of each allocation
 
     def check_restored(self, what: str) -> None:
         """Raise RuntimeError while the state is on the host; `what` names the call for the message."""
@@ -219,13 +128,15 @@ class StateOffload:
         If host memory runs out, nothing has moved.
         """
         if self._away is None:
+            device = devices.device_of(self.stepper.device)
             memories: dict[int, list[Tensor]] = {}
-            for tensor in self._tensors() if self._device.is_asynchronous else ():
+            for tensor in self._tensors(device) if device.is_asynchronous else ():
                 memories.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-            sources = [_whole(tensors) for tensors in memories.values()]
-            targets = [self._device.host_empty(len(source), torch.uint8, pinned=True) for source in sources]
-            self._move(list(memories.values()), sources, targets)
-            self._away = list(memories.values())
+            allocations = list(memories.values())
+            sources = [_whole(tensors) for tensors in allocations]
+            targets = [device.host_empty(len(source), torch.uint8, pinned=True) for source in sources]
+            self._move(allocations, sources, targets)
+            self._away = allocations
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -235,14 +146,15 @@ class StateOffload:
         """
         if self._away is not None:
             sources = [_whole(tensors) for tensors in self._away]
-            targets = [torch.empty(len(source), dtype=torch.uint8, device=self._place) for source in sources]
+            targets = [torch.empty(len(source), dtype=torch.uint8, device=self.stepper.device) for source in sources]
             self._move(self._away, sources, targets)
             self._away = None
 
     def _move(self, memories: Sequence[list[Tensor]], sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        current, side = self._device.current_stream(), self._device.side_stream()
+        device = devices.device_of(self.stepper.device)
+        current, side = device.current_stream(), device.side_stream()
         side.wait_event(current.record_event())
-        with self._device.on(side):
+        with device.on(side):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
             done = side.record_event()
@@ -261,21 +173,19 @@ class StateOffload:
             elements = memory[: len(memory) - len(memory) % itemsize].view(tensor.dtype)
             tensor.data = elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _tensors(self) -> Iterator[Tensor]:
+    def _tensors(self, device: devices.Device) -> Iterator[Tensor]:
         """Yield the state on the device and separate main values, except tensors that share a parameter's memory."""
-        pieces = [piece for unit in self._units for piece in unit.pieces]
-        kept = [piece.main.kept() for piece in pieces]
+        kept = [(piece, piece.main.kept()) for unit in self.stepper.units if unit.host is None for piece in unit.pieces]
         # The main values of an fp8 parameter are the target themselves; the parameter has other memory.
-        targets = [
-            piece.main.target
-            for piece, beside in zip(pieces, kept, strict=True)
-            if all(tensor is not piece.main.target for tensor in beside)
-        ]
-        params = {target.untyped_storage().data_ptr() for target in targets}
-        for piece, beside in zip(pieces, kept, strict=True):
-            for tensor in (*piece.state.values(), *beside):
+        params = {
+            piece.main.target.untyped_storage().data_ptr()
+            for piece, mains in kept
+            if all(tensor is not piece.main.target for tensor in mains)
+        }
+        for piece, mains in kept:
+            for tensor in (*piece.state.values(), *mains):
                 storage = tensor.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in params and self._device.holds(tensor):
+                if storage.nbytes() and storage.data_ptr() not in params and device.holds(tensor):
                     yield tensor
 
 
@@ -284,3 +194,50 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
     narrow = min(tensors, key=lambda tensor: tensor.dtype.itemsize).detach()
     numel = narrow.untyped_storage().nbytes() // narrow.dtype.itemsize
     return narrow.as_strided((numel,), (1,), 0).view(torch.uint8)
+
+
+LOAD_ALIKE = "load the same checkpoint on all ranks after get_optimizer, or before it with broadcast_params=True"
+
+
+def compare_replicas(
+    params: Params,
+    metas: Metas,
+    roles: Roles,
+    wrapped: Sequence[DistributedDataParallel],
+    held: Mapping[ParamId, Held],
+    scaler: Scaler,
+) -> None:
+    """Compare weights, state and loss scale of replicas. Collective.
+
+    Raises:
+        ReplicaError: on every rank, if they differ.
+    """
+    for chunk in wrapped:
+        chunk.finish_param_sync()
+    try:
+        check_replicas(params, metas, roles)
+    except ValueError as error:  # on a rank whose replicas are equal, the error is another rank's
+        raise ReplicaError(f"weights were loaded after the optimizer was built: {error}") from error
+    found = compare_copies(_sums_of_states(held), params, metas, roles)
+    try:
+        agree(roles.everyone, None if found is None else ValueError(f"optimizer state: {found}; {LOAD_ALIKE}"))
+    except ValueError as error:
+        raise ReplicaError(str(error)) from error
+    scales = roles.everyone.gather_objects(scaler.state_dict())
+    if any(scale != scales[0] for scale in scales):
+        raise ReplicaError(f"ranks have different loss scales: {scales}; {LOAD_ALIKE}")
+
+
+def _sums_of_states(held: Mapping[ParamId, Held]) -> dict[ParamId, int]:
+    """A checksum of the state of each parameter that data-parallel replicas hold wholly and in the same form."""
+    tensors: dict[tuple[ParamId, str], Tensor] = {}
+    of_param: dict[ParamId, list[object]] = {}
+    for id, (unit, piece) in held.items():
+        if piece.replica is None and piece.is_whole:
+            of_param[id] = [piece.step]
+            whole = {spec.name for spec in unit.rule.state_specs if spec.whole}  # on the rank that computes the matrix
+            tensors |= {(id, name): tensor for name, tensor in piece.state.items() if name not in whole}
+            tensors |= {(id, f"main {number}"): tensor for number, tensor in enumerate(piece.main.kept())}
+    for (id, name), number in checksums(tensors).items():
+        of_param[id].append((name, number))
+    return {id: crc32(repr(found).encode()) for id, found in of_param.items()}

@@ -29,8 +29,8 @@ from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
 from opt_stack.rules.entries import OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
-from opt_stack.state.live import Evaluation, Held, StateOffload
-from opt_stack.state.loaded_weights import LoadedWeights
+from opt_stack.state.live import Held, StateOffload
+from opt_stack.state.weights import Evaluation, LoadedWeights
 
 logger = logging.getLogger("opt_stack")
 VERSION = 1

@@ -1,0 +1,285 @@
+"""Weights of the model beside those of the last step: written by other code, or shown for evaluation.
+
+Main values in fp32 or fp16 are copies: the next update would overwrite weights from elsewhere by the old ones. Whether
+weights agree with main values is only checked after a load, or after another write that torch counted (`_version`), and
+whether the model still has the parameters also in the first step, so that other steps only compare counts.
+
+Rules such as schedule_free keep weights of their own in their state, which cannot be compared with the parameters.
+After a write without a load of state, a step warns about these.
+"""
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from opt_distributed.buffers import UnusableGradientError
+from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, is_dtensor, local
+from opt_distributed.saving import decoded, kept_states
+from opt_distributed.step import Stepper, Unit, read_hyper
+from opt_kernels.backends import Writes
+from opt_kernels.formulas import Formula
+from opt_kernels.hooks import bare
+from opt_kernels.rules import ElementwiseRule
+
+Groups = Sequence[Mapping[str, Any]]
+_COPIES = (Numbers.FP32_COPY, Numbers.FP16_SCALED)
+
+
+class LoadedWeights:
+    """Finds weights that the next update would lose: other values than the main values, or replaced parameters."""
+
+    def __init__(
+        self,
+        pieces: Sequence[OwnedPiece],
+        groups: Groups,
+        *,
+        averaged: Sequence[OwnedPiece] = (),  # those whose rule keeps weights of its own
+        has_replicas: bool = False,  # whether writes to all parameters count, because other ranks may lack them
+    ):
+        # Main values that are a copy of the parameter in another format. fp8 codes depend on their scales as well.
+        self._copied = [p for p in pieces if p.main.numbers in _COPIES and not isinstance(p.main, QuantizedMain)]
+        self._averaged = averaged
+        self._names: dict[nn.Parameter, str] = {  # of all parameters of the optimizer
+            param: str(id) for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
+        }
+        # The elements of a sharded DTensor are on this rank only.
+        replicated = [param for param in self._names if has_replicas and not is_dtensor(param)]
+        self._writes = Writes(_counted([*(piece.param for piece in (*self._copied, *averaged)), *replicated]))
+        compared = set(self._writes.tensors)
+        self._uncompared = Writes([tensor for tensor in _counted(self._names) if tensor not in compared])
+        self._are_new = False  # whether others wrote weights since the last check that found them equal
+        self._has_state = False  # whether state was loaded since the last check
+        self._has_written = False  # whether others wrote weights or state since the last step that was made
+        self._replaced: set[nn.Parameter] = set()
+        self._unchecked: list[tuple[nn.Module, Mapping[str, nn.Parameter]]] = []  # until the first step
+
+    def watch(self, chunks: Iterable[nn.Module]) -> None:
+        """Note every load of these modules and of modules below them."""
+        for module in dict.fromkeys(below for chunk in chunks for below in chunk.modules()):
+            params = {name: p for name, p in module._parameters.items() if p is not None and p in self._names}
+            if params:
+                module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
+                if not any(map(is_dtensor, params.values())):  # fully_shard registers gathered parameters in between
+                    self._unchecked.append((module, params))
+
+    def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        """Note that `module` was loaded; `params` are those that it had when the optimizer was built."""
+        self._are_new = True
+        self._compare(module, params)
+
+    def _compare(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        self._replaced.difference_update(params.values())
+        self._replaced |= {param for name, param in params.items() if module._parameters.get(name) is not param}
+
+    def note_state(self) -> None:
+        """Note that the optimizer's state was set together with the weights."""
+        self._has_state = self._has_written = True
+
+    def accept_writes(self) -> None:
+        """Note that a step wrote the parameters. Writes from now on are those of others.
+
+        Kernels write memory that autograd does not watch, so the writes are counted here: a backward pass through a
+        graph of before the step then raises, as with torch's optimizers, and other optimizers notice them.
+        """
+        self._writes.count()
+        self._uncompared.count()
+        self._has_state = self._has_written = False
+
+    def has_written(self) -> bool:
+        """Whether other code wrote weights or state since the last step that was made."""
+        self._has_written = self._has_written or self.are_new
+        return self._has_written
+
+    def has_loaded(self) -> bool:
+        """Whether weights or state were loaded or written since the optimizer was built, before the first step."""
+        return self.has_written() or not self._uncompared.are_all_own()
+
+    @property
+    def are_new(self) -> bool:
+        """Whether others wrote weights since the last check that found them equal to the main values."""
+        self._are_new = self._are_new or not self._writes.are_all_own()
+        return self._are_new
+
+    @contextmanager
+    def own_writes(self) -> Iterator[None]:
+        """Let the optimizer write the parameters inside the context, without a step."""
+        self._are_new = self.are_new
+        yield
+        self._writes.accept()
+
+    def problem(self) -> UnusableGradientError | None:
+        """The reason why an update would lose loaded weights; None if it would not."""
+        for module, params in self._unchecked:
+            self._compare(module, params)
+        self._unchecked = []
+        if self._replaced:
+            name = self._names[next(iter(self._replaced))]
+            return UnusableGradientError(
+                f"{name!r} was replaced in the model after the optimizer was built, as by fully_shard, an "
+                "assignment, load_state_dict(assign=True) or a parametrization, so that the optimizer would update a "
+                "parameter that the model no longer has; build the optimizer after that"
+            )
+        if not self.are_new:
+            return None
+        self._has_written = True
+        other = next((piece for piece in self._copied if not _agrees(piece)), None)
+        if other is not None:
+            return UnusableGradientError(
+                f"weights were loaded into the model: {str(other.id)!r} has other values than its main values, which "
+                "the next update would restore; call optimizer.reload_model_params() after a load or another write to "
+                "the parameters, or load the optimizer's state of the same checkpoint; do not update a parameter by "
+                "two optimizers"
+            )
+        averaged = next((str(piece.id) for piece in self._averaged if piece.step), None)
+        if averaged is not None and not self._has_state:
+            warnings.warn(
+                f"weights were loaded into the model, but the rule of {averaged!r} keeps weights of its own in its "
+                "state, towards which it moves the parameter; if values have changed, call "
+                "optimizer.reload_model_params() after the load, or load the optimizer's state of the same checkpoint",
+                stacklevel=3,
+            )
+        self._writes.accept()
+        self._are_new = self._has_state = False
+        return None
+
+
+class _Note:
+    """A hook after the load of one module. Copies and pickles of it do nothing: a copied model is not trained."""
+
+    def __init__(self, loaded: LoadedWeights | None = None, params: Mapping[str, nn.Parameter] | None = None):
+        self._loaded, self._params = None if loaded is None else ref(loaded), params or {}
+
+    def __call__(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self._loaded is not None and (loaded := self._loaded()) is not None:
+            loaded.note(module, self._params)
+
+    def __reduce__(self) -> Any:
+        return _Note, ()
+
+
+def _counted(params: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose versions count writes to parameters: themselves, and the local parts of DTensors."""
+    with torch.no_grad():  # else `to_local` returns an alias with a version of its own
+        tensors = (
+            t for param in params for t in ((param, param.to_local()) if isinstance(param, DTensor) else (param,))
+        )
+        # Nothing counts the writes of a tensor that was made in torch.inference_mode().
+        return list(dict.fromkeys(tensor for tensor in tensors if not tensor.is_inference()))
+
+
+@torch.no_grad()
+def _agrees(piece: OwnedPiece) -> bool:
+    """Whether the parameter holds the rounded main values; NaNs agree with NaNs."""
+    main = piece.main
+    assert not isinstance(main, QuantizedMain)
+    target = main.device.to_host(main.target) if isinstance(main, HostMain) else main.target
+    rounded: Tensor = main.value().to(target.dtype)
+    return bool(((rounded == target) | (rounded.isnan() & target.isnan())).all())
+
+
+class Evaluation:
+    """Switches parameters between training and evaluation weights; for most rules the two are the same."""
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.stepper = stepper
+        rules = {unit.name: bare(unit.rule) for unit in stepper.units}
+        self._formulas = {  # of units whose rules evaluate other weights than they train
+            name: rule.formula
+            for name, rule in rules.items()
+            if isinstance(rule, ElementwiseRule) and rule.formula.evaluation is not None
+        }
+        self.rules = {unit.rule.name for unit in stepper.units if unit.name in self._formulas}
+        self._trained: dict[Tensor, Tensor] | None = None  # copies of the trained weights, in evaluation mode
+        self._shown = Writes([])  # to the weights for evaluation
+
+    def check_training(self, what: str) -> None:
+        """Raise RuntimeError in evaluation mode; `what` names the call for the message."""
+        if self._trained is not None:
+            raise RuntimeError(
+                f"{what} in evaluation mode: the parameters hold averaged weights; call optimizer.train() first, and "
+                "optimizer.eval() for evaluation"
+            )
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the parameters hold the evaluation weights."""
+        return self._trained is not None
+
+    def keeps_weights_of(self, unit: Unit) -> bool:
+        """Return whether the rule of `unit` keeps weights of its own in its state."""
+        return unit.name in self._formulas
+
+    @contextmanager
+    def with_trained_weights(self) -> Iterator[None]:
+        """Show the trained weights in this rank's parameters inside the context; no communication."""
+        trained, are_written = self._trained or {}, not self._shown.are_all_own()
+        shown = {param: local(param).detach().clone() for param in trained}
+        try:
+            _write_(trained)
+            yield
+        finally:
+            _write_(shown)
+            if not are_written:
+                self._shown.accept()
+
+    @torch.no_grad()
+    def resume_(self, groups: Groups) -> None:
+        """Begin evaluation after a load that set only the main values of each rank's own pieces. Collective."""
+        for unit in self.stepper.units:
+            for source in unit.completes if unit.name in self._formulas else ():
+                source.publish_()
+        self.begin_(groups)
+
+    @torch.no_grad()
+    def begin_(self, groups: Groups) -> None:
+        """Write the evaluation weights to the parameters of all ranks. Collective."""
+        if self._trained is not None or not self.rules:
+            return
+        moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
+        self._trained = {param: local(param).detach().clone() for param in moved}
+        for unit in self.stepper.units:
+            for piece in unit.pieces if unit.name in self._formulas else ():
+                if piece.step:
+                    assert not isinstance(piece.main, QuantizedMain)
+                    piece.main.target.copy_(_evaluated(self._formulas[unit.name], unit, piece, groups))
+            for source in unit.completes:
+                source.publish_()
+        self._shown = Writes(_counted(moved))
+
+    def end_(self) -> None:
+        """Restore the trained weights in the parameters, bit for bit; no communication. Warn of a load since then."""
+        if not self._shown.are_all_own():
+            warnings.warn(
+                "weights were loaded into the model in evaluation mode; train() replaces them by the trained weights: "
+                "call train() before the load",
+                stacklevel=3,
+            )
+        _write_(self._trained or {})
+        self._trained, self._shown = None, Writes([])
+
+
+@torch.no_grad()
+def _write_(weights: Mapping[Tensor, Tensor]) -> None:
+    """Copy values to the local part of each parameter."""
+    for param, values in weights.items():
+        local(param).copy_(values)
+
+
+def _evaluated(formula: Formula, unit: Unit, piece: OwnedPiece, groups: Groups) -> Tensor:
+    def evaluate(groups: Groups, value: Tensor) -> Tensor:
+        hyper = read_hyper(groups[piece.group], step=piece.step, own=formula.own_numbers)
+        states = {spec.name: decoded(unit, piece, spec).float() for spec in kept_states(unit, piece)}
+        return formula.evaluated(value.float(), states, hyper)
+
+    value = piece.main.value()
+    if unit.host is None:
+        return evaluate(groups, value)
+    here = unit.host.device.to_host(value)
+    with unit.host.device.on_host():
+        return evaluate(unit.host.numbers_of(groups), here)
