@@ -14,7 +14,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = {"adam": 58, "muon": 62}
+MOST = {"adam": 55, "muon": 60}
 _UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
