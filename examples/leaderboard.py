@@ -277,13 +277,11 @@ def work(args: tuple[Contender, Path, int]) -> None:
             results.add(run, train(run))
 
 
-def first_four(contenders: list[Contender], directory: Path) -> list[Contender]:
-    """The contenders with the lowest mean loss over the seeds that all have."""
-
-    def mean(contender: Contender) -> float:
-        return statistics.mean(map(final, full_runs(contender, Results(contender, directory), SEEDS)))
-
-    return sorted(contenders, key=mean)[:FIRST]
+def first_four(directory: Path) -> list[Contender]:
+    """The finished contenders with the lowest mean loss over the seeds that all have."""
+    runs = {contender.name: full_runs(contender, Results(contender, directory), SEEDS) for contender in CONTENDERS}
+    finished = [contender for contender in CONTENDERS if len(runs[contender.name]) == SEEDS]
+    return sorted(finished, key=lambda contender: statistics.mean(map(final, runs[contender.name])))[:FIRST]
 
 
 # --- times and report -------------------------------------------------------------------------------------------------
@@ -367,9 +365,8 @@ def main() -> None:
     else:
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
             pool.map(work, [(contender, args.dir, SEEDS) for contender in chosen], chunksize=1)
-            if chosen == CONTENDERS:
-                first = first_four(chosen, args.dir)
-                pool.map(work, [(contender, args.dir, SEEDS_OF_FIRST) for contender in first], chunksize=1)
+            first = first_four(args.dir)
+            pool.map(work, [(contender, args.dir, SEEDS_OF_FIRST) for contender in first], chunksize=1)
 
 
 if __name__ == "__main__":
