@@ -338,7 +338,9 @@ def report(directory: Path, folder: Path) -> None:
     rows.sort(key=lambda found: found["bits"])
     settings = {"steps": STEPS, "batch": BATCH, "context": CONTEXT, "warmup": WARMUP, "weight_decay": DECAY}
     compared = {"model": MODEL, "seeds": [SEEDS, SEEDS_OF_FIRST], "baseline": BASELINE, "target_bits": target}
-    about = {"torch": torch.__version__, **settings, **compared}
+    finished = {found["rule"] for found in rows}
+    left_out = [contender.name for contender in CONTENDERS if contender.name not in finished]
+    about = {"torch": torch.__version__, **settings, **compared, "not_run": left_out}
     (folder / "leaderboard.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     (folder / "leaderboard.md").write_text(table(rows, about))
     draw(rows, about, folder / "leaderboard.svg")

@@ -54,6 +54,8 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
             f"{found['rates'][0]:.2g} | {found['rates'][1]:.2g} | {cell(found['steps_to_target'], '.0f')} | "
             f"{cell(found['update_ms'], '.1f')} | {found['state_bytes']:.2f} |"
         )
+    if about["not_run"]:
+        lines += ["", f"Not run, for want of time: {'; '.join(about['not_run'])}."]
     return "\n".join(lines) + "\n"
 
 
