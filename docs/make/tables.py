@@ -13,7 +13,7 @@ from opt_distributed.buffers import WorldSizes
 from opt_paramgroups import get_param_groups
 from opt_stack import Registry
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.plan import Draft
 
 ROOT = Path(__file__).parents[2]
 RANKS = 8

@@ -20,7 +20,7 @@ from opt_distributed.layout import ParamShape, flat_layout
 from opt_kernels.quantized import FP8, RECIPES, QuantizedTensor
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer
-from opt_stack.planning.plan import param_bytes
+from opt_stack.planning.report import param_bytes
 
 ZERO = {"use_distributed_optimizer": True}
 MUON = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_fp32_matmul_prec": "highest"}

@@ -16,7 +16,7 @@ from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.pieces import Main
 from opt_distributed.step import Stepper
 from opt_distributed.step.scaler import DynamicScaler
-from opt_stack.building import build
+from opt_stack import build
 
 SEEDS = range(40)
 

@@ -13,8 +13,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import Alone
 from opt_distributed.pieces import Update
 from opt_kernels import hooks
-from opt_stack import Optimizer, get_optimizer
-from opt_stack.building import build
+from opt_stack import Optimizer, build, get_optimizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}

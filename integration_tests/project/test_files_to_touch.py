@@ -117,9 +117,7 @@ ADDITIONS = {
             "    grad_norm_skip_threshold: float = math.inf\n",
             "    clip_factor: float = 1.0\n    grad_norm_skip_threshold: float = math.inf\n",
         ),
-        Edit(
-            "opt_stack/building/build.py", "max_norm=config.clip_grad", "max_norm=config.clip_grad * config.clip_factor"
-        ),
+        Edit("opt_stack/build.py", "max_norm=config.clip_grad", "max_norm=config.clip_grad * config.clip_factor"),
     ),
 }
 
@@ -167,7 +165,7 @@ def files_of(addition: str) -> list[str]:
     rows = (ROOT / "docs/architecture.md").read_text(encoding="utf-8").splitlines()
     (row,) = [row for row in rows if row.startswith(f"| {addition} |")]
     named = re.findall(r"`([\w./]+)`", row.split("|")[2])
-    named += ["opt_stack/building/build.py"] if "the module that reads it" in row else []
+    named += ["opt_stack/build.py"] if "the module that reads it" in row else []
     return [re.sub(r"\b[A-Z]+\b", "*", name) for name in named]
 
 

@@ -16,7 +16,7 @@ from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.collectives import DONE, Pending
 from opt_kernels.backends.cpp.compiler import usable
 from opt_stack import Optimizer, get_optimizer, release_gradients
-from opt_stack.planning import planner
+from opt_stack.planning import plan
 
 SIZE, WIDTH, DEPTH = 4, 512, 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)
@@ -81,7 +81,7 @@ def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
 ) -> None:
     """Gradients are fp32 in the buckets, of which one is filled while the other travels; the shard of their sums is
     there from construction on."""
-    monkeypatch.setattr(planner, "default_bucket_size", lambda num_ranks: BUCKET)
+    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: BUCKET)
     built = Built(dtype, wrapper=None)
     (buffer,) = built.optimizer.plan.buffers
     (source,) = built.optimizer.stepper.families[0].sources
@@ -128,7 +128,7 @@ def test_bf16_gradients_of_a_wrapped_module_are_read_as_they_are(optimizer: str,
 
 @without_widening
 def test_bf16_gradients_of_a_plain_module_travel_and_stay_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "default_bucket_size", lambda num_ranks: BUCKET)
+    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: BUCKET)
     built = Built(torch.bfloat16, wrapper=None, **BF16_GRADS)
     (source,) = built.optimizer.stepper.families[0].sources
     assert source.reduced.sums.nbytes == 2 * NUMEL // SIZE

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.comm import TorchComm, world
 from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
-from opt_stack.planning.planner import Draft
-from opt_stack.planning.ranks import DEVICES
+from opt_stack.planning.plan import Draft
+from opt_stack.planning.ranks import check_devices
 
 STEPS = 5
 
@@ -276,4 +276,5 @@ def chunks_on_different_devices() -> str:
     """Each rank's error message if one of them has its model on another device."""
     device = "meta" if dist.get_rank() == 2 else "cpu"
     draft = Draft(config=OptimizerConfig(), chunks=[Mlp().to(device)], registry=Registry())
-    return next(DEVICES.problems(draft, world().gather_objects(DEVICES.facts(draft))))
+    check = check_devices(draft)
+    return check.send(world().gather_objects(next(check)))

@@ -23,7 +23,7 @@ from opt_kernels.quantized import QuantizedTensor, quantized
 from opt_paramgroups import get_param_groups
 from opt_stack import Optimizer, Registry, get_optimizer
 from opt_stack.factory import plan_of, with_matrix_rule
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.plan import Draft
 
 STEPS, SCALED_BLOCK = 3, 128  # elements that share a scale, in fp16 mains and scaled moments
 CLIPPED, FREE = "clipped", "not clipped"

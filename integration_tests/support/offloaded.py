@@ -16,8 +16,7 @@ from parity import Case
 from torch import nn
 
 from opt_distributed.comm import Comm
-from opt_stack import Optimizer
-from opt_stack.building import build
+from opt_stack import Optimizer, build
 
 HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
 ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}

@@ -14,7 +14,8 @@ from opt_kernels.matrices import TpMode
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SecondMoment, SOAPRule
 from opt_paramgroups import MeshPlacement, ParamId, ParamMeta
 from opt_stack import get_optimizer_based_on_param_groups
-from opt_stack.planning.compute import ComputePlan, compute_lines, plan_compute, split_rows
+from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
+from opt_stack.planning.report import compute_lines
 
 BLOCKWISE, DUPLICATED, DISTRIBUTED = (MuonRule(tp_mode=mode) for mode in TpMode)
 NAMO = AdaptiveMuonRule(second_moment=SecondMoment.NAMO)

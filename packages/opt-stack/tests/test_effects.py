@@ -20,7 +20,7 @@ from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import get_standard_config_overrides
 from opt_stack import get_optimizer
 from opt_stack.__main__ import main
-from opt_stack.planning.planner import Overrides
+from opt_stack.planning.plan import Overrides
 
 MATRIX = ParamKey(name="0.weight")
 PRECISIONS: Mapping[str, dict[str, Any]] = {

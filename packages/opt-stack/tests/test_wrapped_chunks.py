@@ -20,7 +20,7 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, Registry, get_optimizer, get_optimizer_based_on_param_groups
 from opt_stack.planning.checks import check_same_groups
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.plan import Draft
 
 SUBSETS = {
     "no parameter of a buffer": ("first.weight", "last.weight"),

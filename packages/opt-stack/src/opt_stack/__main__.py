@@ -15,10 +15,9 @@ from opt_distributed.buffers import WorldSizes, short
 from opt_paramgroups import as_text, describe, get_param_groups, group_rows, model_chunks_of
 from opt_stack.diagnosis.why import why
 from opt_stack.factory import plan_of, warn_of_guesses, with_matrix_rule
-from opt_stack.planning.checks import refuse
-from opt_stack.planning.plan import NUMBERS_IN_WORDS, kept_bytes, main_bytes
-from opt_stack.planning.planner import Draft
-from opt_stack.planning.ranks import EFFECTS
+from opt_stack.planning.plan import Draft
+from opt_stack.planning.ranks import check_effects, check_ranks
+from opt_stack.planning.report import NUMBERS_IN_WORDS, kept_bytes, main_bytes
 from opt_stack.rules.registry import Registry
 
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
@@ -158,7 +157,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     sizes = WorldSizes(dense=options.world, expert=options.world)
     draft = Draft(config=config, chunks=chunks, registry=rules, groups=groups, sizes=sizes)
     plan = plan_of(draft)
-    refuse(EFFECTS.problems(draft, [EFFECTS.facts(draft)]))
+    check_ranks(draft, [check_effects])
     warn_of_guesses(plan, draft.metas)
     if rank is None:
         return str(plan)

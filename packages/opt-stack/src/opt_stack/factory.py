@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,21 +29,13 @@ from opt_paramgroups import (
     get_param_groups,
     get_standard_config_overrides,
 )
-from opt_stack.building.build import build_stepper, holds_parts
+from opt_stack.build import build_stepper, holds_parts
 from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
-from opt_stack.planning.plan import Plan
-from opt_stack.planning.planner import Draft, Groups, Overrides, make_plan, make_rules_, with_compute
-from opt_stack.planning.ranks import (
-    NOTHING,
-    check_peers,
-    check_ranks,
-    check_same_config,
-    device_of,
-    model_part,
-)
+from opt_stack.planning.plan import Draft, Groups, Overrides, Plan, make_plan, with_compute
+from opt_stack.planning.ranks import NOTHING, check_peers, check_ranks, check_same_config, model_part
 from opt_stack.records import write_group_map, write_plan
-from opt_stack.rules.entries import complete_groups
+from opt_stack.rules.entries import complete_groups, make_rules_
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import compare_replicas
 
@@ -95,7 +86,7 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    draft = _drafted(config, model_chunks, pg_collection, mesh=mesh, rules=rules)
+    draft = _drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     draft.overrides = config_overrides
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
@@ -136,7 +127,7 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    draft = _drafted(config, model_chunks, pg_collection, mesh=mesh, rules=rules)
+    draft = _drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     everyone = draft.roles.everyone
     draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
@@ -194,43 +185,39 @@ def _drafted(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
     groups: Given,
-    *,
     mesh: DeviceMesh | None,
     rules: Registry | None,
 ) -> Draft:
     """Begin a draft with the groups of ranks: those that were passed, those of a wrapped chunk, or those of the
-    parameters. Raises ConfigError for arguments of other types."""
+    parameters. Shared fields that wrapped chunks set and `config`, which is not modified, leaves at False become True.
+
+    Raises ConfigError for arguments of other types, and for fields that do not fit those of a wrapped chunk.
+    """
     if not isinstance(config, OptimizerConfig):
         raise ConfigError(
             f"config is a {type(config).__name__}; pass opt_stack.OptimizerConfig(...) as the first argument (from a "
             "dict: OptimizerConfig.from_dict), and the model as the second"
         )
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    other = next((chunk for chunk in chunks if not isinstance(chunk, nn.Module)), None)
-    if other is not None:
-        raise ConfigError(
-            f"model_chunks holds a {type(other).__name__}; pass the model, or a list of its modules, not parameters"
-        )
-    config = _with_wrappers_fields(config, chunks)
-    if groups is None and mesh is None:
-        groups = next((chunk.roles for chunk in chunks if isinstance(chunk, DistributedDataParallel)), None)
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            raise ConfigError(
+                f"model_chunks holds a {type(chunk).__name__}; pass the model, or a list of its modules, not parameters"
+            )
+    wrapped = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
+    taken: dict[str, Any] = {
+        name: True
+        for name in SHARED_FIELDS
+        if any(getattr(chunk.config, name) for chunk in wrapped) and not getattr(config, name)
+    }
+    if not isinstance(config.sharding, Replicated):  # layer-wise sharding needs no `use_distributed_optimizer`
+        taken.pop("use_distributed_optimizer", None)
+    config = replace(config, **taken) if taken else config
+    if groups is None and mesh is None and wrapped:
+        groups = wrapped[0].roles
     roles = find_roles(chunks, groups, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
     registry = agreed(roles.everyone, lambda: rules or Registry().with_installed())
     return Draft(config=config, chunks=chunks, registry=registry, roles=roles)
-
-
-def _with_wrappers_fields(config: OptimizerConfig, chunks: Sequence[nn.Module]) -> OptimizerConfig:
-    """Return `config` with the shared fields that wrapped chunks set and it leaves at False; `config` is not modified.
-
-    Layer-wise sharding needs no `use_distributed_optimizer`. Raises ConfigError if the combination is not supported.
-    """
-    wrapped = [chunk.config for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
-    taken: dict[str, Any] = {
-        name: True for name in SHARED_FIELDS if any(getattr(w, name) for w in wrapped) and not getattr(config, name)
-    }
-    if not isinstance(config.sharding, Replicated):
-        taken.pop("use_distributed_optimizer", None)
-    return replace(config, **taken) if taken else config
 
 
 def plan_of(draft: Draft) -> Plan:
@@ -239,8 +226,10 @@ def plan_of(draft: Draft) -> Plan:
     Writes to the groups: adds the default of every hyper-parameter that the rule reads and the group lacks. Raises
     ConfigError if the combination is not supported.
     """
-    draft.config.validate()  # fields may have been assigned since it was built
-    make_rules_(draft)
+    config = draft.config
+    config.validate()  # fields may have been assigned since it was built
+    keys = draft.extra_group_keys
+    draft.rules = make_rules_(draft.groups, draft.registry, config, hooks=draft.hooks, extra_group_keys=keys)
     draft.plan = make_plan(draft)
     for check in CHECKS:
         refuse(check(draft))
@@ -265,9 +254,7 @@ def _build(draft: Draft, *, part: str = "") -> Optimizer:
         warn_of_guesses(plan, metas)
     logs = bool(config.config_logger_dir) and everyone.rank == 0
     agreed(everyone, lambda: write_plan(config.config_logger_dir, plan) if logs else None)
-    kinds = everyone.gather_objects(device_of(draft))
-    device = kinds[everyone.rank] or torch.device(next((kind.type for kind in kinds if kind is not None), "cpu"))
-    stepper = agreed(everyone, lambda: build_stepper(draft, device))
+    stepper = agreed(everyone, lambda: build_stepper(draft))
     used = everyone.gather_objects({piece.norm_slot for unit in stepper.units for piece in unit.pieces})
     stepper.empty_slots = frozenset(range(len(stepper.limits.slots))).difference(*used)
     stepper.compare_groups(groups)

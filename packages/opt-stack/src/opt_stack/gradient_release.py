@@ -165,7 +165,7 @@ class _Update:
 def _problems(optimizer: Optimizer) -> Iterator[str]:
     """Yield the reasons why gradients of this optimizer cannot be released."""
     config = optimizer.config
-    if config.clip_grad > 0 and any(group.clips for group in optimizer.plan.groups):
+    if config.clip_grad > 0 and "" in optimizer.plan.norms:
         yield f"clip_grad={config.clip_grad} needs the norm of all gradients before the first update; set clip_grad=0.0"
     if config.grad_norm_skip_threshold != float("inf"):
         yield (

@@ -15,7 +15,7 @@ from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.planner import Draft, Overrides
+from opt_stack.planning.plan import Draft, Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState

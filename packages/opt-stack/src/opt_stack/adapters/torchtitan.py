@@ -12,7 +12,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.planner import Overrides
+from opt_stack.planning.plan import Overrides
 from opt_stack.rules.entries import HELD, HOOKS
 from opt_stack.rules.registry import Registry
 

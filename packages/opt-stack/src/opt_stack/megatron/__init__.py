@@ -68,7 +68,7 @@ from opt_stack.megatron.names import (
     layer_wise,
 )
 from opt_stack.optimizer import MegatronOptimizer
-from opt_stack.planning.planner import Overrides
+from opt_stack.planning.plan import Overrides
 from opt_stack.rules.registry import Registry
 
 __all__ = [

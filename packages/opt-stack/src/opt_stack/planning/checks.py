@@ -29,8 +29,7 @@ from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_pr
 from opt_kernels.quantized import FP8
 from opt_kernels.rules import ElementwiseRule, Needs
 from opt_paramgroups import ParamMeta
-from opt_stack.planning.plan import UnitPlan
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.plan import Draft, UnitPlan
 
 SEPARATE_NORMS = ("mtp",)
 """Values of a parameter's `grad_norm_group`, as in Megatron-Core: its gradients are clipped by a separate norm."""

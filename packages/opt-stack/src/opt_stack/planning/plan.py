@@ -1,39 +1,44 @@
-"""The plan: which rank updates which parameters, and in which dtypes. Values only, checked before anything is built."""
+"""`Draft`: all that an optimizer is built from. `make_plan`, `with_compute`: which rank updates what. Values only."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
-from math import prod
-from types import MappingProxyType
+from itertools import accumulate
+from math import lcm, prod
+from typing import Any
 
 import torch
+from torch import nn
 
-from opt_config import ConstantScale, DynamicScale, OptimizerConfig
-from opt_distributed.buffers import BufferPlan, short
-from opt_distributed.layout import AS_IT_CAME, Computes
-from opt_distributed.pieces import FP16, Numbers
-from opt_kernels.hooks import hooks_of
-from opt_kernels.quantized import FP8, RECIPES
-from opt_kernels.rules import Rule, init_state
-from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
-from opt_paramgroups import ParamId
-from opt_stack.planning.compute import ComputePlan, compute_lines
-
-NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
-    {
-        Numbers.DIRECT: "updated in place",
-        Numbers.FP32_COPY: "fp32 mains",
-        Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
-        Numbers.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
-        Numbers.FP16_SCALED: "scaled fp16 mains",
-    }
+from opt_config import OnDevice, OptimizerConfig, ParamKey
+from opt_distributed.buffers import (
+    CODED_MULTIPLE,
+    BufferPlan,
+    DistributedDataParallel,
+    SyncedBuffer,
+    WorldSizes,
+    default_bucket_size,
+    describe_stored,
+    plan_buffers,
+    uses_qk_layernorm,
 )
-_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
-    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.SHORT_REMAINDER: 1, Numbers.FP16_SCALED: 2}
-)
+from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.layout import AS_IT_CAME
+from opt_distributed.pieces import Numbers
+from opt_kernels.hooks import GivenHooks, bare, hooks_of
+from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
+from opt_kernels.works import MatrixSpec
+from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
+from opt_scheduler import ParamGroupOverride
+from opt_stack.planning.matrices import ComputePlan, plan_compute, split_rows
+from opt_stack.planning.report import buffer_lines, total_lines, unit_bytes, unit_lines
+from opt_stack.rules.registry import Registry
+from opt_stack.rules.torch_rule import torch_host_rule
 
-
+Groups = list[dict[str, Any]]
+Overrides = Mapping[ParamKey, ParamGroupOverride | OptimizerConfig | Mapping[str, Any]]
 Hosted = tuple[frozenset[ParamId], ...]
 """For each shard of a buffer, the parameters whose pieces live on the host."""
 
@@ -58,24 +63,11 @@ class UnitPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """One parameter group; identical on every rank."""
-
-    name: str
-    optimizer: str
-    num_params: int
-    numel: int
-    lr: float | None
-    weight_decay: float
-    clips: bool = True  # False: gradients are not clipped, and have a separate norm that the model's does not include
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Which rank updates which parameters, by which rule, in which dtypes. `print(plan)` shows it."""
 
     config: OptimizerConfig
-    groups: tuple[GroupPlan, ...]
+    norms: tuple[str, ...]  # by group, the rule whose separate norm it has, if it is not clipped; "": the model's norm
     buffers: tuple[BufferPlan, ...]
     units: tuple[UnitPlan, ...]
     hosted: Mapping[str, Hosted] = field(default_factory=dict)  # by buffer name; empty: everything is on the device
@@ -91,23 +83,10 @@ class Plan:
         sides = (False, True) if on_host is None else (on_host,)
         return sum(unit_bytes(self, unit, rank=rank, on_host=side) for unit in self.units for side in sides)
 
-    def staging_bytes(self, rank: int = 0) -> int:
-        """Return an upper bound in bytes of the host buffers that stage gradients and parameters of pieces on the host:
-        less if 16-bit gradients are not accumulated, and none on a CPU."""
-        total = 0
-        for buffer in self.buffers if self.hosted else ():
-            numel = sum(run.numel for run in buffer.runs(rank) if self.is_on_host(buffer, rank, run.id))
-            total += numel * (buffer.dtype.itemsize + buffer.grad_dtype.itemsize)
-        return total
-
-    def fingerprint(self, *, experts: bool | None = None) -> str:
-        """Return a hash that is equal on ranks with the same layouts, rules and parameters.
-
-        `experts`: hash expert parameters only (True), dense ones only (False), or all (None).
-        """
-        which = (False, True) if experts is None else (experts,)
-        buffers = [b for b in self.buffers if b.is_expert in which and b.kind is not AS_IT_CAME]
-        units = [u for u in self.units if u.is_expert in which]
+    def fingerprint(self, *, experts: bool) -> str:
+        """Return a hash that is equal on ranks with the same layouts, rules and parameters: of experts, or dense."""
+        buffers = [b for b in self.buffers if b.is_expert is experts and b.kind is not AS_IT_CAME]
+        units = [u for u in self.units if u.is_expert is experts]
         text = [f"{b.name}:{b.layout.fingerprint()}" for b in buffers]
         text += [f"{u.name}:{rule_text(u.rule)}:{sorted(u.ids)}" for u in units]
         text += [f"{u.name}:{id}:{u.splits[id].split_name}" for u in units for id in sorted(u.splits)]
@@ -123,9 +102,7 @@ class Plan:
         return f"rank {rank} of {sha256(layouts.encode()).hexdigest()[:16]}"
 
     def __str__(self) -> str:
-        return "\n\n".join(
-            ["\n".join(_unit_lines(self)), "\n".join(_buffer_lines(self)), "\n".join(_total_lines(self))]
-        )
+        return "\n\n".join("\n".join(lines(self)) for lines in (unit_lines, buffer_lines, total_lines))
 
 
 def rule_text(rule: Rule) -> str:
@@ -133,111 +110,183 @@ def rule_text(rule: Rule) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", f"(hooks={list(hooks_of(rule))}, rule={rule!r})")
 
 
-def unit_bytes(plan: Plan, unit: UnitPlan, *, rank: int, on_host: bool) -> int:
-    """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
-    that one rank computes for its peers counts as equal shares."""
-    total, rule = 0, unit.rule_of(on_host=on_host)
-    wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
-    for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
-        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
-        for slot in layout.slots:
-            wholes[slot.matrix.id] = layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners
-    for buffer in plan.buffers:
-        shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
-        if not shapes:
-            continue  # `unit.numbers` may lack the buffer's dtype
-        numbers = unit.numbers[buffer.dtype]
-        for run in buffer.runs(rank):
-            if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
-                total += main_bytes(numbers, run.numel)
-                shape, owners = wholes.get(run.id, (shapes[run.id], 1))
-                for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
-                    total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
-    return total
+_ALONE = Axes(dp=Alone(), tp=Alone())
+ALONE = Roles(dense=_ALONE, expert=_ALONE, everyone=Alone())
 
 
-def param_bytes(plan: Plan, buffer: BufferPlan) -> int:
-    """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
-    if buffer.dtype is not FP8:
-        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
-    assert plan.config.fp8_recipe is not None
-    recipe = RECIPES[plan.config.fp8_recipe]
-    return sum(recipe.num_bytes(param.shape) for param in buffer.params)
+@dataclass(kw_only=True)
+class Draft:
+    """What an optimizer is built from. `groups`, `rules` and `plan` are set in this order, after the other fields."""
+
+    config: OptimizerConfig
+    chunks: Sequence[nn.Module]
+    registry: Registry
+    roles: Roles = ALONE
+    sizes: WorldSizes | None = None  # of a plan for another world; None: those of `roles`
+    hooks: GivenHooks = ()
+    extra_group_keys: Collection[str] = ()
+    broadcast_params: bool = False
+    overrides: Overrides | None = None  # for `get_optimizer`: None if there are only the standard ones
+    groups: Groups = field(default_factory=list)
+    rules: Mapping[str, Rule] = field(default_factory=dict)  # with their hooks, by the groups' `optimizer`
+    plan: Plan = field(init=False)
+    device: torch.device | None = None  # of this rank; set when ranks are compared
+
+    @cached_property
+    def params(self) -> Mapping[ParamId, nn.Parameter]:
+        """The trainable parameters of the model."""
+        return parameters_by_id(self.chunks)
+
+    @cached_property
+    def metas(self) -> Mapping[ParamId, ParamMeta]:
+        """The descriptions of `params`."""
+        return describe_stored(self.chunks)
+
+    @cached_property
+    def group_of(self) -> dict[ParamId, int]:
+        """The index of the group of each parameter; read once the groups are complete."""
+        return {id: index for index, group in enumerate(self.groups) for id in group["param_ids"]}
+
+    @cached_property
+    def rule_of(self) -> dict[ParamId, str]:
+        """The name of the rule of each parameter in a group; read once the groups are complete."""
+        return {id: self.groups[index]["optimizer"] for id, index in self.group_of.items()}
+
+    @cached_property
+    def qk_layernorm(self) -> bool:
+        """Whether gradients of norms of queries and keys are partial."""
+        return any(map(uses_qk_layernorm, self.chunks))
+
+    @property
+    def wrapped(self) -> dict[int, DistributedDataParallel]:
+        """The wrapped chunks by number."""
+        return {at: chunk for at, chunk in enumerate(self.chunks) if isinstance(chunk, DistributedDataParallel)}
+
+    @cached_property
+    def wrapped_buffers(self) -> list[SyncedBuffer]:
+        """The buffers of wrapped chunks that hold any parameter of the groups, chunk by chunk."""
+        trained = self.rule_of.keys()
+        return [buffer for chunk in self.wrapped.values() for buffer in chunk.buffers_of(trained)]
+
+    def axes_of(self, buffer: BufferPlan) -> Axes:
+        """The groups over which the parameters of a buffer are distributed."""
+        return self.roles.expert if buffer.is_expert else self.roles.dense
+
+    def placed(self, unit: UnitPlan) -> Iterator[tuple[BufferPlan, ParamId]]:
+        """Yield the parameters of a unit with their buffers, in the order of these."""
+        return ((b, param.id) for b in self.plan.buffers for param in b.params if param.id in unit.ids)
 
 
-def main_bytes(numbers: Numbers, numel: int) -> int:
-    """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
-    scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
-    return numel * _MAIN_BYTES[numbers] + 4 * scales
+def make_plan(draft: Draft) -> Plan:
+    """Plan the buffers and units of the groups' parameters, without the ranks that compute matrices."""
+    config, rules, rule_of, sizes = draft.config, draft.rules, draft.rule_of, draft.sizes or WorldSizes.of(draft.roles)
+    in_wrapper = {id for buffer in draft.wrapped_buffers for id in buffer.params}
+    plain = plan_buffers(
+        {id: meta for id, meta in draft.metas.items() if id in rule_of and id not in in_wrapper},
+        sharding=config.sharding,
+        sizes=sizes,
+        needs_whole=lambda meta: rules[rule_of[meta.id]].needs is Needs.MATRICES,
+        grad_dtype=lambda meta: config.precision.grads if meta.dtype is torch.bfloat16 else torch.float32,
+        bucket_size=lambda numel: default_bucket_size(sizes.dense),
+        # A block of a state has one scale, so a shard boundary must not cut it.
+        shard_multiple=lcm(
+            CODED_MULTIPLE, *(spec.block for rule in rules.values() for spec in rule.state_specs if spec.block)
+        ),
+    )
+    norms = tuple("" if group.get("clip_grad", True) else group["optimizer"] for group in draft.groups)
+    buffers = (*(buffer.plan for buffer in draft.wrapped_buffers), *plain)
+    placement = config.placement
+    hosted: dict[str, Hosted] = {}
+    if not isinstance(placement, OnDevice):
+        hosted = {buffer.name: tuple(_hosted(buffer, draft.metas, placement.fraction)) for buffer in buffers}
+    return Plan(config=config, norms=norms, buffers=buffers, units=_plan_units(draft), hosted=hosted)
 
 
-def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
-    """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
-    specs, numel = rule.state_specs, prod(shape)
-    if not any(spec.optional or spec.by_part for spec in specs):
-        return {spec: spec_bytes(spec, shape, numel) for spec in specs}
-    kept = init_state(rule, torch.empty(shape, device="meta"), matrix)
-    return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
+def _plan_units(draft: Draft) -> tuple[UnitPlan, ...]:
+    """Plan one unit for each (rule, family), in order of first appearance; experts last: they use other groups.
 
-
-def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
-    """Return the bytes of one state tensor for `numel` elements of a parameter of `shape`."""
-    if spec.kind is StateKind.LIKE_PARAM:
-        count = numel
-    elif spec.kind is StateKind.BLOCK_SCALES:
-        count = -(-numel // spec.block)
-    else:
-        count = prod(spec.shape_for(shape) or (1,))
-    return count * spec.dtype.itemsize
-
-
-def _unit_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines on units: rule, dtypes, state, hooks."""
-    for unit in plan.units:
-        numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
-        yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
-        for dtype, numbers in sorted(unit.numbers.items(), key=str):
-            yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
-        state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
-        yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
-        if hooks := hooks_of(unit.rule):
-            yield f"  hooks: {', '.join(map(repr, hooks))}"
-        if unit.whole_qkv:
-            yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
-        yield from (f"  {line}" for line in compute_lines(unit.compute))
-
-
-def _buffer_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines on buffers: parameters, buckets, shards, padding."""
-    for buffer in plan.buffers:
-        layout = buffer.layout
-        padding = layout.numel - layout.params_numel
-        yield (
-            f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
-            f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
-            + (f", {param_bytes(plan, buffer):,} bytes of codes and scales" if buffer.dtype is FP8 else "")
+    Of several model chunks, later ones are separate units if the first is stepped and gathered before them.
+    """
+    config, metas, rule_of = draft.config, draft.metas, draft.rule_of
+    first = min((id.chunk for id in rule_of), default=0) if config.overlap_param_gather_with_optimizer_step else None
+    found: dict[tuple[bool, bool, str], list[ParamId]] = {}
+    for id, meta in metas.items():
+        if id in rule_of:
+            is_later = first is not None and id.chunk != first
+            found.setdefault((is_later, meta.is_expert, rule_of[id]), []).append(id)
+    units = []
+    for (is_later, is_expert, name), ids in sorted(found.items(), key=lambda item: item[0][:2]):
+        rule, splits, whole_qkv = draft.rules[name], {}, 0
+        if rule.needs is Needs.MATRICES:  # rows of a parameter may form several matrices
+            is_soap, of_unit = isinstance(bare(rule), SOAPRule | SOAPMuonRule), [metas[id] for id in ids]
+            splits = split_rows(of_unit, split_qkv=config.soap_split_qkv if is_soap else config.muon_split_qkv)
+            whole_qkv = len(split_rows(of_unit, split_qkv=True)) - len(splits) if is_soap else 0
+        units.append(
+            UnitPlan(
+                name=f"{name}{'/later chunks' * is_later}{'/experts' * is_expert}",
+                rule=rule,
+                is_expert=is_expert,
+                ids=frozenset(ids),
+                numbers={dtype: numbers_of(config, dtype) for dtype in {metas[id].stored_dtype for id in ids}},
+                splits=splits,
+                whole_qkv=whole_qkv,
+            )
         )
+    return tuple(units)
 
 
-def _total_lines(plan: Plan) -> Iterator[str]:
-    """Yield the lines on bytes of state, clipping and loss scaling."""
-    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+def numbers_of(config: OptimizerConfig, dtype: torch.dtype) -> Numbers:
+    """Return how the main values of parameters of `dtype` are kept."""
+    if dtype == torch.float32:
+        return Numbers.DIRECT
+    if dtype == torch.bfloat16 and config.precision.remainder:
+        return Numbers.REMAINDER
+    if dtype == torch.bfloat16 and config.precision.mains is torch.int8:
+        return Numbers.SHORT_REMAINDER
+    return Numbers.FP16_SCALED if config.precision.mains is torch.float16 else Numbers.FP32_COPY
 
-    def listed(bytes_of: Callable[[int], int]) -> str:
-        return ", ".join(f"{bytes_of(rank):,}" for rank in range(min(ranks, 8))) + (", ..." if ranks > 8 else "")
 
-    on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
-    yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
-    if plan.hosted:
-        hosted = listed(lambda rank: plan.state_bytes(rank, on_host=True))
-        yield f"of this on the host: {hosted} bytes; staging buffers, at most: {listed(plan.staging_bytes)}"
-    config = plan.config
-    clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
-    match config.loss_scaling:
-        case ConstantScale(scale=scale):
-            words = f"constant {scale:g}"
-        case DynamicScale(initial=initial):
-            words = f"dynamic from {initial:g}"
-        case _:
-            words = "none"
-    yield f"clip: {clip}; loss scale: {words}"
+def _hosted(buffer: BufferPlan, metas: Mapping[ParamId, ParamMeta], fraction: float) -> Iterator[frozenset[ParamId]]:
+    """Yield the parameters of each shard whose pieces live on the host.
+
+    Each shard keeps its first pieces on the host, in the order of the layout, until they hold the fraction of its
+    elements: at most one piece too many, as in Megatron-Core. DTensors are counted by their whole shapes, because ranks
+    that store parts of one matrix must make the same decision.
+    """
+    is_laid_out = buffer.kind is AS_IT_CAME
+    for shard in range(1 if is_laid_out else buffer.layout.num_shards):
+        runs = [(run.id, prod(metas[run.id].shape) if is_laid_out else run.numel) for run in buffer.runs(shard)]
+        wanted = fraction * sum(numel for _, numel in runs)
+        before = accumulate((numel for _, numel in runs), initial=0)
+        yield frozenset(id for (id, _), reached in zip(runs, before) if reached < wanted)
+
+
+def with_compute(draft: Draft) -> Plan:
+    """Return the plan with the ranks that compute each matrix that is cut over ranks, and the rules of the host.
+
+    Raises:
+        ConfigError, LayoutError: see `plan_compute` and `torch_host_rule`.
+    """
+    plan, sizes, units = draft.plan, draft.sizes or WorldSizes.of(draft.roles), []
+    shard_of = {  # of parameters that are dealt whole
+        owned.piece.id: rank
+        for buffer in plan.buffers
+        if max(sizes.dense_tp, sizes.expert_tp) > 1 and buffer.kind.is_sharded and not buffer.kind.cuts
+        for rank in range(buffer.layout.num_shards)
+        for owned in buffer.layout.owned(rank)
+    }
+    for unit in plan.units:
+        if unit.rule.needs is Needs.MATRICES:
+            tensor_parallel = sizes.expert_tp if unit.is_expert else sizes.dense_tp
+            compute = plan_compute(
+                bare(unit.rule),
+                [draft.metas[id] for _, id in draft.placed(unit)],
+                tensor_parallel=tensor_parallel,
+                team_of=shard_of,
+                splits=unit.splits,
+            )
+            unit = replace(unit, compute=compute)
+        if draft.config.use_torch_optimizer_for_cpu_offload:
+            unit = replace(unit, host_rule=torch_host_rule(unit.rule, draft.config))
+        units.append(unit)
+    return replace(plan, units=tuple(units))

@@ -1,11 +1,11 @@
 """The checks that compare ranks. Collective: every rank raises the same errors.
 
-`RANK_CHECKS` share one exchange. Each reports facts of this rank, and judges those of all ranks. `check_peers` then
-compares the plans of ranks that share parameters.
+`RANK_CHECKS` share one exchange. Each is a generator: it yields facts of this rank, gets those of all ranks, and yields
+the sentence with which all refuse, if any. `check_peers` then compares the plans of ranks that share parameters.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import fields
 from hashlib import sha256
 from itertools import islice, takewhile
@@ -21,9 +21,7 @@ from opt_distributed.comm import Comm, Roles, agree, agreed, from_all_replicas
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, get_standard_config_overrides
 from opt_paramgroups.overrides import read_overrides
-from opt_stack.planning.checks import refuse
-from opt_stack.planning.plan import rule_text
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.plan import Draft, rule_text
 
 logger = logging.getLogger("opt_stack")
 MAY_DIFFER = frozenset({"timers", "config_logger_dir"})
@@ -39,19 +37,21 @@ _KEEP = "{**opt_paramgroups.get_standard_config_overrides(config), **yours}"
 NOTHING: Mapping[str, bool] = MappingProxyType({})
 
 
-class RankCheck(NamedTuple):
-    """A comparison of all ranks."""
-
-    facts: Callable[[Draft], Any]  # of this rank, picklable; may raise ConfigError
-    problems: Callable[[Draft, Sequence[Any]], Iterator[str]]  # given the facts of all ranks
+RankCheck = Callable[[Draft], Generator[Any, Any, None]]
+"""Yields facts of this rank, picklable, and is sent those of all ranks, a list. May raise ConfigError before it
+yields them: then every rank raises."""
 
 
-def check_ranks(draft: Draft) -> None:
-    """Run `RANK_CHECKS`, in one exchange. Raises ConfigError on every rank."""
-    everyone = draft.roles.everyone
-    per_rank = everyone.gather_objects(agreed(everyone, lambda: [check.facts(draft) for check in RANK_CHECKS]))
-    for check, facts in zip(RANK_CHECKS, zip(*per_rank, strict=True), strict=True):
-        refuse(check.problems(draft, facts))
+def check_ranks(draft: Draft, checks: Sequence[RankCheck] | None = None) -> None:
+    """Run `checks`, by default `RANK_CHECKS`, in one exchange. Raises ConfigError on every rank."""
+    everyone, running = draft.roles.everyone, [check(draft) for check in checks or RANK_CHECKS]
+    per_rank = everyone.gather_objects(agreed(everyone, lambda: [next(check) for check in running]))
+    for check, facts in zip(running, zip(*per_rank, strict=True), strict=True):
+        try:
+            problem = check.send(facts)
+        except StopIteration:
+            continue
+        raise ConfigError(problem)
 
 
 def check_same_config(config: OptimizerConfig, everyone: Comm, *, asked: Mapping[str, bool] = NOTHING) -> None:
@@ -88,17 +88,14 @@ def _some(ranks: list[int]) -> str:
     return f"{ranks[:MAX_RANKS_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
-def _dtypes_and_layouts(draft: Draft) -> tuple[set[torch.dtype], set[bool]]:
-    params = (param for chunk in draft.chunks for param in chunk.parameters())
-    dtypes = {param.dtype for param in params} | {meta.dtype for meta in draft.metas.values()}
-    return dtypes, {draft.metas[id].is_dtensor for id in draft.rule_of}
-
-
-def _effects(draft: Draft, per_rank: Sequence[tuple[set[torch.dtype], set[bool]]]) -> Iterator[str]:
-    """Refuse each setting without effect on the parameters of all ranks.
+def check_effects(draft: Draft) -> Generator[Any, Any, None]:
+    """Each setting without effect on the parameters of all ranks.
 
     A model may mix dtypes and layouts: one parameter that feels the setting is enough.
     """
+    params = (param for chunk in draft.chunks for param in chunk.parameters())
+    own = {param.dtype for param in params} | {meta.dtype for meta in draft.metas.values()}
+    per_rank = yield own, {draft.metas[id].is_dtensor for id in draft.rule_of}
     dtypes, are_dtensors = (set().union(*facts) for facts in zip(*per_rank, strict=True))
     config, wanted, problems = draft.config, draft.config.precision.params, []
     # fp16 scales the loss of a model in fp32 as well, under autocast.
@@ -115,20 +112,15 @@ def _effects(draft: Draft, per_rank: Sequence[tuple[set[torch.dtype], set[bool]]
             problems.append(Problem(name, True, f"{reason} state is sharded as they are; leave it at False"))
     if problems:
         raise ConfigError.of("OptimizerConfig", problems)
-    yield from ()
 
 
-def _matched_patterns(draft: Draft) -> dict[str, bool]:
-    """Whether each pattern of local fp32 accumulation matches a parameter."""
+def _patterns(draft: Draft) -> Generator[Any, Any, None]:
+    """Patterns of local fp32 accumulation that match no parameter of any chunk on any rank."""
     found: dict[str, bool] = {}
     for chunk in draft.wrapped.values():
         for pattern in chunk.config.param_name_patterns_for_fp32_local_accumulation:
             found[pattern] = found.get(pattern, False) or any(matches(id.name, (pattern,)) for id in chunk.metas)
-    return found
-
-
-def _unmatched_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) -> Iterator[str]:
-    """Refuse patterns that match no parameter of any chunk on any rank."""
+    per_rank = yield found
     for pattern in dict.fromkeys(pattern for of_rank in per_rank for pattern in of_rank):
         if not any(of_rank.get(pattern) for of_rank in per_rank):
             yield (
@@ -137,21 +129,18 @@ def _unmatched_patterns(draft: Draft, per_rank: Sequence[Mapping[str, bool]]) ->
             )
 
 
-def _has_fp8(draft: Draft) -> bool:
-    """Whether a parameter is stored in fp8. Refuses another recipe than `fp8_recipe`."""
+def _fp8(draft: Draft) -> Generator[Any, Any, None]:
+    """Another recipe than `fp8_recipe`; options of fp8 if no parameter on any rank is stored in it."""
+    recipe = draft.config.fp8_recipe
     stored = {id: found.recipe.name for id, param in draft.params.items() if (found := quantized(param)) is not None}
-    for id, recipe in stored.items():
-        if recipe != draft.config.fp8_recipe:
+    for id, of_param in stored.items():
+        if of_param != recipe:
             raise ConfigError(
-                f"fp8_recipe={draft.config.fp8_recipe!r}, but parameter {str(id)!r} is stored with recipe "
-                f"{recipe!r}; set fp8_recipe to that of the parameters"
+                f"fp8_recipe={recipe!r}, but parameter {str(id)!r} is stored with recipe {of_param!r}; set fp8_recipe "
+                "to that of the parameters"
             )
-    return bool(stored)
-
-
-def _unused_fp8(draft: Draft, per_rank: Sequence[bool]) -> Iterator[str]:
-    """Refuse options of fp8 if no parameter on any rank is stored in it."""
-    asks = f"fp8_recipe={draft.config.fp8_recipe!r}" if draft.config.fp8_recipe is not None else ""
+    per_rank = yield bool(stored)
+    asks = f"fp8_recipe={recipe!r}" if recipe is not None else ""
     if not asks and any(chunk.config.fp8_param_gather for chunk in draft.wrapped.values()):
         asks = "fp8_param_gather=True"
     if asks and not any(per_rank):
@@ -162,29 +151,29 @@ def _unused_fp8(draft: Draft, per_rank: Sequence[bool]) -> Iterator[str]:
         )
 
 
-def device_of(draft: Draft) -> torch.device | None:
-    """Return the device of the model; None without tensors."""
+def check_devices(draft: Draft) -> Generator[Any, Any, None]:
+    """Models on different kinds of device. Sets the draft's device: a rank without tensors takes that of the others."""
     # Megatron-Core's wrapper has a list in place of the method `buffers`.
     tensors = (tensor for chunk in draft.chunks for tensor in (*chunk.parameters(), *nn.Module.buffers(chunk)))
-    return next((tensor.device for tensor in tensors), None)
-
-
-def _different_devices(draft: Draft, per_rank: Sequence[torch.device | None]) -> Iterator[str]:
-    """Refuse models on different kinds of device."""
+    draft.device = next((tensor.device for tensor in tensors), None)
+    per_rank = yield draft.device
     kinds = _by_value([None if device is None else device.type for device in per_rank])
     if len(kinds) > 1:
         ranks = "; ".join(f"{kind} on ranks {at}" for kind, at in kinds.items())
         yield f"model_chunks are on different kinds of device: {ranks}; move all ranks' models to one kind"
+    draft.device = draft.device or torch.device(next(iter(kinds), "cpu"))
 
 
-def _nothing_trained(draft: Draft, per_rank: Sequence[int]) -> Iterator[str]:
-    """Refuse a model without trainable parameters."""
+def _trained(draft: Draft) -> Generator[Any, Any, None]:
+    """A model without trainable parameters."""
+    per_rank = yield len(draft.rule_of)
     if sum(per_rank) == 0:
         yield "model_chunks hold no trainable parameter on any rank; at least one needs requires_grad=True"
 
 
-def _different_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Refuse different rules under one name, because parts of a matrix would diverge."""
+def _rules(draft: Draft) -> Generator[Any, Any, None]:
+    """Different rules under one name, because parts of a matrix would diverge."""
+    per_rank = yield {unit.name: rule_text(unit.rule) for unit in draft.plan.units}
     for name in dict.fromkeys(name for of_rank in per_rank for name in of_rank):
         ranks = _by_value([of_rank.get(name) for of_rank in per_rank])
         if len(ranks) > 1:
@@ -195,17 +184,16 @@ def _different_rules(draft: Draft, per_rank: Sequence[Mapping[str, str]]) -> Ite
             yield f"ranks have different rules for optimizer {name!r}: {rules}; pass the same ones on all ranks"
 
 
-def _decayed_by_overrides(draft: Draft) -> list[str]:
-    """The biases and vectors that have weight decay because `overrides` leave out the standard ones.
+def _decay(draft: Draft) -> Generator[Any, Any, None]:
+    """Overrides that leave out the standard ones which apply `decoupled_lr`. Warns, on rank 0, of biases and vectors
+    that have weight decay for the same reason.
 
-    Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all. Refuses
-    overrides that leave out those that apply `decoupled_lr`.
+    Parameters for which an override sets the decay are the caller's choice, and so is {}: no overrides at all.
     """
-    config, overrides = draft.config, draft.overrides
-    if overrides is None:
-        return []
-    given = read_overrides(config, overrides, extra_group_keys=None)
-    if config.decoupled_lr is not None and not any("is_decoupled_lr" in override for override in given.values()):
+    config = draft.config
+    given = {} if draft.overrides is None else read_overrides(config, draft.overrides, extra_group_keys=None)
+    is_decoupled = draft.overrides is None or any("is_decoupled_lr" in override for override in given.values())
+    if config.decoupled_lr is not None and not is_decoupled:
         raise ConfigError(
             f"decoupled_lr={config.decoupled_lr!r} has no effect: config_overrides replace the standard overrides, "
             f"which apply it; pass {_KEEP}, or leave it at None"
@@ -221,11 +209,7 @@ def _decayed_by_overrides(draft: Draft) -> list[str]:
         if any(key.matches(param, id.name) for key in undecayed)
         and not any(key.matches(param, id.name) for key in chosen)
     )
-    return list(islice(decayed, _NAMES_SHOWN + 1))
-
-
-def _warn_of_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Warn, on rank 0, of weight decay that overrides bring back."""
+    per_rank = yield list(islice(decayed, _NAMES_SHOWN + 1))
     names = list(dict.fromkeys(name for of_rank in per_rank for name in of_rank))
     if names and draft.roles.everyone.rank == 0:
         shown = ", ".join(map(repr, names[:_NAMES_SHOWN])) + ", ..." * (len(names) > _NAMES_SHOWN)
@@ -234,20 +218,9 @@ def _warn_of_decay(draft: Draft, per_rank: Sequence[Sequence[str]]) -> Iterator[
             "without decay, pass %s; to decay them on purpose, give them an override with wd_mult=1.0",
             shown, _KEEP,
         )  # fmt: skip
-    yield from ()
 
 
-DEVICES = RankCheck(device_of, _different_devices)
-EFFECTS = RankCheck(_dtypes_and_layouts, _effects)
-RANK_CHECKS = (
-    RankCheck(_decayed_by_overrides, _warn_of_decay),
-    RankCheck(_matched_patterns, _unmatched_patterns),
-    EFFECTS,
-    RankCheck(_has_fp8, _unused_fp8),
-    DEVICES,
-    RankCheck(lambda draft: len(draft.rule_of), _nothing_trained),
-    RankCheck(lambda draft: {unit.name: rule_text(unit.rule) for unit in draft.plan.units}, _different_rules),
-)
+RANK_CHECKS: tuple[RankCheck, ...] = (_decay, _patterns, check_effects, _fp8, check_devices, _trained, _rules)
 
 
 def check_peers(draft: Draft) -> None:

@@ -1,4 +1,4 @@
-"""Entries of parameter groups: the caller's, those of loaded groups, and the recorded choices of rules."""
+"""Entries of parameter groups: the caller's, those that rules read and record, and those of loaded groups."""
 
 import dataclasses
 import logging
@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
 from opt_distributed.step import CHOICES
 from opt_kernels.formulas import NumberError
-from opt_kernels.hooks import bare, check_unread, described, hooks_of
+from opt_kernels.hooks import GivenHooks, HookError, Hyperball, bare, check_unread, described, hooked, hooks_of
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
 from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry, value_problem
-from opt_stack.rules.registry import RuleEntry
+from opt_stack.rules.registry import Registry
 
 logger = logging.getLogger("opt_stack")
 HOOKS = "hooks"  # the entry of a group that records the hooks of its rule
@@ -24,18 +24,15 @@ RULE = "optimizer"  # the entry that names its rule; groups of torch's optimizer
 HELD = ("params", "param_ids", "param_names")  # entries that list its parameters
 OF_RULE = (HOOKS, CHOICES)  # entries that record how its rule was built
 Group = Mapping[str, Any]
-
 HYPER_KEYS = ("betas", "eps", "momentum")
 """The hyper-parameters that any rule may read from a group, besides lr and weight_decay."""
-
-_STRUCTURE = ("params", "param_ids", "param_names", "name", "is_expert_parallel", "default_config", "choices")
+_DECAYS = ("weight_decay", "start_wd", "end_wd")
 _SCHEDULED = ("lr", "weight_decay", "initial_lr", "base_momentum", "max_momentum", "swa_lr", "lr_scale")
 """Written or read by torch's, timm's and our schedulers."""
 _FLAGS_OF_TORCH = ("amsgrad", "maximize", "nesterov")
 _OF_ONE_RULE = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "lion_beta1", "lion_beta2")
 _DEFAULT_DECAY: float = OptimizerConfig().weight_decay
-COMMON_KEYS = frozenset({*_STRUCTURE, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS})
-
+_COMMON = {*HELD, "name", "is_expert_parallel", "default_config", CHOICES, *_SCHEDULED, *OVERRIDE_KEYS} - {*HYPER_KEYS}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         **dict.fromkeys(("foreach", "fused", "capturable"), (None, False, True)),
@@ -83,7 +80,15 @@ def complete_groups(
                     f"parameter {str(param_id)!r} is in group {names[param_id]!r} and in {name!r}; it must be in one"
                 )
             names[param_id] = name
-        _check_values(name, given)
+        for key, value in given.items():
+            problem = "" if value is None or isinstance(value, Tensor) or key in HELD else value_problem(key, value)
+            if problem:
+                raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
+        if given.get("lr_mult", 1.0) != 1.0 and given.get("lr") is not None and given.get("max_lr") is None:
+            raise ConfigError(
+                f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, but lr may "
+                "or may not include lr_mult; set lr alone, or lr_mult alone to multiply the configuration's lr"
+            )
         param_ids = [ids[id(param)] for param in held]
         are_experts = {metas[param_id].is_expert for param_id in param_ids}
         if len(are_experts) > 1:
@@ -96,18 +101,6 @@ def complete_groups(
         of_group = {"name": name, "params": held, "param_ids": param_ids, "is_expert_parallel": is_expert}
         groups.append({**_completed(given, config), **of_group})
     return groups
-
-
-def _check_values(name: str, given: Mapping[str, Any]) -> None:
-    for key, value in given.items():
-        problem = "" if value is None or isinstance(value, Tensor) or key in HELD else value_problem(key, value)
-        if problem:
-            raise ConfigError(f"param_groups: group {name!r}: {key}={value!r}: {problem}")
-    if given.get("lr_mult", 1.0) != 1.0 and given.get("lr") is not None and given.get("max_lr") is None:
-        raise ConfigError(
-            f"param_groups: group {name!r} has lr={given['lr']!r} and lr_mult={given['lr_mult']!r}, but lr may "
-            "or may not include lr_mult; set lr alone, or lr_mult alone to multiply the configuration's lr"
-        )
 
 
 def _completed(given: Mapping[str, Any], config: OptimizerConfig) -> dict[str, Any]:
@@ -133,34 +126,125 @@ def _times(value: float | None, factor: float) -> float | None:
     return value if value is None or factor == 1.0 else value * factor
 
 
-# --- entries that rules read -----------------------------------------------------------------------------------------
+# --- the rules of groups ----------------------------------------------------------------------------------------------
 
 
-def checked_hyper(entry: RuleEntry, rule: Rule, config: OptimizerConfig) -> Mapping[str, Any]:
-    """Return the hyper-parameters that `entry.hyper` adds to groups.
+def make_rules_(
+    groups: Sequence[dict[str, Any]],
+    registry: Registry,
+    config: OptimizerConfig,
+    *,
+    hooks: GivenHooks,
+    extra_group_keys: Collection[str],
+) -> dict[str, Rule]:
+    """Return the rules that the groups name, with their hooks. Add to the groups the numbers that these read and the
+    groups lack, and record the choices of the rule.
+
+    Raises:
+        ConfigError: a rule is unknown or refuses the configuration; a group has an entry that nothing reads, or a
+            number that is out of bounds; a hook does not fit its rule.
+    """
+    names = list(dict.fromkeys(group["optimizer"] for group in groups))
+    made = {name: registry.rule(name, config) for name in names}
+    hyper = {name: _hyper(name, rule, registry, config) for name, rule in made.items()}
+    _check_entries(groups, hyper, config, extra_group_keys)
+    for group in groups:
+        for key, value in hyper[group["optimizer"]].items():
+            group.setdefault(key, value)
+        check_numbers(group, made[group["optimizer"]])
+    given = hooks if isinstance(hooks, Mapping) else dict.fromkeys(made, hooks)
+    if unused := [name for name, of_rule in given.items() if name not in made and of_rule]:
+        raise ConfigError(f"hooks has {unused[0]!r}, but parameters are updated by {', '.join(made)}; use these names")
+    try:
+        rules = {name: hooked(rule, given.get(name, ())) for name, rule in made.items()}
+    except HookError as error:
+        raise ConfigError(f"hooks: {error}") from error
+    for field in dataclasses.fields(config) if not any(registry[name].reads_fields for name in names) else ():
+        if field.name in _OF_ONE_RULE and (value := getattr(config, field.name)) != field.default:
+            raise ConfigError(
+                f"{field.name}={value!r}: optimizer={', '.join(map(repr, sorted(names)))} does not read it; set its "
+                f"numbers in optimizer_options, and leave {field.name} at {field.default!r}"
+            )
+    for group in groups:
+        rule = rules[group["optimizer"]]
+        for key in _DECAYS:
+            decay = group.get(key) or 0.0
+            if decay and any(isinstance(hook, Hyperball) for hook in hooks_of(rule)):
+                raise ConfigError(
+                    f"group {group['name']!r} has {key}={decay}, but Hyperball() fixes the norm of the weights "
+                    "instead of decaying them; set weight_decay=0.0"
+                )
+            try:  # the default of OptimizerConfig.weight_decay is accepted
+                check_unread(rule, {**group, "weight_decay": 0.0 if decay == _DEFAULT_DECAY else decay})
+            except NumberError as error:
+                named = f"{error}".replace("weight_decay=", f"{key}=", 1)
+                raise ConfigError(f"group {group['name']!r}: {named}") from None
+        group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
+        if of_rule := hooks_of(rule):
+            group[HOOKS] = described(of_rule)
+    return rules
+
+
+def _hyper(name: str, rule: Rule, registry: Registry, config: OptimizerConfig) -> Mapping[str, Any]:
+    """Return the hyper-parameters that the entry of a rule adds to groups.
 
     Raises:
         ConfigError: `hyper` returns a name that the rule never reads, or lacks one that the rule declares.
     """
-    hyper, own = entry.hyper(config), getattr(rule, "hyper_names", ())
+    hyper, own = registry[name].hyper(config), getattr(rule, "hyper_names", ())
     allowed = (*HYPER_KEYS, *own)
-    for name in hyper:
-        if name not in allowed:
+    for key in hyper:
+        if key not in allowed:
             raise ConfigError(
-                f"optimizer={entry.name!r}: RuleEntry.hyper returns {name!r}, which its rule never reads; allowed are "
-                f"{', '.join(allowed)}.{did_you_mean(name, allowed)} A rule reads further numbers from Hyper.own if "
-                f"it names them: hyper_names = ({name!r},)"
+                f"optimizer={name!r}: RuleEntry.hyper returns {key!r}, which its rule never reads; allowed are "
+                f"{', '.join(allowed)}.{did_you_mean(key, allowed)} A rule reads further numbers from Hyper.own if "
+                f"it names them: hyper_names = ({key!r},)"
             )
-    missing = [name for name in own if name not in hyper]
-    if missing:
+    if missing := [key for key in own if key not in hyper]:
         raise ConfigError(
-            f"optimizer={entry.name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper returns "
+            f"optimizer={name!r}: its rule reads {missing[0]!r} (hyper_names), but RuleEntry.hyper returns "
             "no value for it; return the initial value of groups"
         )
     return hyper
 
 
-def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
+def _check_entries(
+    groups: Sequence[Group],
+    read_by: Mapping[str, Collection[str]],  # for each optimizer, the hyper-parameters that its rule reads
+    config: OptimizerConfig,
+    extra_group_keys: Collection[str],
+) -> None:
+    """Raise ConfigError naming every entry of `groups` that no scheduler, rule or this package reads.
+
+    One override may cover parameters of several rules: an entry that one of them reads is allowed in all groups.
+    """
+    used = {key for group in groups for key in group if key in read_by[group["optimizer"]]}
+    problems = []
+    for group in groups:
+        reads = sorted(read_by[group["optimizer"]])
+        for key, value in group.items():
+            if key in _COMMON or key in used or key in extra_group_keys or key.startswith("initial_"):
+                continue
+            if (
+                value is config.decoupled_weight_decay
+                if key == "decoupled_weight_decay"
+                else value in _NEUTRAL.get(key, ())
+            ):
+                continue
+            optimizer = f"optimizer {group['optimizer']!r}"
+            if key in HYPER_KEYS:
+                reason = f"{optimizer} does not read it; it reads {', '.join(('lr', 'weight_decay', *reads))}"
+            elif key in _NEUTRAL:
+                allowed = " or ".join(map(repr, _NEUTRAL[key]))
+                reason = f"not supported by {optimizer}; {allowed} is allowed. Drop the entry, or use torch_rule"
+            else:
+                reason = unknown_entry(key, {*OVERRIDE_KEYS} - {*HYPER_KEYS} | {*reads})
+            problems.append(f"group {group['name']!r}: {key}={value!r}: {reason}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_numbers(group: Group, rule: Rule) -> None:
     """Raise ConfigError if a hyper-parameter of a group is out of the bounds of its formula. lr may be None."""
     if isinstance(rule, ElementwiseRule):
         try:
@@ -169,106 +253,7 @@ def check_numbers(group: Mapping[str, Any], rule: Rule) -> None:
             raise ConfigError(f"group {group['name']!r}: {error}") from None
 
 
-def check_unread_numbers(group: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError for weight decay, or a beta, that the formula of `rule`, which has its hooks, never reads.
-
-    The default of OptimizerConfig.weight_decay is accepted.
-    """
-    for key in ("weight_decay", "start_wd", "end_wd"):
-        decay = group.get(key) or 0.0
-        try:
-            check_unread(rule, {**group, "weight_decay": 0.0 if decay == _DEFAULT_DECAY else decay})
-        except NumberError as error:
-            named = f"{error}".replace("weight_decay=", f"{key}=", 1)
-            raise ConfigError(f"group {group['name']!r}: {named}") from None
-
-
-def check_unread_fields(config: OptimizerConfig, entries: Collection[RuleEntry]) -> None:
-    """Raise ConfigError for a changed number of adam, sgd or lion if all rules take theirs from optimizer_options."""
-    if any(entry.reads_fields for entry in entries):
-        return
-    for field in dataclasses.fields(OptimizerConfig):
-        value = getattr(config, field.name)
-        if field.name in _OF_ONE_RULE and value != field.default:
-            names = ", ".join(repr(entry.name) for entry in entries)
-            raise ConfigError(
-                f"{field.name}={value!r}: optimizer={names} does not read it; set its numbers in optimizer_options, "
-                f"and leave {field.name} at {field.default!r}"
-            )
-
-
-def check_loaded_numbers(
-    loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
-) -> None:
-    """Raise ConfigError if a hyper-parameter of a loaded group is not valid. `loaded` are pairs (group, saved group).
-
-    `rules` are those of this rank, by the groups' `optimizer`; elementwise rules define their own bounds.
-    """
-    for group, saved in loaded:
-        rule = rules.get(group["optimizer"])
-        if rule is not None:
-            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": group["name"]}, rule)
-            _check_flags(group["name"], saved, rule)
-        declares = rule.formula.number_names if isinstance(rule, ElementwiseRule) else ()
-        for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
-            values = saved.get(key)
-            for value in values if isinstance(values, tuple | list) else (values,):
-                is_usual = key in declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
-                if not (is_usual and math.isfinite(value or 0.0)):
-                    allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
-                    raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
-
-
-def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError if flags of torch's optimizer, or choices of a drop-in, were saved as entries of the group,
-    and `rule` has others."""
-    formula = rule.formula if isinstance(rule, ElementwiseRule) else None
-    chosen = dict(formula.constants) if formula else {}
-    recorded = {choice.name: chosen[choice.name] for choice in formula.choices if choice.is_recorded} if formula else {}
-    of_torch = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
-    for flag, own in {**of_torch, **recorded}.items():
-        if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
-            raise ConfigError(
-                f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
-                "it with the saved option, or set it in the state dict to continue without it"
-            )
-
-
-def check_entries(
-    groups: Sequence[Mapping[str, Any]],
-    read_by: Mapping[str, Collection[str]],  # for each optimizer, the hyper-parameters that its rule reads
-    *,
-    decoupled: bool,  # OptimizerConfig.decoupled_weight_decay
-    extra_group_keys: Collection[str] = (),
-) -> None:
-    """Raise ConfigError naming every entry of `groups` that no scheduler, rule or this package reads.
-
-    One override may cover parameters of several rules: an entry that one of them reads is allowed in all groups.
-    """
-    used = {key for group in groups for key in group if key in read_by[group["optimizer"]]}
-    problems = [
-        f"group {group['name']!r}: {key}={value!r}: {_reason(key, group, read_by)}"
-        for group in groups
-        for key, value in group.items()
-        if not (key in COMMON_KEYS or key in used or key in extra_group_keys or key.startswith("initial_"))
-        and not (value is decoupled if key == "decoupled_weight_decay" else value in _NEUTRAL.get(key, ()))
-    ]
-    if problems:
-        raise ConfigError("\n".join(problems))
-
-
-def _reason(key: str, group: Mapping[str, Any], read_by: Mapping[str, Collection[str]]) -> str:
-    optimizer = group["optimizer"]
-    reads = read_by[optimizer]
-    if key in HYPER_KEYS:
-        return f"optimizer {optimizer!r} does not read it; it reads {', '.join(('lr', 'weight_decay', *sorted(reads)))}"
-    if key in _NEUTRAL:
-        allowed = " or ".join(map(repr, _NEUTRAL[key]))
-        return f"not supported by optimizer {optimizer!r}; {allowed} is allowed. Drop the entry, or use torch_rule"
-    return unknown_entry(key, {*OVERRIDE_KEYS} - {*HYPER_KEYS} | {*reads})
-
-
-# --- choices of rules: recorded in groups, and compared with those that a loaded state was saved with ---------------
+# --- choices of rules: recorded in groups, and compared with those that a loaded state was saved with -----------------
 #
 # Structure that no number of a group shows, such as `maximize`, the choices of a formula, or Muon's `scale_mode`. State
 # may mean something else under another choice of a formula, so it is refused. The options of a matrix rule change how
@@ -299,13 +284,6 @@ def _options(rule: object) -> Iterator[tuple[str, Any]]:
 
 def _is_plain(value: object) -> bool:
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, bool | int | float | str)
-
-
-def record_rule_(group: dict[str, Any], rule: Rule) -> None:
-    """Write the choices and the hooks of its rule to a group, as text; they replace those of an earlier optimizer."""
-    group[CHOICES] = tuple(f"{name}={value!r}" for name, value in sorted(choices_of(rule).items()))
-    if hooks := hooks_of(rule):
-        group[HOOKS] = described(hooks)
 
 
 def check_choices(group: Group, saved: Group, rules: Mapping[str, Rule]) -> None:
@@ -344,3 +322,43 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
     for name in before.keys() & after.keys():
         if before[name] != after[name]:
             yield name, before[name], after[name]
+
+
+# --- numbers of loaded groups -----------------------------------------------------------------------------------------
+
+
+def check_loaded_numbers(
+    loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
+) -> None:
+    """Raise ConfigError if a hyper-parameter of a loaded group is not valid. `loaded` are pairs (group, saved group).
+
+    `rules` are those of this rank, by the groups' `optimizer`; elementwise rules define their own bounds.
+    """
+    for group, saved in loaded:
+        rule = rules.get(group["optimizer"])
+        if rule is not None:
+            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": group["name"]}, rule)
+            _check_flags(group["name"], saved, rule)
+        declares = rule.formula.number_names if isinstance(rule, ElementwiseRule) else ()
+        for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
+            values = saved.get(key)
+            for value in values if isinstance(values, tuple | list) else (values,):
+                is_usual = key in declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
+                if not (is_usual and math.isfinite(value or 0.0)):
+                    allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
+                    raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
+
+
+def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
+    """Raise ConfigError if flags of torch's optimizer, or choices of a drop-in, were saved as entries of the group,
+    and `rule` has others."""
+    formula = rule.formula if isinstance(rule, ElementwiseRule) else None
+    chosen = dict(formula.constants) if formula else {}
+    recorded = {choice.name: chosen[choice.name] for choice in formula.choices if choice.is_recorded} if formula else {}
+    of_torch = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
+    for flag, own in {**of_torch, **recorded}.items():
+        if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
+            raise ConfigError(
+                f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
+                "it with the saved option, or set it in the state dict to continue without it"
+            )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from opt_config import ConfigError, OptimizerConfig, did_you_mean
+from opt_kernels.codecs import join, split_
 from opt_kernels.formulas import FORMULAS, Formula, NumberError
 from opt_kernels.hooks import bare
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
@@ -17,6 +18,7 @@ from opt_kernels.rules import (
     ElementwiseRule,
     Lines,
     MuonRule,
+    Needs,
     Order,
     Rule,
     SecondMoment,
@@ -24,7 +26,7 @@ from opt_kernels.rules import (
     SOAPRule,
     elementwise,
 )
-from opt_stack.rules.trials import check_rule
+from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,22 +41,24 @@ class RuleEntry:
 
 
 OfFields = Callable[[OptimizerConfig], Mapping[str, Any]]
+_REFUSED = {
+    "backend": "the stack chooses the fastest backend",
+    "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
+}
 
 
-def formula_entry(formula: Formula, *, fields: OfFields | None = None) -> RuleEntry:
+def formula_entry(formula: Formula, *, fields: OfFields = lambda config: {}, reads_fields: bool = False) -> RuleEntry:
     """The entry of a formula.
 
     Initial values of its numbers come from `fields` (values of configuration fields), else from `optimizer_options`,
     else from the formula's defaults. Its choices and the dtypes of its states, `<state>_dtype`, come from
     `optimizer_options`. States named exp_avg... use `exp_avg_dtype` and `exp_avg_sq_dtype` unless given there.
     """
-
-    of_fields: OfFields = fields or (lambda config: {})
+    numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
-        options = _options(formula, config, of_fields(config))
-        numbers = {name: default for name, default in formula.defaults.items() if name not in ("lr", "weight_decay")}
-        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **of_fields(config)}
+        options = _options(formula, config, fields(config))
+        return {**numbers, **{name: value for name, value in options.items() if name in numbers}, **fields(config)}
 
     def make(config: OptimizerConfig) -> ElementwiseRule:
         if formula.evaluation is not None and config.overlap_param_gather:
@@ -62,24 +66,33 @@ def formula_entry(formula: Formula, *, fields: OfFields | None = None) -> RuleEn
                 f"overlap_param_gather=True: optimizer={formula.name!r} evaluates other weights than it trains, and "
                 "eval() gathers them at once; leave it at False"
             )
-        numbers = hyper(config)
-        options = _options(formula, config, of_fields(config))
-        of_rule = {name: _dtype(value) for name, value in options.items() if name not in numbers}
+        initial, options = hyper(config), _options(formula, config, fields(config))
+        chosen: dict[str, Any] = {}
+        for choice in formula.choices:
+            if choice.name == "decoupled_weight_decay":
+                chosen[choice.name] = config.decoupled_weight_decay
+            elif choice.off_at_zero is not None:
+                chosen[choice.name] = initial[choice.off_at_zero] != 0
+        if "decoupled_weight_decay" not in chosen and formula is not FORMULAS["sgd"]:
+            _check_decoupled(config, formula.name)
+        for state in formula.declared:
+            moment = config.precision.exp_avg if state.signed else config.precision.exp_avg_sq
+            if state.name.startswith("exp_avg") if state.signed else "exp_avg_sq" in state.name:
+                # Megatron-Core writes 8-bit floats as `torch.uint8`.
+                chosen[f"{state.name}_dtype"] = torch.float8_e4m3fn if moment == torch.uint8 else moment
+        for name, value in options.items():
+            if name not in numbers:  # files name dtypes
+                named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+                chosen[name] = named if isinstance(named, torch.dtype) else value
         try:
-            rule = elementwise(formula, **_structure(formula, config, numbers), **of_rule)
+            rule = elementwise(formula, **chosen)
             rule.check_numbers(options)  # fields are checked by the configuration
         except NumberError as error:
             raise ConfigError(f"optimizer={formula.name!r}: {error}") from None
         return rule
 
     summary = formula.description.splitlines()[0].rstrip(".")
-    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=fields is not None)
-
-
-_REFUSED = {
-    "backend": "the stack chooses the fastest backend",
-    "stochastic_rounding": "the stack keeps main values; only the drop-in optimizers of opt-kernels round so",
-}
+    return RuleEntry(name=formula.name, summary=summary, make=make, hyper=hyper, reads_fields=reads_fields)
 
 
 def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,46 +103,19 @@ def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, 
     options = config.optimizer_options or {} if config.optimizer == formula.name else {}
     set_by_field = "a field of the configuration sets it"
     refused = dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", *of_fields), set_by_field) | _REFUSED
-    for name in (name for name in options if name in refused):
-        raise ConfigError(
-            f"optimizer_options has {name!r}={options[name]!r}; for optimizer={formula.name!r} {refused[name]}"
-        )
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
     known += [choice.name for choice in formula.choices if choice.off_at_zero is None]
     known += ["maximize", *(f"{state.name}_dtype" for state in formula.declared)]
-    for name, value in options.items():
+    for name in sorted(options, key=lambda name: name not in refused):
+        given = f"optimizer_options has {name!r}={options[name]!r}"
+        if name in refused:
+            raise ConfigError(f"{given}; for optimizer={formula.name!r} {refused[name]}")
         if name not in known:
             raise ConfigError(
-                f"optimizer_options has {name!r}={value!r}, which optimizer={formula.name!r} does not read; allowed "
-                f"are {', '.join(known)}.{did_you_mean(name, known)}"
+                f"{given}, which optimizer={formula.name!r} does not read; allowed are {', '.join(known)}."
+                f"{did_you_mean(name, known)}"
             )
     return options
-
-
-def _structure(formula: Formula, config: OptimizerConfig, numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices and dtypes set by fields of the configuration."""
-    found: dict[str, Any] = {}
-    for choice in formula.choices:
-        if choice.name == "decoupled_weight_decay":
-            found[choice.name] = config.decoupled_weight_decay
-        elif choice.off_at_zero is not None:
-            found[choice.name] = numbers[choice.off_at_zero] != 0
-    if "decoupled_weight_decay" not in found and formula is not FORMULAS["sgd"]:
-        _check_decoupled(config, formula.name)
-    options = config.optimizer_options or {} if config.optimizer == formula.name else {}
-    for state in formula.declared:
-        moment = config.precision.exp_avg if state.signed else config.precision.exp_avg_sq
-        is_moment = state.name.startswith("exp_avg") if state.signed else "exp_avg_sq" in state.name
-        if is_moment and f"{state.name}_dtype" not in options:
-            # Megatron-Core writes 8-bit floats as `torch.uint8`.
-            found[f"{state.name}_dtype"] = torch.float8_e4m3fn if moment == torch.uint8 else moment
-    return found
-
-
-def _dtype(value: object) -> object:
-    """The dtype for an option that names a torch dtype, as in files; any other option unchanged."""
-    found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    return found if isinstance(found, torch.dtype) else value
 
 
 def _soap(config: OptimizerConfig) -> SOAPRule:
@@ -207,46 +193,47 @@ def _adaptive_muon(config: OptimizerConfig) -> AdaptiveMuonRule:
     return AdaptiveMuonRule(muon=muon, second_moment=SecondMoment(method), lines=Lines(lines))
 
 
-# Values of a formula's numbers from fields of the configuration.
-_FIELDS: Mapping[str, OfFields] = {
+_FIELDS: Mapping[str, OfFields] = {  # values of a formula's numbers
     "adam": lambda config: {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps},
     "sgd": lambda config: {"momentum": config.sgd_momentum},
     "lion": lambda config: {"betas": (config.lion_beta1, config.lion_beta2)},
 }
-_OF_FORMULAS = {name: formula_entry(formula, fields=_FIELDS.get(name)) for name, formula in FORMULAS.items()}
-MUON = RuleEntry(
-    name="muon",
-    summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
-    make=_muon,
-    hyper=lambda config: {"momentum": config.muon_momentum},
+ADAM = formula_entry(FORMULAS["adam"], fields=_FIELDS["adam"], reads_fields=True)
+_OF_FORMULAS = (
+    formula_entry(formula, fields=_FIELDS[name], reads_fields=True) if name in _FIELDS else formula_entry(formula)
+    for name, formula in FORMULAS.items()
 )
-ADAPTIVE_MUON = RuleEntry(
-    name="adaptive_muon",
-    summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
-    make=_adaptive_muon,
-    hyper=lambda config: {
-        "momentum": config.muon_momentum,
-        "betas": (0.0, config.adaptive_muon_beta2),
-        "eps": config.adaptive_muon_eps,
-    },
+BUILT_IN = (
+    *_OF_FORMULAS,
+    RuleEntry(
+        name="muon",
+        summary="momentum, orthogonalised by Newton-Schulz; muon_scalar_optimizer updates other parameters",
+        make=_muon,
+        hyper=lambda config: {"momentum": config.muon_momentum},
+    ),
+    RuleEntry(
+        name="adaptive_muon",
+        summary="Muon with a second moment of the orthogonalised update (AdaMuon, NorMuon) or of the gradient (NAMO)",
+        make=_adaptive_muon,
+        hyper=lambda config: {
+            "momentum": config.muon_momentum,
+            "betas": (0.0, config.adaptive_muon_beta2),
+            "eps": config.adaptive_muon_eps,
+        },
+    ),
+    RuleEntry(
+        name="soap",
+        summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
+        make=_soap,
+        hyper=ADAM.hyper,
+    ),
+    RuleEntry(
+        name="soap_muon",
+        summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
+        make=_soap_muon,
+        hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
+    ),
 )
-ADAM = _OF_FORMULAS["adam"]
-SOAP_ = RuleEntry(
-    name="soap",
-    summary="Adam in the eigenbasis of Shampoo's preconditioner; Adam updates other parameters",
-    make=_soap,
-    hyper=ADAM.hyper,
-)
-SOAP_MUON = RuleEntry(
-    name="soap_muon",
-    summary="momentum, preconditioned in Shampoo's eigenbasis and orthogonalised; non-matrix parameters use adam",
-    make=_soap_muon,
-    hyper=lambda config: {"eps": config.adam_eps, "momentum": config.muon_momentum},
-)
-
-BUILT_IN = (*_OF_FORMULAS.values(), MUON, ADAPTIVE_MUON, SOAP_, SOAP_MUON)
-
-
 ENTRY_POINTS = "opt_stack.rules"  # an entry point of this group names a `RuleEntry` or a `Formula`
 
 
@@ -299,7 +286,7 @@ class Registry:
         """
         rule = self[name].make(config)
         if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
-            check_rule(name, rule, config)
+            _check_rule(name, rule, config)
         if config.optimizer_options and name == config.optimizer and not isinstance(rule, ElementwiseRule):
             raise ConfigError(
                 f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; "
@@ -313,3 +300,85 @@ class Registry:
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(f"optimizer={name!r} is unknown; allowed are {', '.join(self.entries)}{hint}")
         return self.entries[name]
+
+
+# --- rules of other packages, which are tried before they are used ---------------------------------------------------
+
+_MEMBERS = ("name", "needs", "state_specs", "codecs", "init_state", "update_")
+_SHAPES = {Needs.ELEMENTS: (64,), Needs.MATRICES: (4, 6)}
+
+
+def _check_rule(name: str, rule: Any, config: OptimizerConfig) -> None:
+    """Check that `rule`, the rule of `optimizer=name`, declares its states, and that `config` can use it.
+
+    The shapes and dtypes of states are compared with those declared when they are made: see `RuleStateError`.
+
+    Raises:
+        ConfigError: the rule lacks a member of `Rule`; its specs leave a shape undefined, or lack a state of its own,
+            which checkpoints would lose; or the configuration asks for remainders and the rule cannot update bf16
+            parameters with them.
+    """
+    rule_of = f"optimizer={name!r}: its rule {type(bare(rule)).__name__}"
+    missing = [member for member in _MEMBERS if not hasattr(rule, member)]
+    if missing or not isinstance(rule.needs, Needs):
+        problem = f"lacks {', '.join(missing)}" if missing else f"has needs={rule.needs!r}, which is not a Needs"
+        raise ConfigError(f"{rule_of} {problem}; a rule is an opt_kernels.rules.base.Rule, with {', '.join(_MEMBERS)}")
+    main = torch.zeros(_SHAPES[rule.needs])
+    for spec in bare(rule).state_specs:
+        if problem := _problem_of_spec(spec, main.dim()):
+            raise ConfigError(f"{rule_of} declares the state {spec.name!r} with kind={spec.kind}, {problem}")
+    try:
+        states = bare(rule).init_state(main)
+    except Exception:  # the caller's code may raise anything, and may support some shapes only
+        states = {}
+    if undeclared := sorted(states.keys() - {spec.name for spec in bare(rule).state_specs}):
+        raise ConfigError(
+            f"{rule_of} keeps {', '.join(undeclared)}, which its state_specs do not declare, so that checkpoints would "
+            f"not have it; add StateSpec(name={undeclared[0]!r})"
+        )
+    if config.precision.remainder:
+        _check_remainder(name, rule, torch.int16, "store_param_remainders=True")
+    elif config.precision.mains is torch.int8:
+        _check_remainder(name, rule, torch.int8, "main_params_dtype=torch.int8")
+
+
+def _problem_of_spec(spec: StateSpec, num_dims: int) -> str:
+    """Return why no parameter of so many dims can have the state; empty if it can."""
+    are_dims = isinstance(spec.dims, tuple) and all(type(dim) is int for dim in spec.dims)
+    match spec.kind:
+        case StateKind.MATRIX if not (are_dims and len(spec.dims) == 1):
+            return f"dims={spec.dims!r}; allowed is a tuple of one int, as in dims=(0,)"
+        case StateKind.REDUCED if not (are_dims and spec.dims):
+            return f"dims={spec.dims!r}; allowed is a tuple of the dims that it lacks, as in dims=(-1,)"
+        case StateKind.BLOCK_SCALES if type(spec.block) is not int or spec.block < 1:
+            return f"block={spec.block!r}; allowed is the number of elements per scale, at least 1"
+        case StateKind.MATRIX | StateKind.REDUCED if not all(-num_dims <= dim < num_dims for dim in spec.dims):
+            return f"dims={spec.dims!r}; allowed are dims from {-num_dims} to {num_dims - 1}"
+    return ""
+
+
+def _check_remainder(name: str, rule: Rule, dtype: torch.dtype, field: str) -> None:
+    """Raise ConfigError unless one step with a remainder of `dtype` is the step with fp32 main values."""
+    generator, problem = torch.Generator().manual_seed(0), ""
+    start, grad = (torch.rand(_SHAPES[rule.needs], generator=generator) + 0.5 for _ in range(2))
+    try:
+        out, remainder = torch.empty_like(start, dtype=torch.bfloat16), torch.empty_like(start, dtype=dtype)
+        split_(out, remainder, start)
+        main = join(out, remainder)
+        split = Work(grad=grad.clone(), main=None, state=rule.init_state(main), out=out, remainder=remainder)
+        for work in (split, Work(grad=grad.clone(), main=main, state=rule.init_state(main))):
+            with torch.no_grad():
+                rule.update_([Batch(Hyper(lr=0.01, step=1), [work])])
+        joined = join(out, remainder)
+        if not torch.allclose(main, joined, rtol=1e-6 if dtype is torch.int16 else 2.0**-15, atol=1e-7):
+            problem = f"updates a parameter differently, by up to {float((main - joined).abs().max()):.1e}"
+    except ConfigError:
+        raise
+    except Exception as error:  # the caller's code may raise anything
+        problem = f"raised {type(error).__name__}: {error}"
+    if problem:
+        raise ConfigError(
+            f"{field}: optimizer={name!r} with a remainder {problem}; if a work has no main, a rule must join `out` "
+            "and `remainder`, and write both (opt_kernels.codecs); or keep fp32 mains: "
+            "store_param_remainders=False and main_params_dtype=torch.float32"
+        )

@@ -1,18 +1,18 @@
 """Build the stepper of a plan: gradient sources, main values and states, units. Decides nothing."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
 from opt_distributed.buffers import BufferPlan, ParamAndGradBuffer, ReducedGrads
-from opt_distributed.comm import Alone, Axes, Comm, HostComm, is_outside, mesh_of, replicas_outside
+from opt_distributed.comm import Alone, Axes, Comm, HostComm, group_of, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
 from opt_distributed.layout import AS_IT_CAME, Computes
 from opt_distributed.pieces import (
@@ -34,8 +34,11 @@ from opt_distributed.pieces import (
     local,
     make_main,
     marked_ids,
+    mesh_comms,
 )
 from opt_distributed.step import (
+    CutParams,
+    CutRows,
     Family,
     Limits,
     Stepper,
@@ -45,38 +48,43 @@ from opt_distributed.step import (
     timer_spans,
 )
 from opt_kernels.backends import is_dense
-from opt_kernels.hooks import HookedUpdate, Hyperball, hooks_of
+from opt_kernels.hooks import HookedUpdate, Hyperball, SpannedRows, hooks_of
 from opt_kernels.quantized import FP8, quantized
-from opt_kernels.rules import Needs, Rule
+from opt_kernels.rules import Needs
 from opt_kernels.works import NOT_SPLIT
 from opt_paramgroups import ParamId, ParamMeta
-from opt_stack.building.matrices import PlacedMatrix, cut_params, place_matrices, stages_of
 from opt_stack.planning.checks import SEPARATE_NORMS, check_graphs, is_megatron_wrapper, members, refuse
-from opt_stack.planning.plan import Plan, UnitPlan
-from opt_stack.planning.planner import Draft
+from opt_stack.planning.matrices import PlacedMatrix, place_matrices
+from opt_stack.planning.plan import Draft, UnitPlan
 
 logger = logging.getLogger("opt_stack")
 PART_NUMEL = 1 << 24
 """Minimum number of elements of a part of a unit. One part is copied while the host updates another: at 1 << 24
 elements, an update takes about 10 ms and a copy 2 ms."""
-NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and the separate ones
+NORM_SLOTS = ("", *SEPARATE_NORMS)  # the model's own gradient norm, and Megatron-Core's separate ones
 
 
-def build_stepper(draft: Draft, device: torch.device) -> Stepper:
-    """Build the stepper of the plan of `draft`, with tensors on `device`."""
-    plan, roles, config = draft.plan, draft.roles, draft.config
+def build_stepper(draft: Draft) -> Stepper:
+    """Build the stepper of the plan of `draft`, with tensors on its device."""
+    plan, roles, config, device = draft.plan, draft.roles, draft.config, draft.device
+    assert device is not None
     refuse(check_graphs(draft, device))
     reduced = {id(param) for chunk in draft.chunks if is_megatron_wrapper(chunk) for param in chunk.parameters()}
     averaged = _averaged_by_torch(draft)
     wrapped = {buffer.plan.name: buffer for buffer in draft.wrapped_buffers}
     plain = {b.name: _source(b, draft, device, reduced, averaged) for b in plan.buffers if b.name not in wrapped}
     own = {b.name: wrapped.get(b.name) or plain[b.name] for b in plan.buffers}
-    fp8 = {b.name: _quantizing(own[b.name], b, draft) for b in plan.buffers if b.dtype is FP8}
-    units = list(_units(draft, device, own, fp8))
+    fp8 = {}
+    for buffer in plan.buffers:
+        if buffer.dtype is FP8:  # its parameters are quantised after the update
+            codes = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
+            sharing = draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone()
+            fp8[buffer.name] = QuantizedSource(own[buffer.name], codes, sharing)
+    slots, timers = (*NORM_SLOTS, *dict.fromkeys(filter(None, plan.norms))), config.timers  # equal on all ranks
+    units = list(_units(draft, device, own, fp8, slots))
     for param in draft.params.values():
         if (found := quantized(param)) is not None:
             found.forget_initial()
-    slots, timers = norm_slots(plan), config.timers
     return Stepper(
         units=units,
         families=[
@@ -100,14 +108,12 @@ def build_stepper(draft: Draft, device: torch.device) -> Stepper:
     )
 
 
-def norm_slots(plan: Plan) -> tuple[str, ...]:
-    """Return the names of the step's gradient norms, the same on every rank: the model's own, Megatron-Core's separate
-    norm groups, and one for each rule with groups that are not clipped, under its name."""
-    return (*NORM_SLOTS, *dict.fromkeys(group.optimizer for group in plan.groups if not group.clips))
-
-
 def _units(
-    draft: Draft, device: torch.device, sources: Mapping[str, Source], fp8: Mapping[str, QuantizedSource]
+    draft: Draft,
+    device: torch.device,
+    sources: Mapping[str, Source],
+    fp8: Mapping[str, QuantizedSource],
+    slots: Sequence[str],
 ) -> Iterator[Unit]:
     """Build the units in the order of the step.
 
@@ -130,17 +136,22 @@ def _units(
     numbers = StepNumbers(queue) if isinstance(placement, OnHost) else None
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
-        placed = dict.fromkeys(planned.ids, PlacedMatrix(NOT_SPLIT))
-        if planned.rule.needs is Needs.MATRICES:
+
+        def over(comm: Comm, away: devices.Device | None = away) -> Comm:
+            """The group for tensors on the host, if these are copied to and from the device."""
+            return comm if away is None or comm.size == 1 else HostComm(comm, away)
+
+        placed = {id: PlacedMatrix(planned.splits.get(id, NOT_SPLIT)) for id in planned.ids}
+        if planned.compute:
             tensor_parallel = (roles.expert if planned.is_expert else roles.dense).tp
-            over = partial(_on_host, device=away)
-            placed = place_matrices(planned, draft.params, draft.metas, tensor_parallel, over=over)
+            splits = {id: at.spec for id, at in placed.items()}
+            placed = place_matrices(planned.compute, splits, draft.params, draft.metas, tensor_parallel, over=over)
         unit = Unit(
             name=f"{planned.name}/host" if on_host else planned.name,
             rule=planned.rule_of(on_host=on_host),
-            pieces=list(_pieces(planned, draft, sources, fp8, placed, on_host=on_host, away=away)),
+            pieces=list(_pieces(planned, draft, sources, fp8, placed, slots, on_host=on_host, away=away)),
             completes=[fp8.get(name, sources[name]) for name, at in last.items() if at == number],
-            stages=stages_of(placed.values()) if planned.compute else (),
+            stages=list(dict.fromkeys(matrix.stage for matrix in placed.values() if matrix.stage is not None)),
         )
         unit.cut, unit.cut_rows = cut.get(planned.name, ((), ()))
         if away is None:
@@ -149,11 +160,6 @@ def _units(
             assert isinstance(placement, OnHost)
             assert numbers is not None
             yield from _host_parts(unit, placement, away, numbers)
-
-
-def _on_host(comm: Comm, *, device: devices.Device | None) -> Comm:
-    """Return a group for tensors on the host, if these are copied to and from `device`."""
-    return comm if device is None or comm.size == 1 else HostComm(comm, device)
 
 
 def _host_parts(unit: Unit, placement: OnHost, device: devices.Device, numbers: StepNumbers) -> Iterator[Unit]:
@@ -216,46 +222,34 @@ def _source(
 def _averaged_by_torch(draft: Draft) -> set[int]:
     """Return the `id` of parameters whose gradients torch's wrapper averages over exactly the data-parallel ranks.
 
-    The step reduces all others: those of wrappers over other ranks, those that a wrapper ignores, and all of a wrapper
-    whose parameters were frozen or unfrozen since it was built.
+    The step reduces all others: those of wrappers over other ranks, and those that a wrapper ignores. A wrapper does
+    not list what it averages, which are the parameters that required gradients when the model was wrapped, but records
+    their number and bytes. If today's trainable parameters have others, some were frozen or unfrozen since: the step
+    reduces all of these, which leaves averaged gradients as they are.
     """
     axes, averaged = draft.roles.dense, set[int]()
     for wrapper in (module for chunk in draft.chunks for module in chunk.modules()):
         if not isinstance(wrapper, TorchWrapper) or axes.inter.size > 1:
             continue
-        if members(axes.dp) == dist.get_process_group_ranks(wrapper.process_group):
-            averaged.update(map(id, _averaged(wrapper)))
+        if members(axes.dp) != dist.get_process_group_ranks(wrapper.process_group):
+            continue
+        trainable = {
+            param: None
+            for prefix, module in wrapper.module.named_modules()
+            for name, param in module.named_parameters(recurse=False)
+            if param.requires_grad and f"{prefix}.{name}" not in wrapper.parameters_to_ignore
+        }
+        recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+        num_bytes = sum(param.numel() * param.element_size() for param in trainable)
+        if (recorded["num_parameter_tensors"], recorded["total_parameter_size_bytes"]) == (len(trainable), num_bytes):
+            averaged.update(map(id, trainable))
+        else:
+            logger.info(
+                "parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all"
+            )
     if averaged:
         logger.info("gradients are averaged by torch's DistributedDataParallel; the step does not reduce them again")
     return averaged
-
-
-def _averaged(wrapper: TorchWrapper) -> list[nn.Parameter]:
-    """The parameters that `wrapper` averages: those that required gradients when the model was wrapped.
-
-    The wrapper does not list them, but records their number and bytes. If these are not those of today's trainable
-    parameters, some were frozen or unfrozen since. Then none is returned, and the step reduces all, which leaves
-    averaged gradients as they are.
-    """
-    ignored = set(wrapper.parameters_to_ignore)
-    trainable = {
-        param: None
-        for prefix, module in wrapper.module.named_modules()
-        for name, param in module.named_parameters(recurse=False)
-        if param.requires_grad and f"{prefix}.{name}" not in ignored
-    }
-    recorded = wrapper._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    num_bytes = sum(param.numel() * param.element_size() for param in trainable)
-    if (recorded["num_parameter_tensors"], recorded["total_parameter_size_bytes"]) != (len(trainable), num_bytes):
-        logger.info("parameters were frozen or unfrozen since DistributedDataParallel was built; the step reduces all")
-        return []
-    return list(trainable)
-
-
-def _quantizing(source: Source, buffer: BufferPlan, draft: Draft) -> QuantizedSource:
-    """Return the publisher of a buffer of fp8 parameters, which quantises them after the update."""
-    found = {shape.id: q for shape in buffer.params if (q := quantized(draft.params[shape.id])) is not None}
-    return QuantizedSource(source, found, draft.axes_of(buffer).dp if buffer.layout.num_shards > 1 else Alone())
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------
@@ -267,36 +261,45 @@ def _pieces(
     sources: Mapping[str, Source],
     fp8: Mapping[str, QuantizedSource],
     placed: Mapping[ParamId, PlacedMatrix],
+    slots: Sequence[str],  # the names of the step's norms
     *,
     on_host: bool,
     away: devices.Device | None,  # if main values and states are copied to the host from there
 ) -> Iterator[OwnedPiece]:
     """Yield the pieces of a unit on this rank, with main values and the rule's state before the first step."""
-    plan, slots, rule = draft.plan, norm_slots(draft.plan), unit.rule_of(on_host=on_host)
+    plan, rule = draft.plan, unit.rule_of(on_host=on_host)
+    keeps_norm = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(unit.rule))
     for buffer in plan.buffers:
         axes, is_sharded = draft.axes_of(buffer), buffer.layout.num_shards > 1
         rank = axes.dp.rank if is_sharded else 0
         for number, (id, of_param) in enumerate(buffer.runs(rank)):
             if id not in unit.ids or plan.is_on_host(buffer, rank, id) is not on_host:
                 continue
-            param, meta, group, at = draft.params[id], draft.metas[id], plan.groups[draft.group_of[id]], placed[id]
+            param, meta, group, at = draft.params[id], draft.metas[id], draft.group_of[id], placed[id]
             stored = local(param) if meta.is_dtensor else param
             whole = of_param == slice(0, stored.numel())
             main: Main
             if buffer.name in fp8:
                 main = fp8[buffer.name].main(id, of_param)
             else:
-                _check_dense(id, stored)
+                if stored.is_neg() or not is_dense(stored):  # no update could write it
+                    raise ConfigError(
+                        f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has "
+                        "holes, overlapping elements or its negative bit set; allowed are elements that fill their "
+                        "memory, in any order of dimensions; make it contiguous: "
+                        "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
+                    )
                 target = stored if whole else stored.detach().view(-1)[of_param]
                 numbers = unit.numbers[buffer.dtype]
                 main = make_main(numbers, target) if away is None else HostMain.of(numbers, target, away)
-            if isinstance(main, HostMain):
-                with main.device.on_host():
-                    state = init_state(rule, main.on_host.value(), id=id, matrix=at.spec, stage=at.stage)
-            else:
-                state = init_state(rule, main.value(), id=id, matrix=at.spec, stage=at.stage)
-            if whole:
-                _check_start(unit.rule, id, stored)
+            with main.device.on_host() if isinstance(main, HostMain) else nullcontext():
+                value = main.on_host.value() if isinstance(main, HostMain) else main.value()
+                state = init_state(rule, value, id=id, matrix=at.spec, stage=at.stage)
+            if keeps_norm and whole and stored.numel() and not stored.any():
+                raise ConfigError(
+                    f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
+                    "Hyperball(radius=...), or initialise the parameter first"
+                )
             # Data-parallel replicas hold the same reduced gradient and share its inspection. All other copies, over
             # tensor-parallel ranks or over axes of a DTensor's mesh, are computed and inspected separately.
             is_shared = buffer.kind is not AS_IT_CAME and not is_sharded
@@ -305,11 +308,11 @@ def _pieces(
                 id=id,
                 param=param,
                 of_param=of_param,
-                group=draft.group_of[id],
+                group=group,
                 source=sources[buffer.name],
                 main=main,
                 state=state,
-                norm_slot=slots.index((meta.grad_norm_group or "") if group.clips else group.optimizer),
+                norm_slot=slots.index(plan.norms[group] or meta.grad_norm_group or ""),
                 counted=inspected and _is_counted(draft, buffer, id),
                 inspected=inspected,
                 replica=axes.inter.rank if is_sharded else None,
@@ -317,27 +320,6 @@ def _pieces(
                 matrix=at.spec,
                 stage=at.stage,
             )
-
-
-def _check_dense(id: ParamId, stored: Tensor) -> None:
-    """Raise ConfigError if no update could write the parameter, because its memory has holes or overlaps."""
-    if stored.is_neg() or not is_dense(stored):
-        raise ConfigError(
-            f"parameter {str(id)!r} of shape {tuple(stored.shape)} and strides {stored.stride()} has holes, "
-            "overlapping elements or its negative bit set; allowed are elements that fill their memory, in any order "
-            "of dimensions; make it contiguous: "
-            "nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))"
-        )
-
-
-def _check_start(rule: Rule, id: ParamId, value: Tensor) -> None:
-    """Raise ConfigError for weights of norm 0, which Hyperball would keep at 0."""
-    stuck = any(isinstance(hook, Hyperball) and hook.radius is None for hook in hooks_of(rule))
-    if stuck and value.numel() and not value.any():
-        raise ConfigError(
-            f"hooks: Hyperball() keeps the initial norm of weights, but {str(id)!r} is all zeros; use "
-            "Hyperball(radius=...), or initialise the parameter first"
-        )
 
 
 def _is_counted(draft: Draft, buffer: BufferPlan, id: ParamId) -> bool:
@@ -356,6 +338,62 @@ def _part(meta: ParamMeta, axes: Axes) -> str:
     """Return the suffix that names this tensor-parallel part of a plain parameter; empty if it is whole."""
     is_part = meta.tensor_parallel and not meta.is_dtensor and axes.tp.size > 1
     return f"@{axes.tp.rank}of{axes.tp.size}" if is_part else ""
+
+
+# --- norms and rows of gradients that hooks sum over ranks ------------------------------------------------------------
+
+
+def cut_params(unit: UnitPlan, draft: Draft) -> tuple[Sequence[CutParams], Sequence[CutRows]]:
+    """Return the parameters of a unit whose norms are summed over ranks, and those whose gradient rows span ranks, each
+    by group of ranks; equal on all of them."""
+    rule = unit.rule
+    assert isinstance(rule, HookedUpdate)
+    norms: dict[tuple[int, ...], CutParams] = {}
+    spans: dict[tuple[int, ...], CutRows] = {}
+    for buffer, id in draft.placed(unit):
+        meta = draft.metas[id]
+        if rule.sums_norms and (comms := (*_cuts(buffer, id, draft, 0), *_tensor_cuts(buffer, id, draft, 0))):
+            before = norms.get(_key(comms), CutParams((), comms))
+            norms[_key(comms)] = before._replace(ids=(*before.ids, id))
+        if rule.centralizes and len(meta.shape) > 1 and meta.numel:
+            dims = len(meta.shape) - 1 if rule.needs is Needs.MATRICES else 1
+            peers = _tensor_cuts(buffer, id, draft, dims)
+            if comms := (*_cuts(buffer, id, draft, dims), *peers):
+                rows = SpannedRows(
+                    num=prod(meta.local_shape[:dims]),
+                    dims=dims,
+                    local_numel=prod(meta.local_shape[dims:]),
+                    # The shape of `meta` is that of one tensor-parallel part.
+                    whole_numel=prod(meta.shape[dims:]) * prod(comm.size for comm in peers),
+                )
+                earlier = spans.get(_key(comms), CutRows({}, comms))
+                spans[_key(comms)] = earlier._replace(rows={**earlier.rows, id: rows})
+    return tuple(norms.values()), tuple(spans.values())
+
+
+def _key(comms: tuple[Comm, ...]) -> tuple[int, ...]:
+    return tuple(id(group_of(comm) or comm) for comm in comms)
+
+
+def _cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> Sequence[Comm]:
+    """The groups of its mesh or buffer over which a parameter is cut along dim `from_dim` or later."""
+    if buffer.kind is AS_IT_CAME:
+        dims = [placed.shard_dim if placed.size > 1 else None for placed in draft.metas[id].placements]
+        return mesh_comms(
+            draft.params[id], [axis for axis, dim in enumerate(dims) if dim is not None and dim >= from_dim]
+        )
+    return (draft.axes_of(buffer).dp,) if buffer.kind.cuts and buffer.layout.num_shards > 1 else ()
+
+
+def _tensor_cuts(buffer: BufferPlan, id: ParamId, draft: Draft, from_dim: int) -> tuple[Comm, ...]:
+    """The tensor-parallel group if it is outside the parameter's mesh and cuts dim `from_dim` or later."""
+    meta, peers = draft.metas[id], draft.axes_of(buffer).tp
+    cuts = meta.tensor_parallel and (meta.partition_dim is None or meta.partition_dim >= from_dim)
+    outside = buffer.kind is not AS_IT_CAME or is_outside(peers, mesh_of(draft.params[id]))
+    return (peers,) if cuts and peers.size > 1 and outside else ()
+
+
+# --- parts of the model that ranks hold -------------------------------------------------------------------------------
 
 
 def holds_parts(draft: Draft) -> bool:

@@ -1,15 +1,21 @@
-"""`plan_compute`: which rank computes each matrix that is cut over ranks, as `ComputeLayout`s."""
+"""Matrices that are cut over ranks: which rank computes each (`plan_compute`), and with whom it communicates
+(`place_matrices`)."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+import torch
+from torch import nn
+
 from opt_config import ConfigError
-from opt_distributed.layout import ComputeLayout, Computes, SplitMatrix, compute_layout
+from opt_distributed.comm import Comm, TorchComm
+from opt_distributed.layout import ComputeLayout, Computes, ComputeSlot, LayoutError, SplitMatrix, compute_layout
+from opt_distributed.pieces import ComputeStage, mesh_comms
 from opt_kernels.matrices import TpMode
 from opt_kernels.rules import MatrixRule, Rule
-from opt_kernels.works import MatrixSpec
+from opt_kernels.works import MatrixPart, MatrixSpec, TensorParallel
 from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId, ParamMeta
 
 TENSOR_PARALLEL = "tensor parallel"
@@ -27,13 +33,12 @@ class CutAxis(NamedTuple):
         return self.of_mesh is None or self.name in TENSOR_PARALLEL_AXES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ComputePlan:
+class ComputePlan(NamedTuple):
     """Matrices that are cut over the same axes, and the ranks that compute them."""
 
     axes: tuple[CutAxis, ...]  # in the order in which they cut; first those over which nothing is gathered
     layout: ComputeLayout
-    tp_mode: TpMode | None = None  # muon_tp_mode if it has an effect, else None
+    tp_mode: TpMode | None  # muon_tp_mode if it has an effect, else None
 
     @property
     def tensor_parallel_axis(self) -> int | None:
@@ -78,25 +83,16 @@ def plan_compute(
     """
     found: dict[_Arranged, list[SplitMatrix]] = {}
     for meta in metas:
-        cuts = _cuts(meta, tensor_parallel)
-        if cuts:
+        if cuts := _cuts(meta, tensor_parallel):
             arranged, matrix = _arrange(rule, meta, cuts, team_of.get(meta.id, 0))
             found.setdefault(arranged, []).append(matrix)
             if meta.id in splits:
                 _check_groups(meta, sum(splits[meta.id].split_rows), arranged, matrix)
-    return tuple(
-        ComputePlan(
-            axes=arranged.axes,
-            layout=compute_layout(
-                matrices,
-                sizes=tuple(axis.size for axis in arranged.axes),
-                computes=arranged.computes,
-                kept=arranged.kept,
-            ),
-            tp_mode=arranged.tp_mode,
-        )
-        for arranged, matrices in found.items()
-    )
+    plans = []
+    for (axes, kept, computes, _, tp_mode), matrices in found.items():
+        layout = compute_layout(matrices, sizes=tuple(axis.size for axis in axes), computes=computes, kept=kept)
+        plans.append(ComputePlan(axes, layout, tp_mode))
+    return tuple(plans)
 
 
 def _cuts(meta: ParamMeta, tensor_parallel: int) -> list[_Cut]:
@@ -127,19 +123,19 @@ def _arrange(rule: Rule, meta: ParamMeta, cuts: list[_Cut], team: int) -> tuple[
         kept, computes = cuts, Computes.JOINT
     elif by_mode and mode is TpMode.DUPLICATED:
         computes = Computes.EVERY
+    listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
     if computes.gathers and not isinstance(rule, MatrixRule):
         raise ConfigError(
-            f"optimizer={rule.name!r} needs whole matrices, but {_described(meta, cuts)}, and only for an "
+            f"optimizer={rule.name!r} needs whole matrices, but {meta.id} is cut {listed}, and only for an "
             "opt_kernels.rules.base.MatrixRule parts can be gathered; use 'muon', 'adaptive_muon' or 'soap'"
         )
-    gathered = [cut for cut in cuts if cut not in kept]
     for number, cut in enumerate(cuts):  # tensor parallelism must come first, so that its blocks are rows or columns
         if cut in kept and any(other.dim == cut.dim and other not in kept for other in cuts[:number]):
             raise ConfigError(
-                f"muon_tp_mode='blockwise', but {_described(meta, cuts)}: what one rank of {cut.axis.name!r} holds is "
+                f"muon_tp_mode='blockwise', but {meta.id} is cut {listed}: what one rank of {cut.axis.name!r} holds is "
                 "not a block of rows or columns; set muon_tp_mode='duplicated', or apply tensor parallelism first"
             )
-    ordered = [*kept, *gathered]
+    ordered = [*kept, *(cut for cut in cuts if cut not in kept)]
     # Under tensor parallelism by attributes, the shape in `meta` is that of the local part.
     shape = list(meta.shape)
     if not meta.is_dtensor:
@@ -178,27 +174,93 @@ def _check_groups(meta: ParamMeta, rows: int, arranged: _Arranged, matrix: Split
             )
 
 
-def _described(meta: ParamMeta, cuts: Iterable[_Cut]) -> str:
-    listed = ", ".join(f"along dim {cut.dim} over {cut.axis.size} ranks ({cut.axis.name})" for cut in cuts)
-    return f"{meta.id} is cut {listed}"
+# --- once the ranks are known -----------------------------------------------------------------------------------------
 
 
-WORDS: Mapping[Computes, str] = {
-    Computes.PART: "each rank computes its own block",
-    Computes.EVERY: "all ranks gather them, compute all, keep their parts",
-    Computes.JOINT: "ranks compute their parts, products are summed",
-    Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
-}
+class PlacedMatrix(NamedTuple):
+    """The description of the local part of a matrix for the rule, and the stage that gathers the whole matrix."""
+
+    spec: MatrixSpec
+    stage: ComputeStage | None = None
 
 
-def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
-    """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
-    counts: dict[str, int] = {}
-    for plan in plans:
-        ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
-        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
-        line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
-        line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
-        counts[line] = counts.get(line, 0) + len(plan.layout.slots)
-    for line, count in counts.items():
-        yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+def place_matrices(
+    compute: Iterable[ComputePlan],
+    splits: Mapping[ParamId, MatrixSpec],  # of every parameter of the unit
+    params: Mapping[ParamId, nn.Parameter],
+    metas: Mapping[ParamId, ParamMeta],
+    tensor_parallel_comm: Comm,
+    *,
+    over: Callable[[Comm], Comm],
+) -> dict[ParamId, PlacedMatrix]:
+    """Return the `PlacedMatrix` of every parameter of a unit. Makes no collective calls. `over` returns the `Comm`
+    with which the rule and the stages communicate in a group.
+
+    Raises:
+        LayoutError: the local part of a DTensor does not match its placements.
+    """
+    # Sorted, because the order of a set differs between processes, but all ranks must make collectives in one order.
+    placed = {id: PlacedMatrix(splits[id]) for id in sorted(splits)}
+    known: dict[object, Comm] = {}  # one object for each group of ranks: rules batch only matrices with the same object
+    peers: dict[Comm, TensorParallel] = {}
+    for plan in compute:
+        axes = [axis.of_mesh for axis in plan.axes if axis.of_mesh is not None]
+        by_comms: dict[tuple[Comm, ...], list[ComputeSlot]] = {}  # one entry, unless meshes share axis names
+        for slot in plan.layout.slots:
+            found = mesh_comms(params[slot.matrix.id], axes) if axes else (tensor_parallel_comm,)
+            comms = tuple(known.setdefault(c.group if isinstance(c, TorchComm) else c, over(c)) for c in found)
+            by_comms.setdefault(comms, []).append(slot)
+        for comms, slots in by_comms.items():
+            if (number := plan.tensor_parallel_axis) is not None and comms[number] not in peers:
+                peers[comms[number]] = tensor_parallel(comms[number])
+            group = None if number is None else peers[comms[number]]
+            placed |= _placed(plan, comms, slots, metas, splits, group)
+    return placed
+
+
+def tensor_parallel(comm: Comm) -> TensorParallel:
+    """The group of ranks that hold equal parts of a matrix, as the callables that a rule takes."""
+
+    def all_reduce(x: torch.Tensor) -> torch.Tensor:
+        total = x.contiguous().clone()
+        comm.all_reduce_(total)
+        return total
+
+    def all_gather(x: torch.Tensor, dim: int) -> torch.Tensor:
+        full = x.new_empty(comm.size * x.numel())
+        comm.all_gather_(full, x.contiguous().view(-1))
+        return torch.cat([part.view(x.shape) for part in full.chunk(comm.size)], dim)
+
+    return TensorParallel(rank=comm.rank, size=comm.size, all_reduce=all_reduce, all_gather=all_gather)
+
+
+def _placed(
+    plan: ComputePlan,
+    comms: tuple[Comm, ...],
+    slots: list[ComputeSlot],
+    metas: Mapping[ParamId, ParamMeta],
+    splits: Mapping[ParamId, MatrixSpec],
+    group: TensorParallel | None,
+) -> dict[ParamId, PlacedMatrix]:
+    """The matrices of one plan that are cut over one grid of ranks."""
+    number, ranks, of_whole, of_part = plan.tensor_parallel_axis, 1 if group is None else group.size, {}, {}
+    for slot in slots:
+        matrix = slot.matrix
+        block, local = plan.layout.block(slot, tuple(comm.rank for comm in comms)), metas[matrix.id].local_shape
+        if block.shape != local:
+            raise LayoutError(
+                f"{matrix.id} of shape {matrix.shape}, cut along dims {matrix.dims} over {plan.layout.sizes} ranks, "
+                f"should have {block.shape} on this rank and has {local}; shard it as fully_shard or "
+                "parallelize_module do, or use an elementwise rule for it through config_overrides"
+            )
+        dim = None if number is None else matrix.dims[number]
+        spec, part = splits[matrix.id], MatrixPart(matrix.id, matrix.shape, block.offset[-2])
+        whole = of_whole[matrix.id] = replace(spec, partition_dim=dim, tensor_parallel=group)
+        if plan.layout.computes.gathers:
+            of_part[matrix.id] = replace(spec, part=part)
+        else:  # the position is left out if equal parts imply it: a rule stacks only matrices of equal specs
+            sides = range(len(local) - 2, len(local))
+            is_implied = matrix.shape[-2:] == tuple(local[side] * (ranks if side == dim else 1) for side in sides)
+            of_part[matrix.id] = whole if is_implied else replace(whole, part=part)
+    stage = ComputeStage(plan.layout, comms, of_whole=of_whole) if plan.layout.computes.gathers else None
+    return {id: PlacedMatrix(spec, stage) for id, spec in of_part.items()}

@@ -1,1 +1,0 @@
-"""Builds the optimizer that a plan describes."""

@@ -1,0 +1,178 @@
+"""What a plan costs in bytes, and its text."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from opt_config import ConstantScale, DynamicScale
+from opt_distributed.buffers import BufferPlan, short
+from opt_distributed.layout import Computes
+from opt_distributed.pieces import FP16, Numbers
+from opt_kernels.hooks import hooks_of
+from opt_kernels.matrices import TpMode
+from opt_kernels.quantized import FP8, RECIPES
+from opt_kernels.rules import Rule, init_state
+from opt_kernels.works import NOT_SPLIT, MatrixSpec, StateKind, StateSpec
+from opt_paramgroups import ParamId
+from opt_stack.planning.matrices import ComputePlan
+
+if TYPE_CHECKING:
+    from opt_stack.planning.plan import Plan, UnitPlan
+
+NUMBERS_IN_WORDS: Mapping[Numbers, str] = MappingProxyType(
+    {
+        Numbers.DIRECT: "updated in place",
+        Numbers.FP32_COPY: "fp32 mains",
+        Numbers.REMAINDER: "fp32 as bf16 + 16-bit remainder",
+        Numbers.SHORT_REMAINDER: "24 bits as bf16 + 8-bit remainder",
+        Numbers.FP16_SCALED: "scaled fp16 mains",
+    }
+)
+_MAIN_BYTES: Mapping[Numbers, int] = MappingProxyType(  # per element, in addition to the parameter
+    {Numbers.DIRECT: 0, Numbers.FP32_COPY: 4, Numbers.REMAINDER: 2, Numbers.SHORT_REMAINDER: 1, Numbers.FP16_SCALED: 2}
+)
+
+
+def unit_bytes(plan: "Plan", unit: "UnitPlan", *, rank: int, on_host: bool) -> int:
+    """Return the bytes that `unit` keeps on data-parallel rank `rank`, on the host or on the device. State of matrices
+    that one rank computes for its peers counts as equal shares."""
+    total, rule = 0, unit.rule_of(on_host=on_host)
+    wholes: dict[ParamId, tuple[tuple[int, ...], int]] = {}  # of gathered matrices: the shape, and how many ranks share
+    for layout in (compute.layout for compute in unit.compute if compute.layout.computes.gathers):
+        num_owners = layout.num_ranks if layout.computes is Computes.OWNER else 1
+        for slot in layout.slots:
+            wholes[slot.matrix.id] = layout.whole(slot, (0,) * len(layout.sizes)).shape, num_owners
+    for buffer in plan.buffers:
+        shapes = {param.id: param.shape for param in buffer.params if param.id in unit.ids}
+        if not shapes:
+            continue  # `unit.numbers` may lack the buffer's dtype
+        numbers = unit.numbers[buffer.dtype]
+        for run in buffer.runs(rank):
+            if run.id in shapes and plan.is_on_host(buffer, rank, run.id) is on_host:
+                total += main_bytes(numbers, run.numel)
+                shape, owners = wholes.get(run.id, (shapes[run.id], 1))
+                for spec, num_bytes in kept_bytes(rule, shape, unit.splits.get(run.id, NOT_SPLIT)).items():
+                    total += num_bytes // owners if spec.whole else spec_bytes(spec, shapes[run.id], run.numel)
+    return total
+
+
+def staging_bytes(plan: "Plan", rank: int) -> int:
+    """Return an upper bound in bytes of the host buffers that stage gradients and parameters of pieces on the host:
+    less if 16-bit gradients are not accumulated, and none on a CPU."""
+    total = 0
+    for buffer in plan.buffers:
+        numel = sum(run.numel for run in buffer.runs(rank) if plan.is_on_host(buffer, rank, run.id))
+        total += numel * (buffer.dtype.itemsize + buffer.grad_dtype.itemsize)
+    return total
+
+
+def param_bytes(plan: "Plan", buffer: BufferPlan) -> int:
+    """Return the bytes of a buffer's parameters, without padding; for fp8, of codes and scales."""
+    if buffer.dtype is not FP8:
+        return sum(param.numel for param in buffer.params) * buffer.dtype.itemsize
+    assert plan.config.fp8_recipe is not None
+    recipe = RECIPES[plan.config.fp8_recipe]
+    return sum(recipe.num_bytes(param.shape) for param in buffer.params)
+
+
+def main_bytes(numbers: Numbers, numel: int) -> int:
+    """Return the bytes of the main values of `numel` elements of one parameter, without the parameter itself."""
+    scales = -(-numel // FP16.block) if numbers is Numbers.FP16_SCALED else 0
+    return numel * _MAIN_BYTES[numbers] + 4 * scales
+
+
+def kept_bytes(rule: Rule, shape: tuple[int, ...], matrix: MatrixSpec = NOT_SPLIT) -> dict[StateSpec, int]:
+    """Return the specs of the states that `rule` keeps for a parameter of `shape`, with the bytes of each."""
+    specs, numel = rule.state_specs, prod(shape)
+    if not any(spec.optional or spec.by_part for spec in specs):
+        return {spec: spec_bytes(spec, shape, numel) for spec in specs}
+    kept = init_state(rule, torch.empty(shape, device="meta"), matrix)
+    return {s: kept[s.name].nbytes if s.by_part else spec_bytes(s, shape, numel) for s in specs if s.name in kept}
+
+
+def spec_bytes(spec: StateSpec, shape: tuple[int, ...], numel: int) -> int:
+    """Return the bytes of one state tensor for `numel` elements of a parameter of `shape`."""
+    if spec.kind is StateKind.LIKE_PARAM:
+        count = numel
+    elif spec.kind is StateKind.BLOCK_SCALES:
+        count = -(-numel // spec.block)
+    else:
+        count = prod(spec.shape_for(shape) or (1,))
+    return count * spec.dtype.itemsize
+
+
+WORDS: Mapping[Computes, str] = {
+    Computes.PART: "each rank computes its own block",
+    Computes.EVERY: "all ranks gather them, compute all, keep their parts",
+    Computes.JOINT: "ranks compute their parts, products are summed",
+    Computes.OWNER: "one rank gathers, computes and returns each, balanced by cost",
+}
+
+
+def compute_lines(plans: Iterable[ComputePlan]) -> Iterator[str]:
+    """Lines for a printed plan: matrices by axes and by computing ranks, with muon_tp_mode if it has an effect."""
+    counts: dict[str, int] = {}
+    for plan in plans:
+        ranks, names = " x ".join(str(axis.size) for axis in plan.axes), ", ".join(axis.name for axis in plan.axes)
+        line = f"cut over {ranks} ranks ({names}): {WORDS[plan.layout.computes]}"
+        line += ", each tensor-parallel block as a separate matrix" * (plan.tp_mode is TpMode.BLOCKWISE)
+        line += "" if plan.tp_mode is None else f" (muon_tp_mode={plan.tp_mode.value!r})"
+        counts[line] = counts.get(line, 0) + len(plan.layout.slots)
+    for line, count in counts.items():
+        yield f"{count} matri{'x' if count == 1 else 'ces'} {line}"
+
+
+def unit_lines(plan: "Plan") -> Iterator[str]:
+    """Yield the lines on units: rule, dtypes, state, hooks."""
+    for unit in plan.units:
+        numel = sum(p.numel for b in plan.buffers for p in b.params if p.id in unit.ids)
+        yield f"{unit.name} updates {len(unit.ids)} parameters, {numel:,} elements"
+        for dtype, numbers in sorted(unit.numbers.items(), key=str):
+            yield f"  {short(dtype)} parameters: {NUMBERS_IN_WORDS[numbers]}"
+        state = ", ".join(f"{s.name} {short(s.dtype)}" for s in unit.rule.state_specs)
+        yield f"  state: {state or 'none'}; needs {unit.rule.needs.name.lower()}"
+        if hooks := hooks_of(unit.rule):
+            yield f"  hooks: {', '.join(map(repr, hooks))}"
+        if unit.whole_qkv:
+            yield f"  {unit.whole_qkv} fused q, k and v taken as one matrix each; soap_split_qkv=True splits them"
+        yield from (f"  {line}" for line in compute_lines(unit.compute))
+
+
+def buffer_lines(plan: "Plan") -> Iterator[str]:
+    """Yield the lines on buffers: parameters, buckets, shards, padding."""
+    for buffer in plan.buffers:
+        layout = buffer.layout
+        padding = layout.numel - layout.params_numel
+        yield (
+            f"{buffer.name}: {len(buffer.params)} parameters in {len(layout.buckets)} buckets, "
+            f"{layout.num_shards} shard{'s' * (layout.num_shards > 1)}, padding {padding / max(layout.numel, 1):.2%}"
+            + (f", {param_bytes(plan, buffer):,} bytes of codes and scales" if buffer.dtype is FP8 else "")
+        )
+
+
+def total_lines(plan: "Plan") -> Iterator[str]:
+    """Yield the lines on bytes of state, clipping and loss scaling."""
+    ranks = max((buffer.layout.num_shards for buffer in plan.buffers), default=1)
+
+    def listed(bytes_of: Callable[[int], int]) -> str:
+        return ", ".join(f"{bytes_of(rank):,}" for rank in range(min(ranks, 8))) + (", ..." if ranks > 8 else "")
+
+    on = "data-parallel rank 0" if ranks == 1 else f"data-parallel ranks 0..{ranks - 1}"
+    yield f"optimizer state: {listed(plan.state_bytes)} bytes on {on}"
+    if plan.hosted:
+        hosted, staged = listed(partial(plan.state_bytes, on_host=True)), listed(partial(staging_bytes, plan))
+        yield f"of this on the host: {hosted} bytes; staging buffers, at most: {staged}"
+    config = plan.config
+    clip = f"to global norm {config.clip_grad}" if config.clip_grad > 0 else "off"
+    match config.loss_scaling:
+        case ConstantScale(scale=scale):
+            words = f"constant {scale:g}"
+        case DynamicScale(initial=initial):
+            words = f"dynamic from {initial:g}"
+        case _:
+            words = "none"
+    yield f"clip: {clip}; loss scale: {words}"
