@@ -1,11 +1,13 @@
 """Parameter groups by key, the same on every rank."""
 
 from opt_paramgroups.groups import GroupsAndBuffers, ParamGroup, get_param_groups, get_param_groups_and_buffers, matches
-from opt_paramgroups.meta import ParamMeta, describe, describe_untrained
-from opt_paramgroups.model import (
+from opt_paramgroups.meta import (
     TENSOR_PARALLEL_AXES,
     MeshPlacement,
     ParamId,
+    ParamMeta,
+    describe,
+    describe_untrained,
     dtensor_layout,
     model_chunks_of,
     parameters_by_id,

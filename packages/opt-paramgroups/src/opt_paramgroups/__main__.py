@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from opt_config import ConfigError, OptimizerConfig, load_config
 from opt_paramgroups.groups import get_param_groups
-from opt_paramgroups.model import model_chunks_of
+from opt_paramgroups.meta import model_chunks_of
 from opt_paramgroups.overrides import (
     MATRIX_RULES,
     Overrides,

@@ -2,15 +2,14 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, cast
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, did_you_mean, has_attribute, many
-from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamMeta, describe
-from opt_paramgroups.model import ParamId, frozen_by_id, parameters_by_id
+from opt_paramgroups.meta import REFERENCE_ATTRIBUTES, ParamId, ParamMeta, describe, frozen_by_id, parameters_by_id
 from opt_paramgroups.overrides import (
     ConfigOverrides,
     DefaultEntries,
@@ -18,19 +17,30 @@ from opt_paramgroups.overrides import (
     get_standard_config_overrides,
     read_overrides,
 )
-from opt_scheduler import combine_param_group_overrides, param_group_override_to_tuple
 
 logger = logging.getLogger("opt_paramgroups")
 
-Entries = tuple[tuple[str, Hashable], ...]
-"""A merged override as pairs sorted by name, independent of the order of merging."""
+
+class GroupKey(NamedTuple):
+    """Identifies a group: its merged override, and whether its parameters belong to experts."""
+
+    entries: tuple[tuple[str, Hashable], ...] | None  # sorted by name; None: no difference from the configuration
+    is_expert: bool
 
 
-class Match(NamedTuple):
-    """The keys that match one parameter, and their merged override."""
+class Seen(NamedTuple):
+    """The labels of all keys that match some parameter, and the group that this parameter belongs to."""
 
-    labels: frozenset[str]  # of the keys that match it
-    entries: Entries | None  # of all of them; None: no difference from the configuration
+    labels: frozenset[str]
+    key: GroupKey
+
+
+class Report(NamedTuple):
+    """What one rank sends to the others."""
+
+    error: str = ""  # why the rank failed; empty: it did not
+    seen: frozenset[Seen] = frozenset()
+    frozen: Mapping[str, str] = {}  # label of a key, and the first frozen parameter that it matches
 
 
 def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
@@ -43,47 +53,40 @@ def matches(param: Parameter, param_name: str, param_key: ParamKey) -> bool:
     return param_key.matches(param, param_name)
 
 
-def match_all(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Match:
-    """The keys of `overrides` that match a parameter, and their merged override.
+def seen_at(param: Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Seen:
+    """The keys of `overrides` that match a parameter, and its group.
 
     Attributes are read from `meta` if it has them, else from the tensor. `DefaultEntries` apply only to entries that no
     other key sets. Raises `ConfigError` if two keys set different values; it names both keys and the parameter.
     """
-    matching = [
-        key for key in overrides if key.matches(param, meta.id.name, has=lambda _, attr: _has(param, meta, attr))
-    ]
+
+    def has(param: Parameter, attr: str) -> bool:
+        known = meta.has_attribute(attr)
+        return has_attribute(param, attr) if known is None else known
+
+    matching = [key for key in overrides if key.matches(param, meta.id.name, has=has)]
     set_by_caller = {e for key in matching if not isinstance(overrides[key], DefaultEntries) for e in overrides[key]}
-    chosen = {
-        key: {entry: value for entry, value in overrides[key].items() if entry not in set_by_caller}
-        if isinstance(overrides[key], DefaultEntries)
-        else overrides[key]
-        for key in matching
-    }
-    try:
-        merged = combine_param_group_overrides([cast(Any, override) for override in chosen.values()])
-    except ValueError as error:
-        raise _contradiction(meta, chosen) from error
-    return Match(frozenset(key.label for key in matching), param_group_override_to_tuple(merged) or None)
-
-
-def _has(param: Parameter, meta: ParamMeta, attr: str) -> bool:
-    known = meta.has_attribute(attr)
-    return has_attribute(param, attr) if known is None else known
-
-
-def _contradiction(meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> ConfigError:
-    """The error that names the first two keys that set one entry to different values."""
-    first_key: dict[str, ParamKey] = {}
-    for key, override in overrides.items():
-        for entry, value in override.items():
-            first = first_key.setdefault(entry, key)
-            if overrides[first][entry] != value:
-                return ConfigError(
-                    f"parameter {str(meta.id)!r}: key {first.label!r} sets {entry!r} to "
-                    f"{overrides[first][entry]!r}, key {key.label!r} to {value!r}; set it in "
-                    "one of them only, or let them match different parameters"
+    merged: dict[str, tuple[ParamKey, Hashable]] = {}
+    for key in matching:
+        for entry, value in overrides[key].items():
+            if isinstance(overrides[key], DefaultEntries) and entry in set_by_caller:
+                continue
+            first, earlier = merged.setdefault(entry, (key, value))
+            if earlier is not value and earlier != value:
+                raise ConfigError(
+                    f"parameter {str(meta.id)!r}: key {first.label!r} sets {entry!r} to {earlier!r}, key "
+                    f"{key.label!r} to {value!r}; set it in one of them only, or let them match different parameters"
                 )
-    raise AssertionError("combine_param_group_overrides rejected overrides that do not conflict")
+    entries = tuple((entry, _hashable(entry, value)) for entry, (_, value) in sorted(merged.items()))
+    return Seen(frozenset(key.label for key in matching), GroupKey(entries or None, meta.is_expert))
+
+
+def _hashable(entry: str, value: Any) -> Hashable:
+    if isinstance(value, list | tuple):
+        return tuple(_hashable(entry, each) for each in value)
+    if isinstance(value, Hashable):
+        return value
+    raise ConfigError(f"config_overrides: {entry} has {value!r}: must be a number, a string or a tuple of these")
 
 
 def check_all_matched(
@@ -103,16 +106,6 @@ def check_all_matched(
             )
             + "\nCorrect or drop the key, or pass allow_unmatched=True."
         )
-
-
-def frozen_matches(overrides: Mapping[ParamKey, Override], frozen: Mapping[ParamId, Parameter]) -> dict[str, str]:
-    """The first frozen parameter that each key matches, by the label of the key. Other keys are left out."""
-    first: dict[str, str] = {}
-    for id, param in frozen.items():
-        for key in overrides:
-            if key.label not in first and key.matches(param, id.name):
-                first[key.label] = str(id)
-    return first
 
 
 def warn_of_frozen(overrides: Mapping[ParamKey, Override], matched: frozenset[str], frozen: Mapping[str, str]) -> None:
@@ -139,97 +132,36 @@ Gather = Callable[[Any], Sequence[Any]]
 """Takes a picklable value and returns the values of all ranks, in the same order on every rank."""
 
 
-class GroupKey(NamedTuple):
-    """Identifies a group: its merged override, and whether its parameters belong to experts."""
-
-    entries: Entries | None
-    is_expert: bool
-
-
-class Seen(NamedTuple):
-    """The labels of all keys that match some parameter, and the group that this parameter belongs to."""
-
-    labels: frozenset[str]
-    key: GroupKey
-
-
-class Report(NamedTuple):
-    """What one rank sends to the others."""
-
-    seen: frozenset[Seen]
-    error: str  # why the rank failed; empty: it did not
-    frozen: tuple[tuple[str, str], ...] = ()  # label of a key, and the first frozen parameter that it matches
-
-    @classmethod
-    def of(cls, seen: Iterable[Seen], *, frozen: Mapping[str, str]) -> Self:
-        """The report of a rank that matched all its parameters."""
-        return cls(frozenset(seen), "", tuple(frozen.items()))
-
-    @classmethod
-    def failed(cls, error: Exception) -> Self:
-        """The report of a rank that failed."""
-        return cls(frozenset(), str(error) or repr(error))
-
-
-class Agreed(NamedTuple):
-    """What every rank builds its groups from."""
-
-    names: dict[GroupKey, str]  # in the order of the groups
-    labels: frozenset[str]  # of all keys that matched a trainable parameter on some rank
-    frozen: Mapping[str, str]  # label of a key that matched frozen parameters on some rank: the first of these
-
-
 def alone(value: Any) -> list[Any]:
     """The gather of a single process."""
     return [value]
 
 
-def agree(report: Report, gather: Gather) -> Agreed:
-    """The groups of all ranks, named and in one order. Collective: every rank calls it once.
+def group_names(seen: frozenset[Seen]) -> dict[GroupKey, str]:
+    """The name of each group, in the order of the groups: default first, then by name, dense before experts.
 
-    A rank that failed passes `Report.failed` to `gather`, so that the other ranks do not wait for it forever. Raises
-    `ConfigError` if another rank failed, or if ranks were given different overrides.
+    A name consists of keys: "and" joins those that match the same parameter, a comma those of different parameters.
+    Raises `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name.
     """
-    reports: list[Report] = list(gather(report))
-    for rank, report in enumerate(reports):
-        if report.error:
-            raise ConfigError(f"rank {rank}: {report.error}")
-    seen = frozenset[Seen]().union(*(report.seen for report in reports))
-    frozen = {label: name for report in reversed(reports) for label, name in report.frozen}
-    return Agreed(_named(seen), frozenset[str]().union(*(labels for labels, _ in seen)), frozen)
 
+    def both(labels: frozenset[str]) -> str:
+        return " and ".join(f"({label})" if " or " in label and len(labels) > 1 else label for label in sorted(labels))
 
-def _named(seen: frozenset[Seen]) -> dict[GroupKey, str]:
-    """The name of each group, in the order of the groups: default first, then by name, dense before experts."""
     sets: dict[GroupKey, set[str]] = {}
     for labels, key in seen:
-        sets.setdefault(key, set()).add(_both(labels))
-    names = {key: _name(key, label_sets) for key, label_sets in sets.items()}
-    _check_distinct(seen, names)
-    return dict(sorted(names.items(), key=lambda item: (item[0].entries is not None, item[1], item[0].is_expert)))
-
-
-def _both(labels: Iterable[str]) -> str:
-    """The labels of all keys that match a parameter, joined by "and"."""
-    parts = sorted(labels)
-    return " and ".join(f"({part})" if " or " in part and len(parts) > 1 else part for part in parts)
-
-
-def _name(key: GroupKey, label_sets: set[str]) -> str:
-    """The keys of a group: "and" joins keys that match the same parameter, a comma those of different parameters."""
-    name = "default" if key.entries is None else ", ".join(sorted(label_sets))
-    return f"{name} (experts)" if key.is_expert else name
-
-
-def _check_distinct(seen: frozenset[Seen], names: dict[GroupKey, str]) -> None:
-    """Raise `ConfigError` if a set of keys leads to two different groups, or if two groups have the same name."""
-    counts = Counter((_both(labels), key.is_expert) for labels, key in seen)
+        sets.setdefault(key, set()).add(both(labels))
+    names = {
+        key: ("default" if key.entries is None else ", ".join(sorted(of_key))) + " (experts)" * key.is_expert
+        for key, of_key in sets.items()
+    }
+    counts = Counter((both(labels), key.is_expert) for labels, key in seen)
     ambiguous = sorted({labels for (labels, _), count in counts.items() if count > 1})
     if ambiguous or len(set(names.values())) < len(names):
         raise ConfigError(
             f"config_overrides: {' and '.join(map(repr, ambiguous or names.values()))}: the same keys make different "
             "groups; give every rank the same overrides, and different predicates different names"
         )
+    return dict(sorted(names.items(), key=lambda item: (item[0].entries is not None, item[1], item[0].is_expert)))
 
 
 ParamGroup = dict[str, Any]
@@ -283,19 +215,28 @@ def get_param_groups(
         known = metas if metas is not None else describe(model_chunks, model_chunk_offset=model_chunk_offset)
         chosen = get_standard_config_overrides(config) if config_overrides is None else config_overrides
         overrides = read_overrides(config, chosen, extra_group_keys=extra_group_keys)
-        seen = {id: _seen(param, _known(known, id), overrides) for id, param in params.items()}
-        frozen = frozen_matches(overrides, frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset))
+        seen = {id: seen_at(param, _known(known, id), overrides) for id, param in params.items()}
+        frozen: dict[str, str] = {}
+        for id, param in frozen_by_id(model_chunks, model_chunk_offset=model_chunk_offset).items():
+            for label in [key.label for key in overrides if key.label not in frozen and key.matches(param, id.name)]:
+                frozen[label] = str(id)
     except Exception as error:
-        gather(Report.failed(error))  # the other ranks wait in this collective
+        gather(Report(str(error) or repr(error)))  # the other ranks wait in this collective
         raise
-    agreed = agree(Report.of(seen.values(), frozen=frozen), gather)
-    warn_of_frozen(overrides, agreed.labels, agreed.frozen)
+    reports: list[Report] = list(gather(Report("", frozenset(seen.values()), frozen)))
+    for rank, report in enumerate(reports):
+        if report.error:
+            raise ConfigError(f"rank {rank}: {report.error}")
+    seen_anywhere = frozenset[Seen]().union(*(report.seen for report in reports))
+    names, labels = group_names(seen_anywhere), frozenset[str]().union(*(labels for labels, _ in seen_anywhere))
+    frozen = {label: name for report in reversed(reports) for label, name in report.frozen.items()}
+    warn_of_frozen(overrides, labels, frozen)
     if not allow_unmatched:
-        check_all_matched(overrides, agreed.labels | agreed.frozen.keys(), params)
-    members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in agreed.names}
+        check_all_matched(overrides, labels | frozen.keys(), params)
+    members: dict[GroupKey, dict[ParamId, nn.Parameter]] = {key: {} for key in names}
     for id, param in params.items():
         members[seen[id].key][id] = param
-    return [_group(name, key, members[key], config) for key, name in agreed.names.items()]
+    return [_group(name, key, members[key], config) for key, name in names.items()]
 
 
 def get_param_groups_and_buffers(
@@ -327,11 +268,6 @@ def _known(metas: Mapping[ParamId, ParamMeta], id: ParamId) -> ParamMeta:
     if id not in metas:
         raise ConfigError(f"metas: no entry for parameter {str(id)!r}; pass describe(model_chunks) of the same model")
     return metas[id]
-
-
-def _seen(param: nn.Parameter, meta: ParamMeta, overrides: Mapping[ParamKey, Override]) -> Seen:
-    match = match_all(param, meta, overrides)
-    return Seen(match.labels, GroupKey(match.entries, meta.is_expert))
 
 
 def _group(name: str, key: GroupKey, params: Mapping[ParamId, nn.Parameter], config: OptimizerConfig) -> ParamGroup:

@@ -1,9 +1,14 @@
-"""ParamMeta: the roles and layout of a parameter, read once. Other packages never read attributes of the tensor."""
+"""A model as values: names of parameters, and `ParamMeta`, the roles and layout of each, read once.
+
+Other packages never read attributes of a parameter.
+"""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,17 +17,123 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_config import ConfigError, did_you_mean
-from opt_paramgroups.model import (
-    TENSOR_PARALLEL_AXES,
-    DTensorLayout,
-    MeshPlacement,
-    ParamId,
-    dtensor_layout,
-    frozen_by_id,
-    parameters_by_id,
-    unwrapped,
-    vocabulary_roles,
-)
+
+# Wrappers hold the model as their only child, under one of these names, and own no parameters.
+_WRAPPED = frozenset({"module", "_orig_mod"})
+
+
+class ParamId(NamedTuple):
+    """The name of a parameter and its model chunk: chunks of a virtual pipeline repeat local names."""
+
+    chunk: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.chunk == 0 else f"chunk {self.chunk}: {self.name}"
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside data-parallel and torch.compile wrappers, so that wrapping does not change names."""
+    while True:
+        children = list(module.named_children())
+        if len(children) != 1 or children[0][0] not in _WRAPPED or any(True for _ in module.parameters(recurse=False)):
+            return module
+        module = children[0][1]
+
+
+def parameters_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
+    """The trainable parameters in order of registration. Tied parameters appear once, under their first name.
+
+    Raises `ConfigError` for a module in place of the list of chunks (the layers of an `nn.Sequential` are not model
+    chunks), and for a parameter of a lazy module, whose shape is not known yet.
+    """
+    if isinstance(model_chunks, nn.Module):
+        raise ConfigError(f"model_chunks: {type(model_chunks).__name__} is a module: pass a list, [model]")
+    params = {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if param.requires_grad}
+    for id, param in params.items():
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {str(id)!r} is uninitialized: its lazy module has not seen a batch; run one forward pass "
+                "before building the optimizer"
+            )
+    return params
+
+
+def frozen_by_id(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, nn.Parameter]:
+    """The parameters with `requires_grad=False`, likewise."""
+    return {id: param for id, param in _distinct(model_chunks, model_chunk_offset) if not param.requires_grad}
+
+
+def _distinct(model_chunks: Sequence[nn.Module], offset: int) -> Iterator[tuple[ParamId, nn.Parameter]]:
+    seen: set[int] = set()
+    for chunk, module in enumerate(model_chunks, start=offset):
+        for name, param in unwrapped(module).named_parameters():
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield ParamId(chunk, name), param
+
+
+def model_chunks_of(place: str) -> list[nn.Module]:
+    """The model chunks that `module:factory` returns. Raises `ConfigError` if it does not return modules."""
+    module_name, colon, attr = place.partition(":")
+    if not colon:
+        raise ConfigError(f"{place!r}: must be module:factory, such as my_project.model:build")
+    try:
+        factory = getattr(import_module(module_name), attr)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place!r}: {error}") from error
+    model = factory()
+    chunks = [model] if isinstance(model, nn.Module) else list(model)
+    if not all(isinstance(chunk, nn.Module) for chunk in chunks):
+        raise ConfigError(f"{place!r}: must return a module or a list of modules, not {model!r}")
+    return chunks
+
+
+TENSOR_PARALLEL_AXES = ("tp",)
+"""The names of mesh axes that mean tensor parallelism."""
+
+
+class MeshPlacement(NamedTuple):
+    """How a tensor is placed along one axis of the device mesh."""
+
+    axis: str  # the mesh's name for it, or its number
+    size: int
+    shard_dim: int | None  # the dim it shards; None: replicated
+    cuts_last: bool = False  # applied after the inner axes: FSDP2 shards the tensor-parallel shard of a dim
+
+
+class DTensorLayout(NamedTuple):
+    """The placement of a DTensor parameter on its mesh."""
+
+    local_shape: tuple[int, ...]
+    placements: tuple[MeshPlacement, ...]  # one for each axis of the mesh, outermost first
+
+
+def dtensor_layout(tensor: Tensor) -> DTensorLayout | None:
+    """The layout of a DTensor; None for any other tensor.
+
+    Raises `ConfigError` for partial placements: a pending sum cannot be updated.
+    """
+    # DTensors exist only if their module was imported. Importing it here would cost every user most of a second and
+    # fail on builds of torch without distributed.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return None
+    dtensor: Any = tensor
+    names = dtensor.device_mesh.mesh_dim_names or tuple(str(axis) for axis in range(dtensor.device_mesh.ndim))
+    placements = tuple(
+        MeshPlacement(axis, dtensor.device_mesh.size(index), _shard_dim(placement), hasattr(placement, "split_factor"))
+        for index, (axis, placement) in enumerate(zip(names, dtensor.placements, strict=True))
+    )
+    return DTensorLayout(tuple(dtensor.to_local().shape), placements)
+
+
+def _shard_dim(placement: Any) -> int | None:
+    if placement.is_partial():
+        raise ConfigError(
+            f"a parameter has the placement {placement}; allowed are Shard and Replicate; redistribute it first"
+        )
+    return None if placement.is_replicate() else int(placement.dim)  # is_shard() is False for strided shards since 2.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,17 +286,19 @@ def describe(
         ConfigError: an override names a parameter or field that does not exist, or a role does not fit the shape.
     """
     params = parameters_by_id(model_chunks, model_chunk_offset=model_chunk_offset)
-    roles = {id: _roles_read(id, param, frozenset(tensor_parallel_axes)) for id, param in params.items()}
-    for id, role in _roles_recognised(model_chunks, params).items():
-        if not roles[id].keys() & {"is_embedding_or_output", "is_embedding"}:
-            roles[id] |= role
+    axes = frozenset(tensor_parallel_axes)
+    roles = {param_id: _roles_read(param_id, param, axes) for param_id, param in params.items()}
+    known = vocabulary_roles(model_chunks)
+    for param_id, param in params.items():
+        role, read = known.get(id(param)), roles[param_id]
+        if role is not None and not read.keys() & {"is_embedding_or_output", "is_embedding"}:
+            read |= {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
     for which, fields in (overrides or {}).items():
-        _check_fields(which, fields)
-        for id in _meant(which, params):
-            roles[id] |= fields
+        for param_id in _meant(which, fields, params):
+            roles[param_id] |= fields
             if "is_embedding_or_output" in fields:
-                roles[id].pop("guess", None)
-    return {id: _meta(id, param, roles[id]) for id, param in params.items()}
+                roles[param_id].pop("guess", None)
+    return {param_id: _meta(param_id, param, roles[param_id]) for param_id, param in params.items()}
 
 
 class Untrained(NamedTuple):
@@ -227,18 +340,6 @@ def _meta(id: ParamId, param: Tensor, roles: Mapping[str, Any]) -> ParamMeta:
     )
 
 
-def _roles_recognised(
-    model_chunks: Sequence[nn.Module], params: Mapping[ParamId, nn.Parameter]
-) -> dict[ParamId, dict[str, Any]]:
-    """The roles of embeddings and output layers, recognised by their modules."""
-    known = vocabulary_roles(model_chunks)
-    return {
-        param_id: {"is_embedding_or_output": True, "is_embedding": role.is_embedding, "guess": role.guess}
-        for param_id, param in params.items()
-        if (role := known.get(id(param))) is not None
-    }
-
-
 def _roles_read(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
     """The roles read from the attributes and placements of a parameter. Others keep their defaults."""
     roles = {
@@ -253,18 +354,15 @@ def _roles_read(id: ParamId, param: Tensor, tensor_parallel_axes: frozenset[str]
     roles["is_expert"] = not getattr(param, "allreduce", True)
     if "expert_tp" not in roles:
         roles["expert_tp"] = roles["is_expert"] or ("experts" in id.name and "shared" not in id.name)
-    return roles | _roles_placed(dtensor_layout(param), tensor_parallel_axes)
-
-
-def _roles_placed(layout: DTensorLayout | None, tensor_parallel_axes: frozenset[str]) -> dict[str, Any]:
-    """The roles read from the placements of a DTensor."""
-    for placement in layout.placements if layout else ():
+    layout = dtensor_layout(param)
+    for placement in reversed(layout.placements if layout else ()):  # the outermost axis counts
         if placement.axis in tensor_parallel_axes and placement.shard_dim is not None:
-            return {"tensor_parallel": True, "partition_dim": placement.shard_dim}
-    return {}
+            roles |= {"tensor_parallel": True, "partition_dim": placement.shard_dim}
+    return roles
 
 
-def _check_fields(which: ParamId | str, fields: Mapping[str, Any]) -> None:
+def _meant(which: ParamId | str, fields: Mapping[str, Any], params: Mapping[ParamId, nn.Parameter]) -> list[ParamId]:
+    """The parameters to which an entry of `overrides` applies. Raises ConfigError for others, and for other fields."""
     for field in fields:
         if field not in _ROLES:
             reason = f"allowed are {', '.join(_ROLES)}.{did_you_mean(field, _ROLES)}"
@@ -274,13 +372,102 @@ def _check_fields(which: ParamId | str, fields: Mapping[str, Any]) -> None:
         if not isinstance(rows, tuple | list) or not all(isinstance(count, int) for count in rows):
             reason = "must be a tuple of numbers of rows"
             raise ConfigError(f"overrides[{str(which)!r}]: {field}={rows!r}: {reason}")
-
-
-def _meant(which: ParamId | str, params: Mapping[ParamId, nn.Parameter]) -> Iterator[ParamId]:
-    """The parameters that an entry of `overrides` applies to."""
     matching = [id for id in params if (fnmatchcase(id.name, which) if isinstance(which, str) else id == which)]
     if not matching:
         name = which if isinstance(which, str) else which.name
         hint = did_you_mean(name, {id.name for id in params})
         raise ConfigError(f"overrides[{str(which)!r}]: no trainable parameter has this name.{hint}")
-    return iter(matching)
+    return matching
+
+
+# --- embeddings and output layers -------------------------------------------------------------------------------------
+
+_HEADS = frozenset({"lm_head", "output_layer", "head", "unembed", "unembedding", "embed_out", "classifier", "score"})
+_HEADS_IF_LAST = frozenset({"output", "logits", "to_logits"})  # elsewhere "output" is a projection of attention
+_EMBEDDINGS = frozenset(
+    {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "word_embeddings", "token_embedding"}
+    | {"pos_embed", "position_embedding", "position_embeddings", "wte", "wpe"}
+)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
+
+
+class VocabularyRole(NamedTuple):
+    """The role of a parameter that is an embedding or an output layer."""
+
+    is_embedding: bool
+    guess: str = ""  # reason for an uncertain decision; empty: certain
+
+
+class _Held(NamedTuple):
+    """A matrix, the module that holds it, and the last part of its name."""
+
+    param: nn.Parameter
+    module: nn.Module
+    last_name: str
+
+
+def vocabulary_roles(model_chunks: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
+    """The embeddings and output layers of a model, by the `id()` of their parameters. Tied parameters are included.
+
+    Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the
+    modules that the model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if
+    its weight has the shape of an embedding. Guessed are the only other `nn.Linear` of such a shape, and matrices with
+    a name that is common for heads or embeddings.
+    """
+    roots = [unwrapped(chunk) for chunk in model_chunks]
+    tables = [
+        p for root in roots for module in root.modules() if isinstance(module, _TABLES) for p in module.parameters()
+    ]
+    roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
+    for param in _of_getters(roots):
+        roles.setdefault(id(param), VocabularyRole(is_embedding=False))
+    matrices = [held for root in roots for held in _matrices(root)]
+    has_output = any(isinstance(held.module, nn.Linear) and id(held.param) in roles for held in matrices)
+    unknown = [held for held in matrices if id(held.param) not in roles]
+    by_shape = () if has_output else _shaped_like(tables, unknown)
+    for held, guess in (*by_shape, *_named(unknown)):
+        roles.setdefault(id(held.param), VocabularyRole(held.last_name in _EMBEDDINGS, guess))
+    return roles
+
+
+def _of_getters(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """The matrices of the modules that a Hugging Face model names as its embeddings."""
+    for module in (module for root in roots for module in root.modules()):
+        for name in _GETTERS:
+            if not callable(getattr(type(module), name, None)):
+                continue
+            try:
+                weight = getattr(getattr(module, name)(), "weight", None)
+            except (NotImplementedError, AttributeError):  # a model without such a layer
+                continue
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                yield weight
+
+
+def _matrices(root: nn.Module) -> Iterator[_Held]:
+    for path, module in root.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.dim() == 2:
+                yield _Held(param, module, path.rpartition(".")[2] if name == "weight" else name)
+
+
+def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+    """The output layer of these tables, if it can be distinguished from hidden layers."""
+    shapes = {tuple(table.shape) for table in tables}
+    linears = [held for held in matrices if isinstance(held.module, nn.Linear)]
+    candidates = [held for held in linears if tuple(held.param.shape) in shapes]
+    if linears and candidates and linears[-1] is candidates[-1]:
+        rows, columns = candidates[-1].param.shape
+        yield candidates[-1], "" if rows != columns else "it is the last Linear, with the shape of an embedding"
+    elif len(candidates) == 1:
+        yield candidates[0], "it is the only Linear with the shape of an embedding"
+
+
+def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+    if matrices and matrices[-1].last_name in _HEADS_IF_LAST:
+        yield matrices[-1], f"it is the last matrix, called {matrices[-1].last_name!r}"
+    for held in matrices:
+        names = _HEADS if isinstance(held.module, nn.Linear) else _HEADS | _EMBEDDINGS
+        if held.last_name in names:
+            yield held, f"it is called {held.last_name!r}"

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from opt_config import ConfigError, OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
-from opt_paramgroups.meta import ParamMeta, describe
-from opt_paramgroups.model import ParamId
+from opt_paramgroups.meta import ParamId, ParamMeta, describe
 from opt_paramgroups.overrides import MUON_FAMILY, Overrides
 
 Shapes = Mapping[ParamId, tuple[int, ...]]

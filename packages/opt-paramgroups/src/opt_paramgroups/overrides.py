@@ -19,7 +19,7 @@ from opt_config import (
     ParamWithNamePredicate,
     did_you_mean,
 )
-from opt_paramgroups.model import parameters_by_id
+from opt_paramgroups.meta import parameters_by_id
 from opt_scheduler import ParamGroupOverride
 
 __all__ = ["OVERRIDE_KEYS", "DefaultEntries", "read_overrides", "unknown_entry", "value_problem"]
