@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,26 +22,13 @@ from opt_stack.rules.registry import Registry
 WIDTH = 1024  # of the stand-ins; state that is not elementwise costs less per element for larger ones
 
 
-class KindRow(NamedTuple):
-    """One kind of parameter in one dtype."""
+def meaning(config: OptimizerConfig, rules: Registry) -> str:
+    """Return a table of each kind of parameter in each dtype that `config` allows, then sharding, gradients and clip.
 
-    kind: str
-    dtype: str
-    rule: str
-    lr: float | None
-    weight_decay: float
-    numbers: str
-    state: str
-    bytes_per_element: float  # of unsharded state and main values, for a parameter of 1024 x 1024 or 1024 elements
-
-
-def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
-    """Return a row for each kind of parameter in each dtype that `config` allows.
-
-    Raises:
-        ConfigError: the configuration is not valid for any model.
+    The bytes per element are those of unsharded state and main values. Raises ConfigError if the configuration is not
+    valid for any model.
     """
-    rows = []
+    cells = [["kind", "dtype", "rule", "lr", "weight decay", "numbers", "state", "bytes per element"]]
     for dtype in dict.fromkeys((torch.float32, config.precision.params)):
         model = nn.Module()  # with one parameter of each kind, on the meta device
         for name, shape in (("embedding", (WIDTH, WIDTH)), ("matrix", (WIDTH, WIDTH)), ("vector", (WIDTH,))):
@@ -55,40 +41,21 @@ def kind_rows(config: OptimizerConfig, rules: Registry) -> list[KindRow]:
         for id, meta in describe([model]).items():
             group, unit = group_of[id], unit_of[id]
             num_bytes = main_bytes(unit.numbers[dtype], meta.numel) + sum(kept_bytes(unit.rule, meta.shape).values())
-            rows.append(
-                KindRow(
-                    kind=id.name,
-                    dtype=short(dtype),
-                    rule=unit.rule.name,
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    numbers=NUMBERS_IN_WORDS[unit.numbers[dtype]],
-                    state=", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none",
-                    bytes_per_element=num_bytes / meta.numel,
-                )
-            )
-    return rows
-
-
-def meaning(config: OptimizerConfig, rules: Registry) -> str:
-    """Return `kind_rows` as a table, then sharding, gradients and clipping. Raises ConfigError like `kind_rows`."""
-    cells = [[name.replace("_", " ") for name in KindRow._fields]]
-    for row in kind_rows(config, rules):
-        cells.append(["-" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for v in row])
+            lr = "-" if group["lr"] is None else f"{group['lr']:g}"
+            state = ", ".join(f"{spec.name} {short(spec.dtype)}" for spec in unit.rule.state_specs) or "none"
+            row = [id.name, short(dtype), unit.rule.name, lr, f"{group['weight_decay']:g}"]
+            cells.append([*row, NUMBERS_IN_WORDS[unit.numbers[dtype]], state, f"{num_bytes / meta.numel:g}"])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([*table, "", *_step_lines(config)])
-
-
-def _step_lines(config: OptimizerConfig) -> Iterator[str]:
     match config.sharding:
         case Replicated():
-            yield "state: whole on every data-parallel rank"
+            state = "whole on every data-parallel rank"
         case FlatShards():
-            yield "state: cut into equal runs of elements, one on each data-parallel rank"
+            state = "cut into equal runs of elements, one on each data-parallel rank"
         case WholeParams():
-            yield "state: of matrices, whole ones dealt to the data-parallel ranks; of the rest, equal runs of elements"
-    yield f"gradients: {short(config.precision.grads)}; clip: {config.clip_grad or 'off'}; {config.loss_scaling}"
+            state = "of matrices, whole ones dealt to the data-parallel ranks; of the rest, equal runs of elements"
+    grads = f"{short(config.precision.grads)}; clip: {config.clip_grad or 'off'}; {config.loss_scaling}"
+    return "\n".join([*table, "", f"state: {state}", f"gradients: {grads}"])
 
 
 REFUSED = 2  # exit status for a configuration or a model that is not valid

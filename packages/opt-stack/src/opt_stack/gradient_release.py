@@ -7,7 +7,8 @@ that need all gradients (a clip coefficient, a skipped step) are not available, 
 refused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from weakref import ref
 
 import torch
@@ -47,14 +48,25 @@ class GradientRelease:
 
     def __init__(self, optimizer: Optimizer):
         self.optimizer = optimizer
-        self._updated: set[nn.Parameter] = set()  # in this iteration; parameters hash by identity
+        self._updated: set[Tensor] = set()  # in this iteration; parameters hash by identity
         self._device = optimizer.stepper.device
         self._last_norms: Tensor | None = None  # (slots,) float64, of the last iteration that `step()` ended
-        self._begin()
-        self._updates = [
-            _Update(self, unit, piece) for unit in optimizer.stepper.units for piece in unit.pieces
-        ]  # which the hooks do not keep alive
-        self._handles = [update.register() for update in self._updates]
+        self.drop()
+        self._parts: dict[Tensor, tuple[Unit, OwnedPiece, Callable[[], Sequence[Tensor | None]]]] = {
+            piece.param: (unit, piece, piece.source.reader([(piece.id, piece.of_param)]))
+            for unit in optimizer.stepper.units
+            for piece in unit.pieces
+        }
+        self._stored: dict[Tensor, Any] = {param: (param.dtype, param.device) for param in self._parts}
+        kept = ref(self)
+
+        def hook(param: Tensor) -> None:  # runs when the gradient is complete
+            if (release := kept()) is not None:
+                release.update_(param)
+
+        # Python's garbage collector does not see through hooks of tensors, so they must not keep the optimizer alive.
+        register = nn.Parameter.register_post_accumulate_grad_hook
+        self._handles: list[RemovableHandle] = [register(param, hook) for param in self._parts]  # type: ignore[no-untyped-call]
         optimizer.in_backward = self
 
     def remove(self) -> None:
@@ -75,17 +87,8 @@ class GradientRelease:
         self._last_norms = norms
         if self._updated:
             self.optimizer.loaded_weights.accept_writes()
-        self._begin()
+        self.drop()
         return StepResult.later(lambda: (not bool(skip), float(norms[0]), None))
-
-    def drop(self) -> None:
-        """Restart the iteration, after a backward pass that may have failed."""
-        self._begin()
-
-    @property
-    def grad_norm(self) -> float:
-        """The model's gradient norm in the last iteration that `step()` ended; 0 before the first."""
-        return 0.0 if self._last_norms is None else float(self._last_norms[0])
 
     @property
     def grad_norms_by_group(self) -> dict[str, float]:
@@ -93,73 +96,51 @@ class GradientRelease:
         slots = self.optimizer.stepper.limits.slots
         return {} if self._last_norms is None else dict(zip(slots, self._last_norms.tolist(), strict=True))
 
-    def _begin(self) -> None:
+    def drop(self) -> None:
+        """Restart the iteration, also after a backward pass that may have failed."""
         self._updated.clear()
         slots = self.optimizer.stepper.limits.slots
         self._squares = torch.zeros(len(slots), dtype=torch.float64, device=self._device)  # one sum for each norm
         self._skip = torch.zeros((), dtype=torch.bool, device=self._device)
 
     @torch.no_grad()
-    def update_(self, unit: Unit, piece: OwnedPiece, grad: Tensor) -> None:
-        """Update one parameter by its gradient, and free the gradient.
+    def update_(self, param: Tensor) -> None:
+        """Update a parameter by its gradient, and free the gradient.
 
         Raises:
-            RuntimeError: the parameter was updated in this iteration already, the optimizer is in evaluation mode, or
-                its state is on the host.
+            RuntimeError: the parameter was updated in this iteration already, was converted or moved, the optimizer is
+                in evaluation mode, or its state is on the host.
         """
+        unit, piece, read = self._parts[param]
+        if (param.dtype, param.device) != self._stored[param]:
+            raise StorageError(
+                f"parameter {str(piece.id)!r} was converted or moved after the optimizer was built; convert and "
+                "move the model first, then build the optimizer"
+            )
+        (grad,) = read()
+        assert grad is not None
+        check_dense([piece.id], [grad])
         self.optimizer.check_ready("a backward pass that updates parameters")
         if not self._updated and (problem := self.optimizer.loaded_weights.problem()) is not None:
             raise problem
-        if piece.param in self._updated:
+        if param in self._updated:
             raise RuntimeError(
                 f"a second gradient of {str(piece.id)!r} arrived before optimizer.step(), but gradients released in "
                 "backward cannot accumulate; call step() after every backward pass, or do not release gradients"
             )
         if not self._updated:
             self.optimizer.stepper.usable_groups.check(self.optimizer.param_groups)
-        self._updated.add(piece.param)
+        self._updated.add(param)
         found = grad_stats([grad], count_zeros=False)
         self._squares[piece.norm_slot] += found.sum_of_squares.to(self._device)
         self._skip |= (found.nonfinite > 0).to(self._device)
         if self._device.type != "cpu" or not self._skip:
             # Backward may still need the old value, for example through a detached view. The version makes that an
             # error.
-            torch.autograd.graph.increment_version(piece.param)
+            torch.autograd.graph.increment_version(param)
             scales, skip = [1.0] * (1 + piece.norm_slot), None if self._device.type == "cpu" else self._skip
             unit.update_(Update(Ready([piece], [grad]), self.optimizer.param_groups, scales, skip))
-        piece.param.grad = None
-
-
-class _Update:
-    """The update of one parameter."""
-
-    def __init__(self, release: GradientRelease, unit: Unit, piece: OwnedPiece):
-        self._release, self._unit, self._piece = release, unit, piece
-        self._read = piece.source.reader([(piece.id, piece.of_param)])
-        self._is = (piece.param.dtype, piece.param.device)
-
-    def register(self) -> RemovableHandle:
-        """Run when the gradient is complete, from now on."""
-        kept = ref(self)
-
-        def hook(param: Tensor) -> None:
-            if (update := kept()) is not None:
-                update(param)
-
-        # Python's garbage collector does not see through hooks of tensors, so this must not keep the optimizer alive.
-        handle: RemovableHandle = self._piece.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return handle
-
-    def __call__(self, param: Tensor) -> None:
-        if (param.dtype, param.device) != self._is:
-            raise StorageError(
-                f"parameter {str(self._piece.id)!r} was converted or moved after the optimizer was built; convert and "
-                "move the model first, then build the optimizer"
-            )
-        (grad,) = self._read()
-        assert grad is not None
-        check_dense([self._piece.id], [grad])
-        self._release.update_(self._unit, self._piece, grad)
+        param.grad = None
 
 
 def _problems(optimizer: Optimizer) -> Iterator[str]:

@@ -18,10 +18,7 @@ class InBackward(Protocol):
     """Updates parameters in backward instead of in `step` (`release_gradients`)."""
 
     @property
-    def grad_norm(self) -> float: ...  # of the model, in the last iteration
-
-    @property
-    def grad_norms_by_group(self) -> dict[str, float]: ...  # in the last iteration
+    def grad_norms_by_group(self) -> dict[str, float]: ...  # in the last iteration; empty before the first
 
     def finish(self) -> StepResult: ...  # ends the iteration
 
@@ -98,7 +95,7 @@ class GradientStatistics(StateDicts):
         """
         if norm_type != 2.0:
             return self.stepper.norm(norm_type)
-        return self.stepper.grad_norm if self.in_backward is None else self.in_backward.grad_norm
+        return self.stepper.grad_norm if self.in_backward is None else self.grad_norms_by_group.get("", 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
         """Set the norm to which `step_with_ready_grads` clips, in place of the configuration's; 0 disables clipping.

@@ -14,7 +14,6 @@ The clip does not depend on the optimizer's rule: it multiplies parameters and t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
@@ -26,25 +25,17 @@ from opt_distributed.comm import Op, Roles, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, is_dtensor, local
 from opt_stack.optimizer import Optimizer
 
-
-class Role(Enum):
-    """What the output of a row is used for."""
-
-    QUERY = auto()  # scaled by gamma^alpha
-    KEY = auto()  # scaled by gamma^(1 - alpha)
-    ROTARY_QUERY = auto()  # multiplied by a key that all heads share: scaled by gamma
-    OTHER = auto()  # values, gates
-
-    def exponent(self, alpha: float) -> float:
-        """Return the exponent of gamma for rows of this role."""
-        return {Role.QUERY: alpha, Role.KEY: 1.0 - alpha, Role.ROTARY_QUERY: 1.0, Role.OTHER: 0.0}[self]
+# What the output of a row is used for: (a, b), so that the row is scaled by gamma^(a * alpha + b).
+QUERY, KEY = (1.0, 0.0), (-1.0, 1.0)
+ROTARY_QUERY = (0.0, 1.0)  # multiplied by a key that all heads share
+OTHER = (0.0, 0.0)  # values, gates
 
 
 class Segment(NamedTuple):
     """Consecutive rows of one role."""
 
     num_rows: int
-    role: Role
+    role: tuple[float, float]
 
 
 class HeadRows(NamedTuple):
@@ -52,11 +43,6 @@ class HeadRows(NamedTuple):
 
     param: nn.Parameter
     segments: tuple[Segment, ...]
-
-    @property
-    def rows_per_group(self) -> int:
-        """The number of rows of one query group, of all roles."""
-        return sum(segment.num_rows for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +68,10 @@ def fused_qkv(
     groups = num_query_groups or num_heads
     heads_per_group = num_heads // groups
     segments = (
-        Segment(heads_per_group * head_dim, Role.QUERY),
-        Segment(heads_per_group * gate_dim, Role.OTHER),
-        Segment(head_dim, Role.KEY),
-        Segment(head_dim if value_dim is None else value_dim, Role.OTHER),
+        Segment(heads_per_group * head_dim, QUERY),
+        Segment(heads_per_group * gate_dim, OTHER),
+        Segment(head_dim, KEY),
+        Segment(head_dim if value_dim is None else value_dim, OTHER),
     )
     return Attention(num_heads=num_heads, num_query_groups=groups, rows=_alike(segments, weight, bias))
 
@@ -102,8 +88,8 @@ def separate_qk(
 ) -> Attention:
     """Describe attention with separate projections for queries and keys."""
     groups = num_query_groups or num_heads
-    queries = (Segment(num_heads // groups * head_dim, Role.QUERY),)
-    rows = (*_alike(queries, query, query_bias), *_alike((Segment(head_dim, Role.KEY),), key, key_bias))
+    queries = (Segment(num_heads // groups * head_dim, QUERY),)
+    rows = (*_alike(queries, query, query_bias), *_alike((Segment(head_dim, KEY),), key, key_bias))
     return Attention(num_heads=num_heads, num_query_groups=groups, rows=rows)
 
 
@@ -117,8 +103,8 @@ def latent_attention(
     value_dim: int,
 ) -> Attention:
     """Describe multi-head latent attention by the up-projections of queries, and of non-rotary keys and values."""
-    queries = (Segment(nope_dim, Role.QUERY), Segment(rope_dim, Role.ROTARY_QUERY))
-    keys = (Segment(nope_dim, Role.KEY), Segment(value_dim, Role.OTHER))
+    queries = (Segment(nope_dim, QUERY), Segment(rope_dim, ROTARY_QUERY))
+    keys = (Segment(nope_dim, KEY), Segment(value_dim, OTHER))
     rows = (*_alike(queries, query_up), *_alike(keys, key_value_up))
     return Attention(num_heads=num_heads, num_query_groups=num_heads, rows=rows)
 
@@ -156,8 +142,15 @@ class QKClip:
         self.optimizer, self.layers = optimizer, tuple(layers)
         self.threshold, self.alpha = threshold, alpha
         self._roles: Roles = optimizer.roles
-        agreed(self._roles.everyone, self._check)
-        agree(self._roles.everyone, self._difference())
+        self._names = {
+            id(param): str(id_)
+            for group in optimizer.param_groups
+            for id_, param in zip(group["param_ids"], group["params"], strict=True)
+        }
+        everyone = self._roles.everyone
+        problem = agreed(everyone, lambda: next(self._problems(), ""))
+        agree(everyone, ConfigError(f"QKClip: {problem}") if problem else None)
+        agree(everyone, self._difference())
         self._pieces: dict[int, list[OwnedPiece]] = {}  # by identity of the parameter: a tensor compares its elements
         for unit in optimizer.stepper.units:
             for piece in unit.pieces:
@@ -249,7 +242,7 @@ class QKClip:
         clips = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clips, self.threshold / largest, torch.ones_like(largest))
         for param, segments in layer.rows:
-            exponents = [segment.role.exponent(self.alpha) for segment in segments for _ in range(segment.num_rows)]
+            exponents = [a * self.alpha + b for num_rows, (a, b) in segments for _ in range(num_rows)]
             factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)  # of the rows of the whole layer
             num_rows = param.shape[0]
             first = 0 if num_rows == factors.numel() else self._roles.dense.tp.rank * num_rows
@@ -258,8 +251,7 @@ class QKClip:
 
     def _difference(self) -> ConfigError | None:
         """Return an error if ranks that share layers have different settings; else None. Collective."""
-        axes, names = self._roles.dense, {id(param): name for name, param in self._trained()}
-        layers = [[names[id(rows.param)] for rows in layer.rows] for layer in self.layers]
+        axes, layers = self._roles.dense, [[self._names[id(r.param)] for r in layer.rows] for layer in self.layers]
         own = (self.threshold, self.alpha, layers, [(one.num_heads, one.num_query_groups) for one in self.layers])
         for per_rank in [comm.gather_objects(own) for comm in (axes.tp, axes.dp, axes.inter)]:
             if any(other != per_rank[0] for other in per_rank):
@@ -268,32 +260,29 @@ class QKClip:
                 )
         return None
 
-    def _check(self) -> None:
-        if problem := next(self._problems(), ""):
-            raise ConfigError(f"QKClip: {problem}")
-
     def _problems(self) -> Iterator[str]:
         """Yield why the optimizer, the layers or the numbers do not allow a clip."""
         if not self.threshold > 0:
             yield f"threshold={self.threshold}; it must be above 0"
         if not 0 <= self.alpha <= 1:
             yield f"alpha={self.alpha}; the query's share of the correction must be from 0 to 1"
-        names, seen, tp = {id(param): name for name, param in self._trained()}, set[int](), self._roles.dense.tp.size
+        seen, tp = set[int](), self._roles.dense.tp.size
         for layer in self.layers:
             if layer.num_query_groups < 1 or layer.num_heads % layer.num_query_groups:
                 yield f"{layer.num_heads} heads do not divide into {layer.num_query_groups} query groups"
             for rows in layer.rows:
-                shape, name = tuple(rows.param.shape), names.get(id(rows.param), "")
+                shape, name = tuple(rows.param.shape), self._names.get(id(rows.param), "")
                 if not name:
                     yield f"the optimizer does not train a parameter of shape {shape}; leave its layer out"
                 if id(rows.param) in seen:
                     yield f"{name!r} is in layers twice and would be scaled twice; pass it once"
                 seen.add(id(rows.param))
-                expected = layer.num_query_groups * rows.rows_per_group
+                of_group = sum(segment.num_rows for segment in rows.segments)
+                expected = layer.num_query_groups * of_group
                 if not shape or shape[0] not in (expected, expected / tp):
                     yield (
                         f"{name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
-                        f"{rows.rows_per_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the "
+                        f"{of_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the "
                         "sizes of the whole layer"
                     )
         for unit in self.optimizer.stepper.units:
@@ -303,11 +292,6 @@ class QKClip:
                     f"{str(clipped[0])!r} is updated by {unit.rule.name}, which keeps other weights in its state; clip "
                     "only layers that another rule updates"
                 )
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for group in self.optimizer.param_groups:
-            for id_, param in zip(group["param_ids"], group["params"], strict=True):
-                yield str(id_), param
 
 
 def _scale_(piece: OwnedPiece, factors: Tensor) -> None:

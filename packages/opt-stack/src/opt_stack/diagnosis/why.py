@@ -135,7 +135,6 @@ def _overflow(run: Run) -> Iterator[Finding]:
     norms = {name: of.grad_norm for name, of in stats.params.items() if of.grad_norm is not None}
     wrong = [name for name, norm in norms.items() if not math.isfinite(norm)]
     before = [r.grad_norm for r in run[max(bad - NUM_BEFORE, 0) : bad]]
-    grew = bool(before) and before[-1] > JUMP * median(before)
     what = "NaN" if any(math.isnan(norms[name]) for name in wrong) else "infinite"
     sick = next((name for name, of in stats.params.items() if not math.isfinite(of.weight_norm)), None)
     ranks = [rank for rank, norm in stats.rank_norms.items() if norm is not None and not math.isfinite(norm)]
@@ -159,7 +158,7 @@ def _overflow(run: Run) -> Iterator[Finding]:
             text += " Lower scales did not help: the forward overflows. Use bf16, or smaller activations there."
     elif recovers:
         text += ", and the next was applied: a bad batch."
-    elif grew:
+    elif before and before[-1] > JUMP * median(before):
         text += ", to the end: the gradients had grown in the steps before."
     else:
         text += ", to the end: NaN in the data or the forward pass" + (" of that rank." if ranks else ".")
@@ -167,41 +166,37 @@ def _overflow(run: Run) -> Iterator[Finding]:
 
 
 def _ranks_apart(run: Run) -> Iterator[Finding]:
-    """The first rank whose gradient left those of its replicas, by how it was before."""
-    history: dict[int, list[float]] = {}
-    for at, stats in enumerate(run):
-        apart, changes = _apart(stats), {}
-        for rank, ratio in apart.items():
-            before = history.setdefault(rank, [])
-            changes[rank] = abs(math.log(ratio / median(before[-NUM_BEFORE:]))) if before else 0.0
-            before.append(ratio)
-        # Two replicas leave each other: the one whose own norm changed most is named.
-        worst = max(changes, key=lambda rank: changes[rank] + _own_change(run, at, rank), default=None)
-        if worst is None or changes[worst] < math.log(APART):
+    """The first rank whose gradient left those of its replicas, by the range in which it was before."""
+    apart = [_apart(stats) for stats in run]
+    for at in range(3, len(run)):
+        changes = {}
+        for rank, ratio in apart[at].items():
+            before = [of[rank] for of in apart[max(at - NUM_BEFORE, 0) : at] if rank in of] or [ratio]
+            now, then = run[at].rank_norms[rank], run[at - 1].rank_norms.get(rank)
+            # Two replicas leave each other: the one whose own norm changed most is named.
+            own = abs(math.log(now / then)) if now and then and math.isfinite(then) else 0.0
+            changes[rank] = max(math.log(ratio / max(before)), math.log(min(before) / ratio)), own
+        worst = max(changes, key=lambda rank: sum(changes[rank]), default=None)
+        if worst is None or changes[worst][0] < math.log(APART):
             continue
-        later = [abs(math.log(_apart(other).get(worst, 1.0))) > math.log(APART) for other in run[at + 1 :]]
+        later = [abs(math.log(of.get(worst, 1.0))) > math.log(APART) for of in apart[at + 1 :]]
         stays = len(later) >= 2 and sum(later[:10]) >= 0.8 * len(later[:10])
-        if len(history[worst]) > 2 and (stays or changes[worst] > math.log(APART**3)):  # small batches are noisy
-            ratio = apart[worst] if apart[worst] > 1e-12 else 0.0
-            text = f"at step {stats.step} the gradient of {of_ranks([worst])}, before the mean, was {ratio:.3g} times "
+        if stays or changes[worst][0] > math.log(APART**2):  # small batches are noisy
+            ratio = apart[at][worst] if apart[at][worst] > 1e-12 else 0.0
+            text = f"at step {run[at].step} the gradient of rank {worst}, before the mean, was {ratio:.3g} times "
             often = f"and in {sum(later)} of the {len(later)} records after it: check its data and its hardware."
             text += f"that of its replicas, {often if stays else 'but it did not stay so: check its batch.'}"
-            yield Finding(stats.step, text)
+            yield Finding(run[at].step, text)
             return
-
-
-def _own_change(run: Run, at: int, rank: int) -> float:
-    now, then = run[at].rank_norms.get(rank), run[at - 1].rank_norms.get(rank)
-    return abs(math.log(now / then)) if now and then and math.isfinite(now) and math.isfinite(then) else 0.0
 
 
 def _apart(stats: StepStats) -> dict[int, float]:
     """By rank: its norm over the median of the other ranks that hold the same parameters."""
+    known = {rank: norm for rank, norm in stats.rank_norms.items() if norm is not None and math.isfinite(norm)}
     found = {}
-    for rank, norm in stats.rank_norms.items():
-        replicas = [r for r in stats.rank_norms if r != rank and stats.replicas_of[r] == stats.replicas_of[rank]]
-        others = [n for r in replicas if (n := stats.rank_norms[r]) and math.isfinite(n)]
-        if norm is not None and math.isfinite(norm) and others:
+    for rank, norm in known.items():
+        others = [n for r, n in known.items() if n and r != rank and stats.replicas_of[r] == stats.replicas_of[rank]]
+        if others:
             found[rank] = max(norm, 1e-30) / median(others)
     return found
 
@@ -210,30 +205,32 @@ def _jump(run: Run) -> Iterator[Finding]:
     """The first gradient norm far above those before it, and whether it came back."""
     for at, stats in enumerate(run):
         before = [r for r in run[max(at - NUM_BEFORE, 0) : at] if math.isfinite(r.grad_norm)]
-        usual = median(r.grad_norm for r in before) if len(before) >= 3 else 0.0
+        norms, after = [r.grad_norm for r in before], run[at + 1 :]
+        usual = median(norms) if len(norms) >= 3 else 0.0
         if not (usual and math.isfinite(stats.grad_norm) and stats.grad_norm > JUMP * usual):
             continue
-        grown = {name: _growth(name, before, stats) for name in stats.params}
-        where = max(grown, key=lambda name: grown[name])
+        recovers = any(math.isfinite(r.grad_norm) and r.grad_norm < JUMP / 2 * usual for r in after[:3])
+        if recovers and stats.grad_norm < APART * max(norms):
+            continue  # small batches are noisy
+        where = max(stats.params, key=lambda name: _growth(name, before, stats))
         text = f"at step {stats.step} the gradient norm was {stats.grad_norm:.3g}, {stats.grad_norm / usual:.3g} times"
         text += f" the usual; it grew most in {_place(where)}"
-        after = run[at + 1 :]
-        recovers = any(math.isfinite(r.grad_norm) and r.grad_norm < JUMP / 2 * usual for r in after[:3])
         around = [r for r in run[max(at - 5, 0) : at + 3] if r.success]
-        ratios = {
-            n: max((r.params[n].ratio or 0.0 for r in around if n in r.params), default=0.0) for n in stats.params
-        }
         # Small vectors, which start at zero, have large ratios in healthy runs: the largest parameters count.
-        weights = {name: stats.params[name].numel for name in ratios}
-        large = [n for n in ratios if ratios[n] > LARGE_RATIO and weights[n] * 10 >= max(weights.values())]
+        most = max(of.numel for of in stats.params.values())
+        ratios = {
+            name: max((r.params[name].ratio or 0.0 for r in around if name in r.params), default=0.0)
+            for name, of in stats.params.items()
+            if of.numel * 10 >= most
+        }
+        steepest = max(ratios, key=ratios.__getitem__)
         if not after:
             text += ", in the last recorded step."
         elif recovers:
             text += ", and it came back in the next steps: a bad batch."
-        elif large:
-            most = max(large, key=lambda name: ratios[name])
-            text += f", and it did not come back. Around it, an update changed {_place(most)} by {ratios[most]:.0%}"
-            text += " of its norm: the learning rate is too high."
+        elif ratios[steepest] > LARGE_RATIO:
+            text += f", and it did not come back. Around it, an update changed {_place(steepest)} by "
+            text += f"{ratios[steepest]:.0%} of its norm: the learning rate is too high."
         else:
             text += ", and it did not come back."
         yield Finding(stats.step, text)
