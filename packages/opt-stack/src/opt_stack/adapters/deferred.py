@@ -19,14 +19,7 @@ from opt_stack.planning.plan import Draft, Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState
-from opt_stack.state.state_dicts import match_groups, packed_groups, set_group_
-
-_STATE_DICT_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+from opt_stack.state.state_dicts import match, packed_groups, set_group_
 
 
 class DeferredOptimizer(torch.optim.Optimizer):
@@ -72,7 +65,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
                 "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
             )
         self._built: Optimizer | None = None
-        self._state_expected = False
+        self._state_expected = False  # whether the next `state_dict()` builds the optimizer, so that it includes state
         roles = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
         everyone = roles.everyone
         known = agreed(everyone, lambda: rules or Registry().with_installed())
@@ -122,8 +115,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
         """
         if self._built is None:
             built = self._make()
-            for name in _STATE_DICT_HOOKS:
-                setattr(built, name, getattr(self, name))
+            # torch's `_optimizer_state_dict_pre_hooks`, ..._post_hooks, and those of load_state_dict.
+            vars(built).update({name: hooks for name, hooks in vars(self).items() if "state_dict" in name})
             self._built = built
         return self._built
 
@@ -160,14 +153,9 @@ class DeferredOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_make"):  # torch's constructor sets an empty one
             self.built.state = value
 
-    def expect_state_(self) -> None:
-        """Make the next `state_dict()` build the optimizer, so that it includes state. Does not communicate."""
-        self._state_expected = True
-
     def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
         """One step of `built`. Collective, as is `build`."""
-        result: StepResult = self.build().step(closure)
-        return result
+        return self.build().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set the gradients to None, or to zero."""
@@ -206,7 +194,8 @@ class DeferredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
         """Like `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
         if self._is_untouched() and not options and state_dict.get("state") == {}:
-            for group, saved in zip(self.param_groups, match_groups(state_dict, self.param_groups), strict=True):
+            groups, _ = match(state_dict, self.param_groups)
+            for group, saved in zip(self.param_groups, groups, strict=True):
                 set_group_(group, saved)
             return
         self.build().load_state_dict(state_dict, **options)
@@ -238,7 +227,7 @@ class _NoState(LiveState):
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:
-        self._optimizer.expect_state_()
+        self._optimizer._state_expected = True
         return True
 
 

@@ -11,12 +11,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.hooks import GivenHooks
 from opt_stack.factory import get_optimizer
-from opt_stack.optimizer import Optimizer
 from opt_stack.planning.plan import Overrides
 from opt_stack.rules.entries import HELD, HOOKS
 from opt_stack.rules.registry import Registry
-
-_MISSING = object()
 
 
 class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan is untyped where types are checked
@@ -46,20 +43,34 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         rules: Registry | None = None
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        _check_config(config)
-        optimizer = get_optimizer(
-            config.stack, model_parts, config.config_overrides, rules=config.rules, hooks=config.hooks
-        )
+        stack = config.stack
+        if config.param_groups or config.optimizer_factory_kwargs_by_name or config.implementation != "fused":
+            raise ConfigError(
+                "param_groups, implementation and optimizer_factory_kwargs_by_name are for torchtitan's own "
+                "optimizers; set StackOptimizers.Config(stack=..., config_overrides=...)"
+            )
+        if stack.clip_grad != 0.0:
+            raise ConfigError(
+                f"clip_grad={stack.clip_grad!r}: torchtitan clips to training.max_norm before the step; set "
+                "clip_grad=0.0"
+            )
+        if stack.fp16:
+            raise ConfigError("fp16=True needs a scaled loss, which torchtitan does not compute; use bf16 or fp32")
+        optimizer = get_optimizer(stack, model_parts, config.config_overrides, rules=config.rules, hooks=config.hooks)
         if optimizer.has_rank_local_state:
             raise ConfigError(
-                f"optimizer={config.stack.optimizer!r}: each rank keeps a different part of the state, but "
+                f"optimizer={stack.optimizer!r}: each rank keeps a different part of the state, but "
                 "torchtitan's checkpoints identify state by parameter name, so they would store only one rank's part; "
                 "use a rule whose state has the parameters' shapes, such as adam or muon, on DTensor parameters of "
                 "fully_shard, without use_distributed_optimizer; or save with opt_checkpoint in your own training loop"
             )
         self.model_parts = model_parts
         self.optimizers = [optimizer]
-        self._names = _names(optimizer)
+        # By index in a state dict. All ranks have the same names, or they are pipeline stages.
+        names = [canonical_fqn(id.name) for group in optimizer.param_groups for id in group["param_ids"]]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"two model parts have a parameter {twice[0]!r}; torchtitan saves state by that name")
+        self._names = names
         self._follows_model = True  # until the first step: the trainer loads initial weights after this
         self._post_init([param for group in optimizer.param_groups for param in group["params"]])
 
@@ -123,30 +134,6 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
         return {**group, **saved}
 
 
-def _check_config(config: StackOptimizers.Config) -> None:
-    stack = config.stack
-    if config.param_groups or config.optimizer_factory_kwargs_by_name or config.implementation != "fused":
-        raise ConfigError(
-            "param_groups, implementation and optimizer_factory_kwargs_by_name are for torchtitan's own optimizers; "
-            "set StackOptimizers.Config(stack=..., config_overrides=...)"
-        )
-    if stack.clip_grad != 0.0:
-        raise ConfigError(
-            f"clip_grad={stack.clip_grad!r}: torchtitan clips to training.max_norm before the step; set clip_grad=0.0"
-        )
-    if stack.fp16:
-        raise ConfigError("fp16=True needs a scaled loss, which torchtitan does not compute; use bf16 or fp32")
-
-
-def _names(optimizer: Optimizer) -> list[str]:
-    """The parameters' names by index in a state dict. All ranks have the same, or they are pipeline stages."""
-    names = [canonical_fqn(id.name) for group in optimizer.param_groups for id in group["param_ids"]]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"two model parts have a parameter {twice[0]!r}; torchtitan saves state by that name")
-    return names
-
-
 def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The hyper-parameters of a group and the choices of its rule, without its name and hooks, which not every group
     has."""
@@ -154,10 +141,9 @@ def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
-    value = state_dict.get(key, _MISSING)
-    if value is _MISSING:
+    if key not in state_dict:
         raise ValueError(f"the loaded state has no {key!r}")
-    return value
+    return state_dict[key]
 
 
 def _agreed_value(state_dict: Mapping[str, Any], names: Sequence[str], key: str) -> Any:

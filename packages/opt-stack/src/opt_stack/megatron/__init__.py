@@ -51,7 +51,6 @@ from opt_scheduler import (
     param_group_override_to_tuple,
 )
 from opt_stack.factory import get_optimizer_based_on_param_groups, logger, with_matrix_rule
-from opt_stack.megatron.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
 from opt_stack.megatron.names import (
     ChainedOptimizer,
     DistributedDataParallel,
@@ -60,9 +59,11 @@ from opt_stack.megatron.names import (
     FP32Optimizer,
     LayerWiseDistributedOptimizer,
     MixedPrecisionOptimizer,
-    absent,
     add_modules_,
+    clip_grad_by_total_norm_fp32,
+    count_zeros_fp32,
     finalize_model_grads,
+    get_grad_norm_fp32,
     get_megatron_muon_optimizer,
     get_megatron_optimizer,
     layer_wise,
@@ -87,10 +88,6 @@ __all__ = [
 
 _matches = matches
 add_modules_(sys.modules[__name__])
-
-
-def __getattr__(name: str) -> Any:
-    return absent(name, __name__)
 
 
 def _get_param_groups(
@@ -178,20 +175,34 @@ def _get_megatron_optimizer_based_on_param_groups(
                 f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
                 "of chunks in DistributedDataParallel, or None"
             )
-    _check_ranks(data_parallel_group, data_parallel_group_gloo, model_parallel_group, intra_dist_opt_group)
-    groups = None
-    if data_parallel_group is not None:
+    groups, dp, gloo, mp = None, data_parallel_group, data_parallel_group_gloo, model_parallel_group
+    if dp is None and (mp is not None or intra_dist_opt_group is not None):
+        raise ConfigError(
+            "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
+        )
+    if dp is not None:
+        if gloo is not None and gloo.size() != dp.size():
+            raise ConfigError(
+                f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same "
+                "ranks"
+            )
+        expected = dp.size() * (1 if mp is None else mp.size())
+        if intra_dist_opt_group is not None and intra_dist_opt_group.size() != expected:
+            raise ConfigError(
+                f"intra_dist_opt_group has {intra_dist_opt_group.size()} ranks, but data_parallel_group and "
+                f"model_parallel_group span {expected}; norms are summed over all of these"
+            )
         groups = ProcessGroups(
-            dp=data_parallel_group,
-            expt_dp=data_parallel_group,
-            mp=model_parallel_group,
-            tp_ep_pp=model_parallel_group,
+            dp=dp,
+            expt_dp=dp,
+            mp=mp,
+            tp_ep_pp=mp,
             intra_dist_opt=intra_dist_opt_group,
             tp=tensor_parallel_group,
             expt_tp=tensor_parallel_group,
         )
         # Else norms would count replicated parameters repeatedly.
-        if tensor_parallel_group is None and model_parallel_group is not None and model_parallel_group.size() > 1:
+        if tensor_parallel_group is None and mp is not None and mp.size() > 1:
             for meta in describe(model_chunks).values():
                 if meta.tensor_parallel:
                     raise ConfigError(
@@ -202,25 +213,3 @@ def _get_megatron_optimizer_based_on_param_groups(
     return get_optimizer_based_on_param_groups(
         layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
     )
-
-
-def _check_ranks(
-    dp: ProcessGroup | None, gloo: ProcessGroup | None, mp: ProcessGroup | None, instance: ProcessGroup | None
-) -> None:
-    """Raise ConfigError unless the sizes of the groups fit each other."""
-    if dp is None:
-        if mp is not None or instance is not None:
-            raise ConfigError(
-                "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
-            )
-        return
-    if gloo is not None and gloo.size() != dp.size():
-        raise ConfigError(
-            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same ranks"
-        )
-    expected = dp.size() * (1 if mp is None else mp.size())
-    if instance is not None and instance.size() != expected:
-        raise ConfigError(
-            f"intra_dist_opt_group has {instance.size()} ranks, but data_parallel_group and model_parallel_group span "
-            f"{expected}; norms are summed over all of these"
-        )

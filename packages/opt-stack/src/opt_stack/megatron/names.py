@@ -1,7 +1,8 @@
 """Megatron-Core's kinds of optimizer, its positional orders, its module paths, and its names that do not exist here."""
 
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec
@@ -10,12 +11,15 @@ from inspect import signature
 from types import ModuleType
 from typing import Any, NoReturn, ParamSpec
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from opt_config import ConfigError, DistributedDataParallelConfig, FlatShards, OptimizerConfig, Replicated, WholeParams
 from opt_distributed import finalize_model_grads as finalize
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
-from opt_distributed.comm import Given, ProcessGroups
+from opt_distributed.comm import Given, ProcessGroups, TorchComm, world
 from opt_distributed.finalize import ROUTER_BIAS_UPDATE_RATE
 from opt_kernels.rules import Needs
 from opt_stack.factory import get_optimizer
@@ -244,7 +248,89 @@ def finalize_model_grads(
     finalize(model, num_tokens, pg_collection, **options)
 
 
+# --- `clip_grads`, on `param.grad`: `Optimizer.step` uses none of it, because it clips while it reads gradients -------
+
+
+@torch.no_grad()
+def get_grad_norm_fp32(
+    grads_for_norm: Iterable[Tensor] | Tensor,
+    norm_type: float = 2,
+    grad_stats_parallel_group: ProcessGroup | None = None,
+) -> float:
+    """Return the norm of gradients over a group; None: over the world. Collective, also for ranks without gradients.
+
+    It is NaN or infinite if an element is. Raises ConfigError for DTensors.
+    """
+    grads = _plain(grads_for_norm)
+    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
+    if math.isinf(norm_type):
+        norms = comm.gather_objects([float(grad.abs().amax()) for grad in grads if grad.numel()])
+        largest = [norm for of_rank in norms for norm in of_rank]
+        return math.nan if any(map(math.isnan, largest)) else max(largest, default=0.0)
+    powers = [float(torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32)) ** norm_type for grad in grads]
+    total: float = sum(comm.gather_objects(sum(powers))) ** (1.0 / norm_type)
+    return total
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_fp32(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, total_norm: float | Tensor, use_decoupled_grad: bool = False
+) -> None:
+    """Multiply gradients in place by `max_norm / (total_norm + 1e-6)` if that is below 1; all of them on every rank.
+
+    Raises:
+        ConfigError: `use_decoupled_grad` is set, or a gradient is a DTensor.
+    """
+    factor = max_norm / (float(total_norm) + 1e-6)
+    for grad in _grads(parameters, use_decoupled_grad):
+        if factor < 1.0:
+            grad.mul_(factor)
+
+
+def count_zeros_fp32(
+    parameters: Iterable[Tensor] | Tensor,
+    grad_stats_parallel_group: ProcessGroup | None = None,
+    use_decoupled_grad: bool = False,
+    tp_group: ProcessGroup | None = None,
+) -> int:
+    """Return the number of zeros in gradients over a group; None: over the world. Collective.
+
+    Parameters marked `shared` are not counted, and those that tensor parallelism replicates only on the first rank of
+    `tp_group`. Raises ConfigError as `clip_grad_by_total_norm_fp32`.
+    """
+    is_first = tp_group is None or tp_group.rank() == 0
+    counted = [
+        param
+        for param in ([parameters] if isinstance(parameters, Tensor) else parameters)
+        if not getattr(param, "shared", False) and (is_first or getattr(param, "tensor_model_parallel", False))
+    ]
+    zeros = sum(grad.numel() - int(grad.count_nonzero()) for grad in _grads(counted, use_decoupled_grad))
+    comm = world() if grad_stats_parallel_group is None else TorchComm(grad_stats_parallel_group)
+    return sum(comm.gather_objects(zeros))
+
+
+def _grads(parameters: Iterable[Tensor] | Tensor, use_decoupled_grad: bool) -> Sequence[Tensor]:
+    if use_decoupled_grad:
+        raise ConfigError("use_decoupled_grad=True: gradients here are in param.grad only; leave it at False")
+    given = [parameters] if isinstance(parameters, Tensor) else parameters
+    return _plain(param.grad for param in given if param.grad is not None)
+
+
+def _plain(tensors: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if any(isinstance(tensor, DTensor) for tensor in found):
+        raise ConfigError(
+            "a gradient is a DTensor, whose mesh this function does not sum over; use optimizer.get_grad_norm(), "
+            "clip_grad_norm(max_norm) and count_zeros() between prepare_grads() and step_with_ready_grads()"
+        )
+    return found
+
+
+# --- modules, and names that do not exist here ------------------------------------------------------------------------
+
+
 _MODULES = {
+    "clip_grads": "clip_grad_by_total_norm_fp32 count_zeros_fp32 get_grad_norm_fp32",
     "distrib_optimizer": "DistributedOptimizer",
     "distributed_data_parallel": "DistributedDataParallel",
     "distributed_data_parallel_config": "DistributedDataParallelConfig",
@@ -291,6 +377,7 @@ def absent(name: str, module: str) -> NoReturn:
 
 def add_modules_(package: ModuleType) -> None:
     """Make every module of Megatron-Core importable below `package`, with the names of `package`."""
+    vars(package)["__getattr__"] = partial(absent, module=package.__name__)
     for name, public in _MODULES.items():
         module = module_from_spec(ModuleSpec(f"{package.__name__}.{name}", None))
         module.__doc__ = f"Names of Megatron-Core's module {name}."

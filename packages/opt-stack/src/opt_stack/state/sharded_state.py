@@ -20,11 +20,10 @@ from opt_checkpoint import (
     groups_to_saved,
 )
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, place_
-from opt_distributed.comm import Alone, Axes, Comm, Roles, agree
+from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
 from opt_distributed.saving import MAIN, STEP, check_loaded, read_piece
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
-from opt_kernels.rules import Rule
 from opt_paramgroups import ParamId
 from opt_stack.diagnosis.recorder import Recorder
 from opt_stack.planning.plan import Plan
@@ -36,6 +35,9 @@ logger = logging.getLogger("opt_stack")
 VERSION = 1
 # The run that loads defines its groups; only their hyper-parameters are restored, if the rule is the same.
 _OF_THIS_RUN = frozenset({"params", "param_ids", "name", "default_config", "is_expert_parallel", "is_decoupled_lr"})
+
+
+Pair = tuple[Mapping[str, Any], Mapping[str, Any]]  # a current group and a saved one
 
 
 class Described(NamedTuple):
@@ -130,39 +132,39 @@ class ShardedStates(torch.optim.Optimizer):
                 "load_state_dict of a sharded state needs the sharded_state_dict that it was loaded into; call "
                 "optimizer.sharded_state_dict first and pass it to opt_checkpoint.load"
             )
-        groups, rules = self.param_groups, self._rules()
-        names = [[own.name for own in of_group] for of_group in described]
-        saved = _of_same_rule(loaded["groups"], groups, names)
+        groups, names = self.param_groups, [[own.name for own in of_group] for of_group in described]
+        saved, pairs, moved = match_saved(loaded, groups, names)
         pieces = [(held, loaded["state"].get(at, {})) for _, at, held in self._saved_pieces(described)]
         empty = (own for of_group in described for own in of_group if own.is_empty and own.id in self._held)
         pieces += [(self._held[own.id], {}) for own in empty]
-        pairs = list(_saved_by_group(loaded["groups"], groups, names))
-        error: ValueError | None = None
-        scale: dict[str, Any] = {}
-        try:
+
+        def checked_scale() -> dict[str, Any]:
             for held, values in pieces:
                 check_loaded(*held, values)
             untouched = [{key: value for key, value in g.items() if not isinstance(value, Tensor)} for g in groups]
             apply_saved_groups(untouched, names, saved, on_conflict=on_conflict, override=override)
-            check_loaded_numbers(zip(groups, untouched, strict=True), rules)
-            for group, before in pairs:
-                check_choices(group, before, rules)
-            scale = saved_scaler(loaded, self.stepper.scaler)
-        except ValueError as refusal:
-            error = refusal
-        agree(self._everyone, error)
-        _warn_of_another_rule(loaded, groups, names)
-        for group, before in pairs:
-            warn_of_other_choices(group, before)
+            self._check_groups([*zip(groups, untouched, strict=True)], pairs)
+            return saved_scaler(loaded, self.stepper.scaler)
+
+        scale = agreed(self._everyone, checked_scale)
+        for (before, after), of_params in moved.items():
+            logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
+        for group, then in pairs:
+            warn_of_other_choices(group, then)
         apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
         for held, values in pieces:
             read_piece(*held).take_(values)
         if scale:
             self.stepper.scaler.load_state_dict(scale)
 
-    def _rules(self) -> dict[str, Rule]:
-        """Return the rules of this rank's units, by the `optimizer` of their groups."""
-        return {unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units}
+    def _check_groups(self, numbers: Sequence[Pair], choices: Sequence[Pair]) -> None:
+        """Raise ConfigError if a saved group has numbers that are not valid, or choices of another formula."""
+        rules = {
+            unit.name.split("/")[0]: bare(unit.rule) for unit in self.stepper.units
+        }  # by their groups' `optimizer`
+        check_loaded_numbers(numbers, rules)
+        for group, saved in choices:
+            check_choices(group, saved, rules)
 
     def _saved_pieces(self, described: Sequence[Sequence[Described]]) -> Iterator[tuple[Described, str, Held]]:
         """Yield the parameters whose state this rank saves, with a unique name: two model chunks may share a key."""
@@ -179,15 +181,15 @@ class ShardedStates(torch.optim.Optimizer):
         Raises:
             ValueError: on every rank, if two tensor-parallel ranks would save their parts as the same tensor.
         """
-        local: dict[str, str] = {}  # the part of this rank, by key
-        for own in (own for of_group in described for own in of_group):
-            part = self._held[own.id].piece.part if own.id in self._held else ""
-            if part and isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape:
-                local[own.sharded.key] = part
+        local = {  # the part of this rank, by key
+            own.sharded.key: self._held[own.id].piece.part
+            for own in (own for of_group in described for own in of_group if own.id in self._held)
+            if isinstance(own.sharded, ShardedTensor) and own.sharded.local_shape == own.sharded.global_shape
+        }
         parts: dict[str, set[str]] = defaultdict(set)
         for of_rank in self._everyone.gather_objects(local):
             for key, part in of_rank.items():
-                parts[key].add(part)
+                parts[key] |= {part} - {""}
         for wrong in (key for key, found in parts.items() if len(found) > 1):
             raise ValueError(
                 f"parameter {wrong!r} is tensor parallel, and tensor-parallel ranks have different parts of it, "
@@ -249,49 +251,32 @@ def _name(sharded: ShardedTensor | ShardedTensorFactory) -> str:
     return sharded.key
 
 
-def _warn_of_another_rule(
+def match_saved(
     loaded: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> None:
-    """Log a warning for state of another rule, whose names may have other meanings: SOAP's moments are in its
-    eigenbasis."""
-    then = {name: group.get(RULE) for name, group in _group_of(loaded["groups"]).items()}
-    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for group, own in zip(groups, names, strict=True):
-        for name in own:
-            before, after = then.get(name), group.get(RULE)
-            if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
-                moved[before, after].append(name)
-    for (before, after), of_params in moved.items():
-        logger.warning("%s continues from the state that %s kept for %s", after, before, ", ".join(of_params))
+) -> tuple[dict[str, Any], list[Pair], dict[tuple[str, str], list[str]]]:
+    """Match the saved groups with `groups` by the names of their parameters. Converted checkpoints have no groups.
 
-
-def _group_of(saved: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the saved group of each parameter. Empty if no groups were saved, as in converted checkpoints."""
-    return {n: group for group, own in zip(saved.get("groups", ()), saved.get("names", ())) for n in own}
-
-
-def _saved_by_group(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield each current group with each of the saved groups of its parameters, one for each record of a rule."""
-    then = _group_of(saved)
+    Returns:
+        The saved groups without `OF_RULE` and without parameters that another rule updates now, because learning rates
+        of one rule do not fit another; each current group with the saved groups of its parameters, one for each record
+        of a rule; and the parameters that continue from the state of another rule, by (saved rule, rule), because its
+        names may have other meanings: SOAP's moments are in its eigenbasis.
+    """
+    of_saved = list(zip(loaded["groups"].get("groups", ()), loaded["groups"].get("names", ()), strict=True))
+    then = {name: group for group, own in of_saved for name in own}
+    now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
+    kept = [[name for name in own if RULE not in g or now.get(name) in (None, g[RULE])] for g, own in of_saved]
+    without = [{key: value for key, value in group.items() if key not in OF_RULE} for group, _ in of_saved]
+    pairs: list[Pair] = []
     for group, own in zip(groups, names, strict=True):
         found = [then[name] for name in own if name in then]
-        yield from ((group, one) for one in {str([g.get(key) for key in (RULE, *OF_RULE)]): g for g in found}.values())
-
-
-def _of_same_rule(
-    saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> dict[str, Any]:
-    """Return the saved groups without `OF_RULE` and without parameters that another rule updates now, because learning
-    rates of one rule do not fit another."""
-    now = {name: group.get(RULE) for group, own in zip(groups, names, strict=True) for name in own}
-    kept = [
-        [name for name in own if RULE not in group or now.get(name) in (None, group[RULE])]
-        for group, own in zip(saved.get("groups", ()), saved.get("names", ()), strict=True)
-    ]
-    without = [{k: value for k, value in group.items() if k not in OF_RULE} for group in saved.get("groups", ())]
-    return {"groups": without, "names": kept}
+        pairs += [(group, of) for of in {str([of.get(key) for key in (RULE, *OF_RULE)]): of for of in found}.values()]
+    moved: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, after in now.items():
+        before = then.get(name, {}).get(RULE)
+        if before and after and before != after and loaded["state"].get(name, {}).keys() - {STEP, MAIN}:
+            moved[before, after].append(name)
+    return {"groups": without, "names": kept}, pairs, moved
 
 
 def saved_scaler(state_dict: Mapping[str, Any], scaler: Scaler) -> dict[str, Any]:

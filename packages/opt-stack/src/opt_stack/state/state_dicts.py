@@ -12,7 +12,7 @@ from opt_distributed.comm import Alone, Comm, agreed
 from opt_distributed.pieces import local
 from opt_distributed.saving import check_state, load_state_, read_state
 from opt_paramgroups import ParamId, dtensor_layout
-from opt_stack.rules.entries import HELD, OF_RULE, RULE, check_choices, check_loaded_numbers, warn_of_other_choices
+from opt_stack.rules.entries import HELD, OF_RULE, RULE, warn_of_other_choices
 from opt_stack.state.sharded_state import ShardedStates, saved_scaler
 
 Group = Mapping[str, Any]
@@ -180,11 +180,9 @@ class StateDicts(ShardedStates):
         Raises ValueError if any of it cannot be loaded; writes nothing.
         """
         check_form(state_dict, layout_id=self._layout_id)
-        groups = match_groups(state_dict, self.param_groups)
-        by_id = match_state(state_dict, self.param_groups, groups)
-        check_loaded_numbers(zip(self.param_groups, groups), self._rules())
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            check_choices(group, saved, self._rules())
+        groups, by_id = match(state_dict, self.param_groups)
+        pairs = list(zip(self.param_groups, groups, strict=True))
+        self._check_groups(pairs, pairs)
         for id, (unit, piece) in self._held.items():
             check_state(unit, piece, by_id.get(id, {}), needs_main=needs_mains and "version" in state_dict)
         return groups, by_id, saved_scaler(state_dict, self.stepper.scaler)
@@ -248,19 +246,26 @@ def _layouts(state_dict: Group) -> list[str]:
     return [layouts] if isinstance(layouts, str) else list(map(str, layouts))
 
 
-def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
-    """Return the saved group of each of `groups`: by name if saved groups have names, else by position.
+def match(state_dict: Group, groups: Sequence[Group]) -> tuple[list[Group], dict[ParamId, Group]]:
+    """Return the saved group of each of `groups`, and the saved state of each parameter.
 
-    Raises ValueError if groups, their sizes or rules differ, or a hyper-parameter is not a number.
+    Groups are matched by name if saved groups have names, else by position; parameters in the same way inside a group.
+
+    Raises ValueError if groups, their sizes or rules differ, a hyper-parameter is not a number, a parameter is not in
+    its saved group, or a state dict of this class has state of some parameters but not of this one.
     """
-    saved = list(state_dict["param_groups"])
+    saved, state = list(state_dict["param_groups"]), state_dict["state"]
     if len(saved) != len(groups):
         raise ValueError(f"state_dict has {len(saved)} parameter groups, but this optimizer has {len(groups)}")
-    if all("name" in group for group in saved) and not _is_by_name(saved):
+    # `torch.distributed.checkpoint.state_dict` makes groups in this optimizer's order, with names for indices.
+    is_by_name = any(isinstance(index, str) for group in saved for index in group["params"])
+    if all("name" in group for group in saved) and not is_by_name:
         by_name = {group["name"]: group for group in saved}
         if missing := [group["name"] for group in groups if group["name"] not in by_name]:
             raise ValueError(f"state_dict has no group {missing[0]!r}; it has {', '.join(map(repr, by_name))}")
         saved = [by_name[group["name"]] for group in groups]
+    is_complete = "version" in state_dict and state and any("replicated" in text for text in _layouts(state_dict))
+    found: dict[ParamId, Group] = {}
     for ours, theirs in zip(groups, saved, strict=True):
         group, num_params = f"group {ours['name']!r}", len(ours["params"])
         if num_params != len(theirs["params"]):
@@ -275,36 +280,17 @@ def match_groups(state_dict: Group, groups: Sequence[Group]) -> list[Group]:
             value = theirs.get(key)
             if value is not None and not isinstance(value, Real | Tensor):
                 raise ValueError(f"{key}={value!r} of the saved {group}: must be a number or a tensor")
-    return saved
-
-
-def _is_by_name(saved_groups: Sequence[Group]) -> bool:
-    """Return whether `torch.distributed.checkpoint.state_dict` made these groups: in this optimizer's order, with names
-    for indices."""
-    return any(isinstance(index, str) for group in saved_groups for index in group["params"])
-
-
-def match_state(state_dict: Group, groups: Sequence[Group], saved_groups: Sequence[Group]) -> dict[ParamId, Group]:
-    """Return the saved state of each parameter: by name inside its group if names were saved, else by position.
-
-    Raises ValueError if a parameter is not in its saved group, or if a state dict of this class has state of some
-    parameters but not of this one.
-    """
-    is_replicated = any("replicated" in text for text in _layouts(state_dict))
-    complete = "version" in state_dict and bool(state_dict["state"]) and is_replicated
-    found: dict[ParamId, Group] = {}
-    for ours, theirs in zip(groups, saved_groups, strict=True):
         names = [param_name(id) for id in ours["param_ids"]]
-        saved_names = names if _is_by_name(saved_groups) else theirs.get("param_names", names)
+        saved_names = names if is_by_name else theirs.get("param_names", names)
         index = dict(zip(saved_names, theirs["params"], strict=True))
         for id, name, param in zip(ours["param_ids"], names, ours["params"], strict=True):
             if name not in index:
-                raise ValueError(f"parameter {name!r} of group {ours['name']!r} is not in the saved group")
-            if index[name] in state_dict["state"]:
-                found[id] = state_dict["state"][index[name]]
-            elif complete and param.numel():
+                raise ValueError(f"parameter {name!r} of {group} is not in the saved group")
+            if index[name] in state:
+                found[id] = state[index[name]]
+            elif is_complete and param.numel():
                 raise ValueError(f"state_dict has state of other parameters, but not of {name!r}; it is incomplete")
-    return found
+    return saved, found
 
 
 def set_group_(group: dict[str, Any], saved: Group) -> None:
