@@ -174,15 +174,20 @@ class QKClip:
             RuntimeError: the optimizer is in evaluation mode.
         """
         self.optimizer.check_ready("QKClip()")
-        error, logits = self._local(max_logits)
+        num_heads = [layer.num_heads for layer in self.layers]
+        logits = torch.full((sum(num_heads),), -torch.inf, dtype=torch.float64, device=self.optimizer.stepper.device)
+        error: ValueError | None = None
+        try:
+            self._fill_(torch.split(logits, num_heads), max_logits)
+        except ValueError as refusal:
+            error = refusal
+            logits.fill_(-torch.inf)
         clips, largest = self._over_ranks(logits, error)
         if clips:
             for chunk in self.optimizer.wrapped:
                 chunk.finish_param_sync()  # a gather under way would send what is written now
             with self.optimizer.loaded_weights.own_writes():  # with ZeRO-1, those of one replica only
-                for layer, of_layer in zip(
-                    self.layers, torch.split(logits, [layer.num_heads for layer in self.layers])
-                ):
+                for layer, of_layer in zip(self.layers, torch.split(logits, num_heads)):
                     self._clip_(layer, of_layer)
             for unit in self.optimizer.stepper.units:
                 for source in unit.completes:
@@ -209,33 +214,25 @@ class QKClip:
             raise ValueError("max_logits do not fit the layers of QKClip on another rank; no rank clipped anything")
         return bool(exceeds), highest
 
-    def _local(self, max_logits: Sequence[Any]) -> tuple[ValueError | None, Tensor]:
-        """Return an error in `max_logits` of this rank, if any, and its logits, (heads of all layers,) float64.
-
-        Logits are -inf for heads of other tensor-parallel ranks, and for all heads if there is an error.
-        """
-        num_heads = sum(layer.num_heads for layer in self.layers)
-        found = torch.full((num_heads,), -torch.inf, dtype=torch.float64, device=self.optimizer.stepper.device)
+    def _fill_(self, of_layers: Sequence[Tensor], max_logits: Sequence[Any]) -> None:
+        """Write this rank's logits to `of_layers`, (heads,) of -inf. Raises ValueError if they do not fit."""
         if len(max_logits) != len(self.layers):
-            text = f"max_logits has {len(max_logits)} entries; pass one for each of {len(self.layers)} layers"
-            return ValueError(text), found
-        tp, problem = self._roles.dense.tp, ""
-        of_layers = torch.split(found, [layer.num_heads for layer in self.layers])
+            raise ValueError(
+                f"max_logits has {len(max_logits)} entries; pass one for each of {len(self.layers)} layers"
+            )
+        tp = self._roles.dense.tp
         for layer, given, heads in zip(self.layers, max_logits, of_layers, strict=True):
             if not isinstance(given, Tensor):
-                problem = f"is a {type(given).__name__}; pass a tensor"
-            elif given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp.size):
-                problem = (
-                    f"has shape {tuple(given.shape)}; pass one number for each of its {layer.num_heads} heads, or for "
-                    f"each head of one of {tp.size} tensor-parallel ranks"
+                raise ValueError(f"max_logits of a layer is a {type(given).__name__}; pass a tensor")
+            if given.dim() != 1 or given.numel() not in (layer.num_heads, layer.num_heads / tp.size):
+                raise ValueError(
+                    f"max_logits of a layer has shape {tuple(given.shape)}; pass one number for each of its "
+                    f"{layer.num_heads} heads, or for each head of one of {tp.size} tensor-parallel ranks"
                 )
-            if problem:
-                return ValueError(f"max_logits of a layer {problem}"), found.fill_(-torch.inf)
             first = 0 if given.numel() == layer.num_heads else tp.rank * given.numel()
             values = given.detach().to(heads)
             # A maximum over ranks may drop a NaN.
             heads[first : first + len(values)] = torch.where(values.isnan(), torch.inf, values)
-        return None, found
 
     def _clip_(self, layer: Attention, logits: Tensor) -> None:
         largest = logits.view(layer.num_query_groups, -1).amax(1)

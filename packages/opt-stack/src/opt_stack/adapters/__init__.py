@@ -1,5 +1,265 @@
-"""The stack inside other trainers: Accelerate, the Hugging Face Trainer."""
+"""The stack inside trainers that replace the model's parameters: Accelerate, the Hugging Face Trainer.
 
-from opt_stack.adapters.deferred import DeferredOptimizer, StackFactory
+torchtitan and Megatron-Bridge have modules that import them.
+"""
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_distributed.buffers import DistributedDataParallel, WorldSizes
+from opt_distributed.comm import agreed, find_roles
+from opt_distributed.step import StepResult
+from opt_kernels.hooks import GivenHooks
+from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
+from opt_stack.optimizer import Optimizer
+from opt_stack.planning.plan import Draft, Overrides
+from opt_stack.rules.entries import HOOKS
+from opt_stack.rules.registry import Registry
+from opt_stack.state.live import LiveState
+from opt_stack.state.state_dicts import match, packed_groups, set_group_
 
 __all__ = ["DeferredOptimizer", "StackFactory"]
+
+
+class DeferredOptimizer(torch.optim.Optimizer):
+    """The optimizer of a model whose parameters will be replaced, as by Accelerate's `prepare(model, optimizer)`.
+
+    It has parameter groups from the start, so schedulers can be made of it, and it checks the configuration. The
+    optimizer itself is built from these groups by the first call of `build`, `step`, `eval`, `load_state_dict` with
+    state, or `state_dict` after parameters were replaced. Building is collective: all ranks make that first call
+    together. Reading an attribute never communicates; before then, `built` and the entries of `state` raise.
+
+    Attributes of the original parameters, such as `is_embedding_or_output_parameter`, are copied to the parameters that
+    replace them.
+
+    It has only the interface of torch's optimizers; use `built` for the rest (`plan`, `get_grad_norm`, ...).
+
+    Args:
+        config, config_overrides, mesh, broadcast_params, rules, hooks, allow_unmatched, extra_group_keys: as for
+            `get_optimizer`.
+        model: the model that will be passed to `prepare`.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: as `get_optimizer`; errors that depend on the final parameters are
+            raised when the optimizer is built.
+    """
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        model: nn.Module,
+        config_overrides: Overrides | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        broadcast_params: bool = False,
+        rules: Registry | None = None,
+        hooks: GivenHooks = (),
+        allow_unmatched: bool = False,
+        extra_group_keys: Collection[str] = (),
+    ):
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is a {type(model).__name__}; pass the module itself, as to Accelerate's prepare")
+        if isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "model is wrapped in opt_stack.DistributedDataParallel, which keeps its parameters; use get_optimizer"
+            )
+        self._built: Optimizer | None = None
+        self._state_expected = False  # whether the next `state_dict()` builds the optimizer, so that it includes state
+        roles = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
+        everyone = roles.everyone
+        known = agreed(everyone, lambda: rules or Registry().with_installed())
+        draft = Draft(
+            config=config,
+            chunks=[model],
+            registry=known,
+            roles=roles,
+            sizes=WorldSizes(),
+            hooks=hooks,
+            extra_group_keys=extra_group_keys,
+            overrides=config_overrides,
+        )
+        groups = draft.groups = grouped(draft, allow_unmatched=allow_unmatched)
+        agreed(everyone, lambda: plan_of(draft))
+        for group in groups:
+            group.pop(HOOKS, None)  # written again when the optimizer is built
+        super().__init__(
+            groups, defaults={key: groups[0][key] for key in ("lr", "betas", "momentum") if key in groups[0]}
+        )
+        # Weak, so that the memory of parameters that are replaced can be freed.
+        self._originals = [ref(param) for group in groups for param in group["params"]]
+        attributes = [dict(vars(param)) for group in groups for param in group["params"]]
+
+        def make() -> Optimizer:
+            for param, of_param in zip(self._present(), attributes, strict=True):
+                for key, value in of_param.items():  # a parameter that replaced another has lost them
+                    vars(param).setdefault(key, value)
+            return get_optimizer_based_on_param_groups(
+                config,
+                [model],
+                self.param_groups,
+                mesh=mesh,
+                broadcast_params=broadcast_params,
+                rules=known,
+                hooks=hooks,
+                extra_group_keys=extra_group_keys,
+            )
+
+        self._make: Callable[[], Optimizer] = make
+
+    def build(self) -> Optimizer:
+        """Build the optimizer, if no earlier call has, and return it. Collective; call it after `prepare`.
+
+        Raises:
+            ConfigError (a ValueError), on every rank: as `get_optimizer`.
+        """
+        if self._built is None:
+            built = self._make()
+            # torch's `_optimizer_state_dict_pre_hooks`, ..._post_hooks, and those of load_state_dict.
+            vars(built).update({name: hooks for name, hooks in vars(self).items() if "state_dict" in name})
+            self._built = built
+        return self._built
+
+    @property
+    def built(self) -> Optimizer:
+        """The optimizer. Never communicates.
+
+        Raises:
+            RuntimeError: it is not built yet.
+        """
+        if self._built is None:
+            _raise_not_built("built")
+        return self._built
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups. After the optimizer is built, this is another list."""
+        return self._groups if self._built is None else self._built.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if self._built is None:
+            self._groups = groups
+        else:
+            self._built.param_groups = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """This rank's state by parameter: that of `built`; before it is built, a mapping without entries."""
+        return _NoState(self) if self._built is None else self._built.state
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, Any]) -> None:
+        if hasattr(self, "_make"):  # torch's constructor sets an empty one
+            self.built.state = value
+
+    def step(self, closure: Callable[[], float] | None = None) -> StepResult:  # type: ignore[override]
+        """One step of `built`. Collective, as is `build`."""
+        return self.build().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set the gradients to None, or to zero."""
+        if self._built is None:
+            super().zero_grad(set_to_none=set_to_none)
+        else:
+            self._built.zero_grad(set_to_none=set_to_none)
+
+    def train(self, mode: bool = True) -> None:
+        """Like `Optimizer.train`, for rules that evaluate with other weights. Does nothing before it is built."""
+        if not mode:
+            self.eval()
+        elif self._built is not None:
+            self._built.train()
+
+    def eval(self) -> None:
+        """Like `Optimizer.eval`, for rules that evaluate with other weights. Collective, as is `build`."""
+        self.build().eval()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise an error after construction, as `Optimizer` does."""
+        if hasattr(self, "_make"):
+            raise ValueError("the model's parameters are grouped when the optimizer is made; make a new one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of `built`. Before parameters are replaced, the groups without state.
+
+        Collective, as is `build`, after parameters were replaced, and inside torch.distributed.checkpoint, which loads
+        into the state that is returned here.
+        """
+        if self._is_untouched() and not self._state_expected:
+            return {"state": {}, "param_groups": packed_groups(self.param_groups, rank_local=False)}
+        return self.build().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **options: Any) -> None:
+        """Like `Optimizer.load_state_dict`. Loading groups without state does not build the optimizer."""
+        if self._is_untouched() and not options and state_dict.get("state") == {}:
+            groups, _ = match(state_dict, self.param_groups)
+            for group, saved in zip(self.param_groups, groups, strict=True):
+                set_group_(group, saved)
+            return
+        self.build().load_state_dict(state_dict, **options)
+
+    def _is_untouched(self) -> bool:
+        """Whether it is not built, and no parameter was replaced."""
+        kept = (original() is param for original, param in zip(self._originals, self._present(), strict=True))
+        return self._built is None and all(kept)
+
+    def _present(self) -> list[nn.Parameter]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a DeferredOptimizer belongs to its model, so it is not copied or pickled; make another and load this "
+            "one's state_dict"
+        )
+
+
+class _NoState(LiveState):
+    """`state` before the optimizer is built: it has no entries, and none can be read or set.
+
+    torch.distributed.checkpoint takes a step with zero gradients if `state` is falsy. It tests this on every rank
+    before each `state_dict()`, for saves and loads; that `state_dict()` must then include state.
+    """
+
+    def __init__(self, optimizer: DeferredOptimizer):
+        super().__init__({}, lambda: _raise_not_built("state"))
+        self._optimizer = optimizer
+
+    def __bool__(self) -> bool:
+        self._optimizer._state_expected = True
+        return True
+
+
+def _raise_not_built(attribute: str) -> NoReturn:
+    raise RuntimeError(
+        f"{attribute}: this DeferredOptimizer is not built yet. Building is collective: on all ranks, call build() "
+        "after prepare, take the first step, or load a state"
+    )
+
+
+class StackFactory:
+    """Builds the optimizer inside the Trainer, when the final model and device are known.
+
+    The Trainer instantiates anything that is not an optimizer class and calls it with the model. Checked with
+    transformers 5.23; versions that accept only classes raise a TypeError here.
+
+        Trainer(..., optimizer_cls_and_kwargs=(StackFactory, {"config": OptimizerConfig(optimizer="muon", lr=3e-4)}))
+
+    The Trainer itself clips gradients to `max_grad_norm`, so set `clip_grad=0.0`, or `max_grad_norm=0.0`. Its
+    `weight_decay` and `learning_rate` are ignored in favour of the configuration's. Its schedules multiply the learning
+    rates of the groups.
+    """
+
+    def __call__(self, model: nn.Module, *, config: OptimizerConfig, **options: Any) -> DeferredOptimizer:
+        """Return the optimizer of `model`; `options` are those of `DeferredOptimizer`.
+
+        Raises:
+            ConfigError (a ValueError): as `DeferredOptimizer`.
+        """
+        return DeferredOptimizer(config, model, **options)

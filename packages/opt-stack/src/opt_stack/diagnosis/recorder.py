@@ -85,19 +85,17 @@ class Recorder:
         self.every, self.callback, self.spectrum = every, callback, spectrum
         if directory is not None:
             folder, rank = Path(directory).absolute() / FOLDER, self._everyone.rank
-            open_files = [
-                r.file for r in list(_with_files) if r.file and r is not self and r.file.stem == f"rank{rank}"
-            ]
-            runs = {*folder.glob("*"), *(file.parent for file in open_files if file.parent.parent == folder)}
-            numbers = {int(run.name): run for run in runs if run.name.isdecimal()}
-            number = max(self._everyone.gather_objects(max(numbers, default=0))) + 1
-            for old in (run for n, run in numbers.items() if n <= number - NUM_RUNS and rank == 0):
+            runs = {int(run.name): run for run in folder.glob("*") if run.name.isdecimal()}
+            number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
+            for old in (run for n, run in runs.items() if n <= number - NUM_RUNS and rank == 0):
                 with suppress(OSError):
                     for file in old.glob("rank*.jsonl"):
                         file.unlink()
                     old.rmdir()  # unless other files are in it
             if rank in (0, self._everyone.size - 1):
                 self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
+                with suppress(OSError):  # `write` warns
+                    self.file.parent.mkdir(parents=True, exist_ok=True)  # the number is taken
                 if not _with_files:  # unlike atexit, also in processes that multiprocessing starts
                     Finalize(None, _write_at_exit, exitpriority=10)
                 _with_files.add(self)
@@ -269,11 +267,13 @@ def of_ranks(ranks: Iterable[int]) -> str:
 # --- one line for each step -------------------------------------------------------------------------------------------
 
 
+_PLAIN, _FLOATS = ("step", "updates", "success", "reason", "lr"), ("grad_norm", "clip", "loss_scale")
+
+
 def to_line(stats: StepStats) -> str:
     """Return the numbers of a step as one line of JSON. NaN and infinity are strings, since JSON has neither."""
-    plain = {"step": stats.step, "updates": stats.updates, "success": stats.success, "reason": stats.reason}
-    numbers = {"grad_norm": stats.grad_norm, "clip": stats.clip, "loss_scale": stats.loss_scale}
-    line = plain | {name: _plain(value) for name, value in numbers.items()} | {"lr": dict(stats.lr)}
+    line: dict[str, Any] = {name: getattr(stats, name) for name in _PLAIN}
+    line |= {name: _plain(getattr(stats, name)) for name in _FLOATS}
     line["ranks"] = {rank: [_plain(norm), stats.replicas_of[rank]] for rank, norm in stats.rank_norms.items()}
     line["columns"] = TensorStats._fields
     for kind, of_kind in (("params", stats.params), ("groups", stats.groups)):
@@ -286,8 +286,7 @@ def from_line(text: str) -> StepStats | None:
     line: dict[str, Any] = json.loads(text)
     if "params" not in line:
         return None
-    plain: dict[str, Any] = {name: line[name] for name in ("step", "updates", "success", "reason", "lr")}
-    plain |= {name: float(line[name]) for name in ("grad_norm", "clip", "loss_scale")}
+    plain: dict[str, Any] = {name: line[name] for name in _PLAIN} | {name: float(line[name]) for name in _FLOATS}
     for kind in ("params", "groups"):
         plain[kind] = {name: TensorStats(*map(_number, of)) for name, of in line[kind].items()}  # type: ignore[arg-type]
     norms = {int(rank): _number(norm) for rank, (norm, _) in line["ranks"].items()}

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -50,8 +51,7 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
         self._check()
         if param not in self._held:
             return {}  # as with torch's defaultdict; another rank holds the state
-        held = self._held[param]
-        return ParamState(read_state(held.unit, held.piece), held, note=self._note)
+        return ParamState(read_state(*self._held[param]), partial(self.__setitem__, param))
 
     def __setitem__(self, param: Tensor, saved: Mapping[str, Any]) -> None:
         self._check()
@@ -85,20 +85,13 @@ class LiveState(MutableMapping[Tensor, dict[str, Tensor]]):
 class ParamState(PieceState):
     """The state of one parameter. Assigning a tensor writes it to the optimizer."""
 
-    def __init__(
-        self, values: Mapping[str, Tensor], held: Held | None = None, *, note: Callable[[], None] = lambda: None
-    ):
+    def __init__(self, values: Mapping[str, Tensor], write: Callable[[Mapping[str, Any]], None] | None = None):
         super().__init__(values)
-        self._held = held  # None if a trainer constructed a copy of this type, with moved tensors
-        self._note = note  # called after a write
+        self._write = write  # None if a trainer constructed a copy of this type, with moved tensors
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        changed = {**self, name: value}
-        if self._held is not None:
-            unit, piece = self._held
-            check_state(unit, piece, changed)
-            load_state_(unit, piece, changed)
-            self._note()
+        if self._write is not None:
+            self._write({**self, name: value})
         super().__setitem__(name, value)
 
 
