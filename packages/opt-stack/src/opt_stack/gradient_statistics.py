@@ -167,7 +167,7 @@ class GradientStatistics(StateDicts):
         factor = self.stepper.scaler.factor
         if isinstance(factor, Tensor):
             return factor.to(torch.float32).view(1)
-        return torch.full((1,), factor, dtype=torch.float32, device=self._device())
+        return torch.full((1,), factor, dtype=torch.float32, device=self.stepper.device)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` times the loss scale, in the shape and dtype of the loss."""
@@ -177,6 +177,3 @@ class GradientStatistics(StateDicts):
             return loss * factor
         scaled = loss * factor.to(torch.promote_types(loss.dtype, torch.float32))  # 2**16 does not fit into fp16
         return scaled.to(loss.dtype)
-
-    def _device(self) -> torch.device:
-        return next((p.device for group in self.param_groups for p in group["params"]), torch.device("cpu"))

@@ -25,24 +25,17 @@ from opt_distributed.comm import Op, Roles, agree, agreed
 from opt_distributed.pieces import HostMain, OwnedPiece, is_dtensor, local
 from opt_stack.optimizer import Optimizer
 
-# What the output of a row is used for: (a, b), so that the row is scaled by gamma^(a * alpha + b).
+Role = tuple[float, float]  # what the output of a row is used for: (a, b) if it is scaled by gamma^(a * alpha + b)
 QUERY, KEY = (1.0, 0.0), (-1.0, 1.0)
 ROTARY_QUERY = (0.0, 1.0)  # multiplied by a key that all heads share
 OTHER = (0.0, 0.0)  # values, gates
 
 
-class Segment(NamedTuple):
-    """Consecutive rows of one role."""
-
-    num_rows: int
-    role: tuple[float, float]
-
-
 class HeadRows(NamedTuple):
-    """The rows of a weight (rows, in) or a bias (rows,): `segments`, repeated for each query group."""
+    """The rows of a weight (rows, in) or a bias (rows,): those of `roles`, repeated for each query group."""
 
     param: nn.Parameter
-    segments: tuple[Segment, ...]
+    roles: tuple[Role, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +60,9 @@ def fused_qkv(
     """Describe attention with one fused projection, in Megatron-Core's order of rows."""
     groups = num_query_groups or num_heads
     heads_per_group = num_heads // groups
-    segments = (
-        Segment(heads_per_group * head_dim, QUERY),
-        Segment(heads_per_group * gate_dim, OTHER),
-        Segment(head_dim, KEY),
-        Segment(head_dim if value_dim is None else value_dim, OTHER),
-    )
-    return Attention(num_heads=num_heads, num_query_groups=groups, rows=_alike(segments, weight, bias))
+    roles = heads_per_group * head_dim * (QUERY,) + heads_per_group * gate_dim * (OTHER,) + head_dim * (KEY,)
+    roles += (head_dim if value_dim is None else value_dim) * (OTHER,)
+    return Attention(num_heads=num_heads, num_query_groups=groups, rows=_alike(roles, weight, bias))
 
 
 def separate_qk(
@@ -88,8 +77,8 @@ def separate_qk(
 ) -> Attention:
     """Describe attention with separate projections for queries and keys."""
     groups = num_query_groups or num_heads
-    queries = (Segment(num_heads // groups * head_dim, QUERY),)
-    rows = (*_alike(queries, query, query_bias), *_alike((Segment(head_dim, KEY),), key, key_bias))
+    queries = num_heads // groups * head_dim * (QUERY,)
+    rows = (*_alike(queries, query, query_bias), *_alike(head_dim * (KEY,), key, key_bias))
     return Attention(num_heads=num_heads, num_query_groups=groups, rows=rows)
 
 
@@ -103,14 +92,13 @@ def latent_attention(
     value_dim: int,
 ) -> Attention:
     """Describe multi-head latent attention by the up-projections of queries, and of non-rotary keys and values."""
-    queries = (Segment(nope_dim, QUERY), Segment(rope_dim, ROTARY_QUERY))
-    keys = (Segment(nope_dim, KEY), Segment(value_dim, OTHER))
+    queries, keys = nope_dim * (QUERY,) + rope_dim * (ROTARY_QUERY,), nope_dim * (KEY,) + value_dim * (OTHER,)
     rows = (*_alike(queries, query_up), *_alike(keys, key_value_up))
     return Attention(num_heads=num_heads, num_query_groups=num_heads, rows=rows)
 
 
-def _alike(segments: tuple[Segment, ...], *params: nn.Parameter | None) -> tuple[HeadRows, ...]:
-    return tuple(HeadRows(param, segments) for param in params if param is not None)
+def _alike(roles: tuple[Role, ...], *params: nn.Parameter | None) -> tuple[HeadRows, ...]:
+    return tuple(HeadRows(param, roles) for param in params if param is not None)
 
 
 __all__ = ["Attention", "QKClip", "fused_qkv", "latent_attention", "separate_qk"]
@@ -238,8 +226,8 @@ class QKClip:
         largest = logits.view(layer.num_query_groups, -1).amax(1)
         clips = (largest > self.threshold) & largest.isfinite()
         gamma = torch.where(clips, self.threshold / largest, torch.ones_like(largest))
-        for param, segments in layer.rows:
-            exponents = [a * self.alpha + b for num_rows, (a, b) in segments for _ in range(num_rows)]
+        for param, roles in layer.rows:
+            exponents = [a * self.alpha + b for a, b in roles]
             factors = gamma[:, None].pow(gamma.new_tensor(exponents)).view(-1)  # of the rows of the whole layer
             num_rows = param.shape[0]
             first = 0 if num_rows == factors.numel() else self._roles.dense.tp.rank * num_rows
@@ -274,12 +262,11 @@ class QKClip:
                 if id(rows.param) in seen:
                     yield f"{name!r} is in layers twice and would be scaled twice; pass it once"
                 seen.add(id(rows.param))
-                of_group = sum(segment.num_rows for segment in rows.segments)
-                expected = layer.num_query_groups * of_group
+                expected = layer.num_query_groups * len(rows.roles)
                 if not shape or shape[0] not in (expected, expected / tp):
                     yield (
                         f"{name!r} has shape {shape}, but {layer.num_query_groups} query groups of "
-                        f"{of_group} rows make {expected}, over {tp} tensor-parallel rank(s); pass the "
+                        f"{len(rows.roles)} rows make {expected}, over {tp} tensor-parallel rank(s); pass the "
                         "sizes of the whole layer"
                     )
         for unit in self.optimizer.stepper.units:

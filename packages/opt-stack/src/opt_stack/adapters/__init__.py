@@ -4,6 +4,7 @@ torchtitan and Megatron-Bridge have modules that import them.
 """
 
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -93,24 +94,17 @@ class DeferredOptimizer(torch.optim.Optimizer):
         )
         # Weak, so that the memory of parameters that are replaced can be freed.
         self._originals = [ref(param) for group in groups for param in group["params"]]
-        attributes = [dict(vars(param)) for group in groups for param in group["params"]]
-
-        def make() -> Optimizer:
-            for param, of_param in zip(self._present(), attributes, strict=True):
-                for key, value in of_param.items():  # a parameter that replaced another has lost them
-                    vars(param).setdefault(key, value)
-            return get_optimizer_based_on_param_groups(
-                config,
-                [model],
-                self.param_groups,
-                mesh=mesh,
-                broadcast_params=broadcast_params,
-                rules=known,
-                hooks=hooks,
-                extra_group_keys=extra_group_keys,
-            )
-
-        self._make: Callable[[], Optimizer] = make
+        self._attributes = [dict(vars(param)) for group in groups for param in group["params"]]
+        self._make = partial(
+            get_optimizer_based_on_param_groups,
+            config,
+            [model],
+            mesh=mesh,
+            broadcast_params=broadcast_params,
+            rules=known,
+            hooks=hooks,
+            extra_group_keys=extra_group_keys,
+        )
 
     def build(self) -> Optimizer:
         """Build the optimizer, if no earlier call has, and return it. Collective; call it after `prepare`.
@@ -119,7 +113,10 @@ class DeferredOptimizer(torch.optim.Optimizer):
             ConfigError (a ValueError), on every rank: as `get_optimizer`.
         """
         if self._built is None:
-            built = self._make()
+            for param, attributes in zip(self._present(), self._attributes, strict=True):
+                for key, value in attributes.items():  # a parameter that replaced another has lost them
+                    vars(param).setdefault(key, value)
+            built = self._make(self.param_groups)
             # torch's `_optimizer_state_dict_pre_hooks`, ..._post_hooks, and those of load_state_dict.
             vars(built).update({name: hooks for name, hooks in vars(self).items() if "state_dict" in name})
             self._built = built
