@@ -181,7 +181,7 @@ def _ranks_apart(run: Run) -> Iterator[Finding]:
             continue
         later = [abs(math.log(of.get(worst, 1.0))) > math.log(APART) for of in apart[at + 1 :]]
         stays = len(later) >= 2 and sum(later[:10]) >= 0.8 * len(later[:10])
-        if stays or changes[worst][0] > math.log(APART**2):  # small batches are noisy
+        if stays or changes[worst][0] > math.log(APART**3):  # small batches are noisy
             ratio = apart[at][worst] if apart[at][worst] > 1e-12 else 0.0
             text = f"at step {run[at].step} the gradient of rank {worst}, before the mean, was {ratio:.3g} times "
             often = f"and in {sum(later)} of the {len(later)} records after it: check its data and its hardware."
