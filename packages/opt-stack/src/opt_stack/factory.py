@@ -86,7 +86,7 @@ def get_optimizer(
         ConfigError: on every rank, if the optimizer cannot be built. The message names the field, its value and what is
             allowed. A ValueError.
     """
-    draft = _drafted(config, model_chunks, pg_collection, mesh, rules)
+    draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     draft.overrides = config_overrides
     asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
@@ -127,7 +127,7 @@ def get_optimizer_based_on_param_groups(
     Raises:
         ConfigError: on every rank, as `get_optimizer`, and for groups that do not fit the model. A ValueError.
     """
-    draft = _drafted(config, model_chunks, pg_collection, mesh, rules)
+    draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     everyone = draft.roles.everyone
     draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
@@ -181,7 +181,7 @@ def describe_optimizer(name: str, rules: Registry | None = None) -> str:
     return f"{name}: {entry.summary}. State: {state}. Needs {rule.needs.name.lower()}."
 
 
-def _drafted(
+def drafted(
     config: OptimizerConfig,
     model_chunks: nn.Module | Sequence[nn.Module],
     groups: Given,

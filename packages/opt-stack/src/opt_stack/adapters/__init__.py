@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import ConfigError, OptimizerConfig, Replicated
+from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.buffers import DistributedDataParallel, WorldSizes
-from opt_distributed.comm import agreed, find_roles
+from opt_distributed.comm import agreed
 from opt_distributed.step import StepResult
 from opt_kernels.hooks import GivenHooks
-from opt_stack.factory import get_optimizer_based_on_param_groups, grouped, plan_of
+from opt_stack.factory import drafted, get_optimizer_based_on_param_groups, grouped, plan_of
 from opt_stack.optimizer import Optimizer
-from opt_stack.planning.plan import Draft, Overrides
+from opt_stack.planning.plan import Overrides
 from opt_stack.rules.entries import HOOKS
 from opt_stack.rules.registry import Registry
 from opt_stack.state.live import LiveState
@@ -72,21 +72,11 @@ class DeferredOptimizer(torch.optim.Optimizer):
             )
         self._built: Optimizer | None = None
         self._state_expected = False  # whether the next `state_dict()` builds the optimizer, so that it includes state
-        roles = find_roles([model], None, mesh=mesh, sharded=not isinstance(config.sharding, Replicated))
-        everyone = roles.everyone
-        known = agreed(everyone, lambda: rules or Registry().with_installed())
-        draft = Draft(
-            config=config,
-            chunks=[model],
-            registry=known,
-            roles=roles,
-            sizes=WorldSizes(),
-            hooks=hooks,
-            extra_group_keys=extra_group_keys,
-            overrides=config_overrides,
-        )
+        draft = drafted(config, model, None, mesh, rules)
+        draft.sizes, draft.hooks, draft.extra_group_keys = WorldSizes(), hooks, extra_group_keys
+        draft.overrides = config_overrides
         groups = draft.groups = grouped(draft, allow_unmatched=allow_unmatched)
-        agreed(everyone, lambda: plan_of(draft))
+        agreed(draft.roles.everyone, lambda: plan_of(draft))
         for group in groups:
             group.pop(HOOKS, None)  # written again when the optimizer is built
         super().__init__(
@@ -101,7 +91,7 @@ class DeferredOptimizer(torch.optim.Optimizer):
             [model],
             mesh=mesh,
             broadcast_params=broadcast_params,
-            rules=known,
+            rules=draft.registry,
             hooks=hooks,
             extra_group_keys=extra_group_keys,
         )
