@@ -284,10 +284,10 @@ def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: P
 
 MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
     "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "not be a flat"),
-    "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"without axes \(0,\) is \(8,\)"),
+    "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"it must have \(8,\)"),
     "text": (block(0, 1, 0), "text", PerParam(), "store it as a ShardedObject"),
     "matrices": (
-        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)), torch.zeros(2, 2), PerMatrix(), r"with \(4,\)"
+        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)), torch.zeros(2, 2), PerMatrix(), r"begin with \(4,\)"
     ),
     "matrices flat": (
         ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)).flat(torch.zeros(3), 0, 3), torch.zeros(4, 2, 2),

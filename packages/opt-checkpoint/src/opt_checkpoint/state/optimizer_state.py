@@ -10,7 +10,6 @@ matches no parameter of the model is an error here, not a log message.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -31,8 +30,8 @@ from opt_checkpoint.state.sharded import (
     ShardedTensor,
     StateDict,
     flat_bounds,
+    is_main_replica,
 )
-from opt_checkpoint.state.sharded import is_main_replica as is_main
 from opt_checkpoint.state.tensors import local_tensor, sharded_like
 from opt_checkpoint.state.tree import leaves, path_text, sharded_values
 
@@ -82,139 +81,6 @@ class LayoutBound:
 
 
 StateSpec: TypeAlias = LikeParam | PerParam | PerMatrix | Reduced | LayoutBound
-
-
-class _Block(NamedTuple):
-    """The block of a parameter that a rank holds, from any kind of description."""
-
-    local_shape: Shape
-    global_shape: Shape
-    global_offset: Shape
-    prepended: int
-    flat: tuple[int, int] | None
-    replica_id: ReplicaId
-    may_repeat: bool
-
-    @property
-    def own_offset(self) -> Shape:
-        return self.global_offset[self.prepended :]
-
-    @property
-    def has_first_element(self) -> bool:
-        """Whether the block begins at the parameter's first element, which is true for exactly one block."""
-        starts = self.flat is None or (self.flat[0] == 0 and self.flat[1] > 0)
-        return starts and not any(self.own_offset)
-
-
-def shard_by_spec(
-    model_param: ShardedTensor | ShardedTensorFactory, value: Any, key: str, spec: StateSpec
-) -> ShardedTensor:
-    """A state that is not shaped like its parameter, as a sharded tensor under `key`.
-
-    Args:
-        model_param: the parameter's description.
-        value: the state, a tensor whose memory is shared.
-        key: the state's full key.
-        spec: anything but `LikeParam`.
-
-    Raises:
-        CheckpointingException: the spec cannot hold for this parameter or value.
-    """
-    held = _held(model_param)
-    if not isinstance(value, Tensor):
-        raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; store it as a ShardedObject")
-    tensor = local_tensor(value)
-    shape, own_shape = tuple(tensor.shape), held.global_shape[held.prepended :]
-    match spec:
-        case PerParam():
-            return _sharded(held, tensor, key, shape, (0,) * len(shape), main=held.has_first_element)
-        case PerMatrix():
-            axes = _stack_axes(held, shape, key)
-            own = shape[axes:]
-            is_first = held.has_first_element if not axes else not any(held.own_offset[axes:])
-            offset = held.own_offset[:axes] + (0,) * len(own)
-            return _sharded(held, tensor, key, own_shape[:axes] + own, offset, main=is_first)
-        case Reduced():
-            kept = _kept_axes(held, shape, key, spec.dims)
-            is_first = not any(o for axis, o in enumerate(held.own_offset) if axis not in kept)
-            own, offset = (tuple(values[axis] for axis in kept) for values in (own_shape, held.own_offset))
-            return _sharded(held, tensor, key, own, offset, main=is_first)
-        case LayoutBound():
-            place = ".".join(map(str, held.global_offset))
-            flat = "" if held.flat is None else f"+{held.flat[0]}-{held.flat[1]}"
-            name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{flat}"
-            return replace(sharded_like(name, tensor, replica_id=held.replica_id), may_repeat=held.may_repeat)
-        case LikeParam():
-            raise CheckpointValueError(f"{key} is LikeParam: use make_sharded_optimizer_tensor")
-
-
-def _held(param: ShardedTensor | ShardedTensorFactory) -> _Block:
-    flat = None if param.flattened_range is None else flat_bounds(param.flattened_range)
-    if isinstance(param, ShardedTensor):
-        block = param.local_shape, param.global_shape, param.global_offset, param.prepend_axis_num
-        return _Block(*block, flat, param.replica_id, param.may_repeat)
-    param = param.declared()
-    if not param.segments:  # its function does more than cut rows: it begins where one of its tensors begins
-        built = param.built_tensors()
-        if not built or any(piece.prepend_axis_num for piece in built):
-            raise CheckpointValueError(
-                f"state of {param.key} has a different shape from its parameter, and the rows that the factory's "
-                f"function cuts are unknown; declare the factory by segments"
-            )
-        piece = next((piece for piece in built if not any(piece.global_offset)), built[0])
-        block = piece.local_shape, piece.global_shape, piece.global_offset, 0
-        return _Block(*block, None, piece.replica_id, may_repeat=False)
-    first, rank = param.segments[0], len(param.local_shape)
-    prepended = len(first.global_shape) - rank
-    return _Block(
-        param.local_shape, first.global_shape, first.global_offset, prepended, flat, param.replica_id, may_repeat=False
-    )
-
-
-def _sharded(held: _Block, tensor: Tensor, key: str, shape: Shape, offset: Shape, *, main: bool) -> ShardedTensor:
-    """A block at `offset` of a global tensor of `shape`, to which the prepended axes are added.
-
-    It is the main replica if `main` is true and so is the block; an empty block of a non-empty parameter is never.
-    """
-    main = main and (all(held.local_shape) or not all(held.global_shape)) and is_main(held.replica_id)
-    return ShardedTensor(
-        key=key,
-        data=tensor,
-        dtype=tensor.dtype,
-        local_shape=tuple(tensor.shape),
-        global_shape=held.global_shape[: held.prepended] + shape,
-        global_offset=held.global_offset[: held.prepended] + offset,
-        axis_fragmentations=None,
-        replica_id=0 if main else 1,
-        prepend_axis_num=held.prepended,
-        may_repeat=held.may_repeat,
-    )
-
-
-def _stack_axes(held: _Block, shape: Shape, key: str) -> int:
-    """The number of axes of the stack of matrices that a parameter is."""
-    axes = len(held.local_shape) - 2
-    if axes < 0 or shape[:axes] != held.local_shape[:axes]:
-        raise CheckpointValueError(
-            f"{key} has shape {shape}; a state with one value per matrix of a parameter "
-            f"{held.local_shape} must have a shape that begins with {held.local_shape[: max(axes, 0)]}"
-        )
-    if held.flat is not None and axes:
-        raise CheckpointValueError(f"{key} has a value for each matrix: its parameter may not be a flat range")
-    return axes
-
-
-def _kept_axes(held: _Block, shape: Shape, key: str, dims: tuple[int, ...]) -> list[int]:
-    """The axes of a parameter that a state keeps, of which `dims` are removed."""
-    rank = len(held.local_shape)
-    dims = tuple(d % rank for d in dims)
-    if held.flat is not None:
-        raise CheckpointValueError(f"{key} is reduced over axes {dims}: its parameter may not be a flat range")
-    kept = [axis for axis in range(rank) if axis not in dims]
-    expected = tuple(held.local_shape[axis] for axis in kept)
-    if shape != expected:
-        raise CheckpointValueError(f"{key} has shape {shape}; {held.local_shape} without axes {dims} is {expected}")
-    return kept
 
 
 logger = logging.getLogger(__name__)
@@ -320,7 +186,14 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
         OptimizerShapeError: the shapes differ.
     """
     values = local_tensor(optim_param)
-    expected = _held_shape(model_param)
+    expected: Shape | None = None  # of a factory without data
+    if model_param.flattened_range is not None:
+        start, stop = flat_bounds(model_param.flattened_range)
+        expected = (stop - start,)
+    elif isinstance(model_param, ShardedTensor):
+        expected = model_param.local_shape
+    elif model_param.data is not None:
+        expected = tuple(model_param.data.shape)
     if expected is not None and tuple(values.shape) != expected:
         raise OptimizerShapeError(
             f"Optimizer shape {tuple(values.shape)} does not match model shape {expected} of {model_param.key} "
@@ -328,17 +201,8 @@ def make_sharded_optimizer_tensor(model_param: ShardedParam, optim_param: Tensor
         )
     key = f"{prefix}.{model_param.key}"
     if isinstance(model_param, ShardedTensorFactory):
-        return dataclasses.replace(model_param, key=key, data=values, has_mains=False)
-    return dataclasses.replace(model_param, key=key, data=values, dtype=values.dtype, has_mains=False)
-
-
-def _held_shape(param: ShardedParam) -> tuple[int, ...] | None:
-    """Local shape of a state of this parameter; None for a factory without data, whose shape is unknown."""
-    if param.flattened_range is not None:
-        return (param.flattened_range.stop - (param.flattened_range.start or 0),)
-    if isinstance(param, ShardedTensor):
-        return param.local_shape
-    return None if param.data is None else tuple(param.data.shape)
+        return replace(model_param, key=key, data=values, has_mains=False)
+    return replace(model_param, key=key, data=values, dtype=values.dtype, has_mains=False)
 
 
 def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, spec: StateSpec) -> ShardedBase:
@@ -354,11 +218,88 @@ def make_sharded_state(model_param: ShardedParam, value: Any, state_name: str, s
         CheckpointingException: value and spec do not fit the parameter.
     """
     prefix = f"optimizer.state.{state_name}"
+    key = f"{prefix}.{model_param.key}"
     if isinstance(value, bool | int | float):
         value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
     if isinstance(spec, LikeParam):
         return make_sharded_optimizer_tensor(model_param, value, prefix)
-    return shard_by_spec(model_param, value, f"{prefix}.{model_param.key}", spec)
+    if not isinstance(value, Tensor):
+        raise CheckpointValueError(f"{key} is a {type(value).__name__}, not a tensor; store it as a ShardedObject")
+    block, tensor = _block_of(model_param), local_tensor(value)
+    if isinstance(spec, LayoutBound):
+        place = ".".join(map(str, block.global_offset))
+        flat = "" if block.flat is None else f"+{block.flat[0]}-{block.flat[1]}"
+        name = f"{key}{LAYOUT_MARK}{spec.fingerprint}/{place}{flat}"
+        return replace(sharded_like(name, tensor, replica_id=block.replica_id), may_repeat=block.may_repeat)
+    # The first axes of the state are axes of the parameter, and are cut as these; the others are whole.
+    kept, shape = _kept_axes(block, tuple(tensor.shape), key, spec), tuple(tensor.shape)
+    axes, whole = [*range(block.prepended), *(block.prepended + axis for axis in kept)], shape[len(kept) :]
+    begins = block.flat is None or (block.flat[0] == 0 and block.flat[1] > 0)
+    is_first = begins and not any(offset for axis, offset in enumerate(block.global_offset) if axis not in axes)
+    is_empty = not all(block.local_shape) and all(block.global_shape)  # such a block is never the main replica
+    return ShardedTensor(
+        key=key,
+        data=tensor,
+        dtype=tensor.dtype,
+        local_shape=shape,
+        global_shape=tuple(block.global_shape[axis] for axis in axes) + whole,
+        global_offset=tuple(block.global_offset[axis] for axis in axes) + (0,) * len(whole),
+        axis_fragmentations=None,
+        replica_id=0 if is_first and not is_empty and is_main_replica(block.replica_id) else 1,
+        prepend_axis_num=block.prepended,
+        may_repeat=block.may_repeat,
+    )
+
+
+class _Block(NamedTuple):
+    """The block of a parameter that a rank holds, from any kind of description."""
+
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    prepended: int
+    flat: tuple[int, int] | None
+    replica_id: ReplicaId
+    may_repeat: bool = False
+
+
+def _block_of(param: ShardedParam) -> _Block:
+    flat = None if param.flattened_range is None else flat_bounds(param.flattened_range)
+    if isinstance(param, ShardedTensor):
+        place = param.local_shape, param.global_shape, param.global_offset
+        return _Block(*place, param.prepend_axis_num, flat, param.replica_id, param.may_repeat)
+    param = param.declared()
+    if param.segments:
+        first = param.segments[0]
+        place = param.local_shape, first.global_shape, first.global_offset
+        return _Block(*place, len(first.global_shape) - len(param.local_shape), flat, param.replica_id)
+    # Its function does more than cut rows: it begins where one of its tensors begins.
+    built = param.built_tensors()
+    if not built or any(piece.prepend_axis_num for piece in built):
+        raise CheckpointValueError(
+            f"state of {param.key} has a different shape from its parameter, and the rows that the factory's function "
+            f"cuts are unknown; declare the factory by segments"
+        )
+    piece = next((piece for piece in built if not any(piece.global_offset)), built[0])
+    return _Block(piece.local_shape, piece.global_shape, piece.global_offset, 0, None, piece.replica_id)
+
+
+def _kept_axes(block: _Block, shape: Shape, key: str, spec: StateSpec) -> list[int]:
+    """The axes of a parameter that are the first axes of a state."""
+    rank, kept = len(block.local_shape), list[int]()
+    if isinstance(spec, PerMatrix):
+        kept = list(range(rank - 2))
+    elif isinstance(spec, Reduced):
+        kept = sorted(set(range(rank)) - {dim % rank for dim in spec.dims})
+    expected, is_whole = tuple(block.local_shape[axis] for axis in kept), isinstance(spec, Reduced)
+    if (shape if is_whole else shape[: len(kept)]) != expected or (isinstance(spec, PerMatrix) and rank < 2):
+        raise CheckpointValueError(
+            f"{key} has shape {shape}; as {spec} of a parameter of shape {block.local_shape} it must "
+            f"{'have' if is_whole else 'begin with'} {expected}"
+        )
+    if block.flat is not None and (kept or is_whole):
+        raise CheckpointValueError(f"{key} is {spec}: its parameter may not be a flat range")
+    return kept
 
 
 def optim_state_to_sharding_state(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Condition
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from opt_checkpoint.disk.data_file import bytes_view, crc32
 from opt_checkpoint.disk.manifest import read_manifest
@@ -44,15 +43,11 @@ class _Chunk(NamedTuple):
     nbytes: int
 
 
-_Attempt: TypeAlias = Callable[..., None]
-_Messages: TypeAlias = Generator[Tensor, None, None]
-
-
 def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
     """Send directories; all ranks call this together. A directory appears when it is complete.
 
     A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
-    receives its messages, and all ranks raise its error at the end.
+    receives its messages, whose bytes are then arbitrary, and all ranks raise its error at the end.
 
     Args:
         ranks: the process group.
@@ -63,9 +58,12 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     Raises:
         CheckpointingException: a rank failed.
     """
-    outgoing = [parcel for parcel in parcels if parcel.sender == ranks.rank]
-    incoming = [parcel for parcel in parcels if parcel.receiver == ranks.rank]
-    listings = from_all(ranks, lambda: {p.receiver: _chunks_of(store, p.name) for p in outgoing}, what)
+    sources = {parcel: Directory(store.path(parcel.name)) for parcel in parcels if parcel.sender == ranks.rank}
+    arrivals = {p: store.folder(p.name, uuid.uuid4().hex) for p in parcels if p.receiver == ranks.rank}
+    listings = from_all(ranks, lambda: {parcel: _chunks_of(source) for parcel, source in sources.items()}, what)
+    chunks = {parcel: listings[parcel.sender][parcel] for parcel in (*sources, *arrivals)}
+    memory = {p: torch.empty(max((c.nbytes for c in own), default=0), dtype=torch.uint8) for p, own in chunks.items()}
+    crcs: dict[Parcel, dict[str, int]] = {parcel: {} for parcel in arrivals}
     errors: list[BaseException] = []
 
     def attempt(act: Callable[..., object], *arguments: object) -> None:
@@ -75,24 +73,41 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
         except BaseException as error:  # raised at the end: messages still go
             errors.append(error)
 
-    ends: list[tuple[Callable[..., Any], int, _Messages]] = [
-        *((dist.isend, p.receiver, _sent(p, listings[ranks.rank][p.receiver], store, attempt)) for p in outgoing),
-        *((dist.irecv, p.sender, _received(p, listings[p.sender][ranks.rank], store, attempt)) for p in incoming),
-    ]
+    def write(parcel: Parcel, chunk: _Chunk, view: memoryview) -> None:
+        with store.shared_file(f"{arrivals[parcel]}/{chunk.file}", is_new=not chunk.start) as put:
+            put(view, chunk.start)
+        crcs[parcel][chunk.file] = crc32(view, crcs[parcel].get(chunk.file, 0))
+
     try:
-        while waiting := [(go, peer, message) for go, peer, end in ends if (message := next(end, None)) is not None]:
+        for parcel, folder in arrivals.items():
+            attempt(store.make_parents, store.path(parcel.name))
+            attempt(store.make_dir, store.path(folder))
+        for number in range(max(map(len, chunks.values()), default=0)):
             works = []
-            for go, peer, message in waiting:
+            moved = [
+                (p, own[number], memory[p][: own[number].nbytes]) for p, own in chunks.items() if number < len(own)
+            ]
+            for parcel, chunk, message in moved:
+                if parcel in sources:
+                    attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))
+                go, peer = (dist.isend, parcel.receiver) if parcel in sources else (dist.irecv, parcel.sender)
                 peer = peer if ranks.group is None else dist.get_global_rank(ranks.group, peer)
                 works.append(go(message, peer, group=ranks.group))
             for work in works:
                 if work is not None:
                     work.wait()
+            for parcel, chunk, message in moved:
+                if parcel in arrivals:
+                    attempt(write, parcel, chunk, bytes_view(message))
+        for parcel, folder in arrivals.items():
+            attempt(_complete, store, parcel, folder, crcs[parcel])
     except RuntimeError as error:  # gloo's timeouts and lost connections
         raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
     finally:
-        for _, _, end in ends:
-            end.close()
+        for folder in arrivals.values():
+            if store.path(folder).is_dir():
+                with suppress(OSError):
+                    store.discard(folder)
 
     def finish() -> None:
         if errors:
@@ -101,62 +116,29 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     from_all(ranks, finish, what)
 
 
-def _chunks_of(store: Directory, name: str) -> list[_Chunk]:
+def _chunks_of(source: Directory) -> list[_Chunk]:
     """The files of a directory in chunks; empty if it cannot be read, which the receiver detects."""
     with suppress(OSError):
         return [
             _Chunk(file, start, min(_CHUNK_BYTES, size - start))
-            for file, size in sorted(store.sizes(name).items())
+            for file, size in sorted(source.sizes().items())
             for start in range(0, size, _CHUNK_BYTES)
         ]
     return []
 
 
-def _memory_for(chunks: Sequence[_Chunk]) -> Tensor:
-    return torch.empty(max((chunk.nbytes for chunk in chunks), default=0), dtype=torch.uint8)
-
-
-def _sent(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, attempt: _Attempt) -> _Messages:
-    """The bytes of each chunk. After an error they are arbitrary, which the receiver's checksums refuse."""
-    memory, source = _memory_for(chunks), Directory(store.path(parcel.name))
-    for file, start, nbytes in chunks:
-        attempt(source.read_into, file, start, bytes_view(memory[:nbytes]))
-        yield memory[:nbytes]
-
-
-def _received(parcel: Parcel, chunks: Sequence[_Chunk], store: Directory, attempt: _Attempt) -> _Messages:
-    """Memory for each chunk. Files go to a temporary directory, which is renamed if all their checksums match."""
-    memory, folder = _memory_for(chunks), store.folder(parcel.name, uuid.uuid4().hex)
-    crcs: dict[str, int] = {}
-
-    def write(file: str, start: int, view: memoryview) -> None:
-        with store.shared_file(f"{folder}/{file}", is_new=not start) as put:
-            put(view, start)
-        crcs[file] = crc32(view, crcs.get(file, 0))
-
-    def finish() -> None:
-        try:
-            index = read_manifest(store.path(folder))
-        except FileNotFoundError:
-            raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
-        for name, file in index.files.items():
-            if crcs.get(name) != file.crc:
-                raise CheckpointCorruptError(
-                    f"{name} of {parcel.name} on rank {parcel.sender} is damaged: its checksum is wrong"
-                )
-        store.rename(store.path(folder), store.path(parcel.name))
-
+def _complete(store: Directory, parcel: Parcel, folder: str, crcs: Mapping[str, int]) -> None:
+    """Rename a received directory to its name, if the checksums of all its files match."""
     try:
-        attempt(store.make_parents, store.path(parcel.name))
-        attempt(store.make_dir, store.path(folder))
-        for file, start, nbytes in chunks:
-            yield memory[:nbytes]
-            attempt(write, file, start, bytes_view(memory[:nbytes]))
-        attempt(finish)
-    finally:
-        if store.path(folder).is_dir():
-            with suppress(OSError):
-                store.discard(folder)
+        index = read_manifest(store.path(folder))
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
+    for name, file in index.files.items():
+        if crcs.get(name) != file.crc:
+            raise CheckpointCorruptError(
+                f"{name} of {parcel.name} on rank {parcel.sender} is damaged: its checksum is wrong"
+            )
+    store.rename(store.path(folder), store.path(parcel.name))
 
 
 class Turns:
