@@ -13,7 +13,6 @@ import pickle
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,16 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder
-from opt_checkpoint.dcp.names import stored_value
-from opt_checkpoint.disk.checkpoint import Opened, open_checkpoint
+from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
-from opt_checkpoint.run.torch_optimizer import OPTIMIZER
+from opt_checkpoint.run.torch_optimizer import OPTIMIZER, PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tensors import sharded_like
-from opt_checkpoint.state.tree import ScopedState, lookup
+from opt_checkpoint.state.tree import ScopedState
 from opt_checkpoint.store import AnyPath, store_at
 from opt_checkpoint.store.paths import local_path
 
@@ -122,13 +119,15 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         at: the keys under which the optimizer is stored.
 
     Raises:
-        CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
-            of its parameters are stacked under one key.
+        CheckpointKeyError: no optimizer is stored there, a parameter with a state is in no group, or several parameters
+            are stacked under one key.
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
-    saved = _optimizer_at(opened, at)
+    saved = find_optimizer(opened, at)
     stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
+    if ungrouped := sorted({*saved.keys, *saved.plain_state} - index.keys()):
+        raise CheckpointKeyError(f"{path} holds the state of {ungrouped[0]}, which is in no group of the optimizer")
     with scratch_folder(target) as scratch:
         tensors = mapped_apart(Path(scratch), stored)
         read_into(opened.index, tensors)
@@ -142,36 +141,6 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         state = {index[name]: dict(sorted(own.items())) for name, own in states.items() if own}
         torch.save({"state": state, "param_groups": groups}, Path(scratch) / "whole.pt")
         os.replace(Path(scratch) / "whole.pt", target)  # an existing file is replaced only by a complete new one
-
-
-def _optimizer_at(opened: Opened, at: tuple[str, ...]) -> SavedOptimizer:
-    """The optimizer of a checkpoint, with its order. That of opt-stack stores only groups; its states are known by
-    their keys."""
-    saved = lookup(opened.common, at)
-    if not isinstance(saved, dict) or "groups" not in saved:
-        raise CheckpointKeyError(f"{opened.index.path} holds no optimizer at {'.'.join(at)}")
-    groups = stored_value((*at, "groups"), opened.common, opened.index)
-    if "state_names" in saved or "names" not in groups:
-        return replace(find_optimizer(opened, at), groups=groups)
-    keys: dict[str, dict[str, str]] = {name: {} for own in groups["names"] for name in own}
-    if stacked := [name for name in keys if "/" in name]:
-        raise CheckpointKeyError(
-            f"{stacked[0]} shares a stacked key with other layers; a torch state dict cannot represent that"
-        )
-    prefix = f"{'.'.join(at)}.state."
-    prefix = prefix if any(key.startswith(prefix) for key in opened.index.tensors) else PREFIX
-    for key in opened.index.tensors:
-        state, _, name = key.removeprefix(prefix).partition(".")
-        if key.startswith(prefix) and name in keys:
-            keys[name][state] = key
-    return SavedOptimizer(
-        groups=groups["groups"],
-        names=groups["names"],
-        state_names={name: list(own) for name, own in keys.items()},
-        plain_state={},
-        param_shapes={},
-        keys=keys,
-    )
 
 
 def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = ("optimizer",), name: str = "") -> None:

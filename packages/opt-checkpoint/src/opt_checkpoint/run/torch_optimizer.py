@@ -4,10 +4,15 @@ Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer we
 exist yet is created in its stored dtype, never by a step with artificial gradients. An optimizer that overrides
 `state_dict` and `load_state_dict` may store its state in another form (as codes, as local shards); it is saved and
 loaded in the form of its state_dict.
+
+Four forms are read: that of `sharded_optimizer`; that of opt-stack's optimizers, whose groups alone are plain values;
+that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as torchtitan saves it, with the states
+`state.<parameter>.<state>` and groups by number or flattened by parameter; and the same as saved by `save`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,23 +25,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.names import stored_value
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
-from opt_checkpoint.disk.checkpoint import Opened
+from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex
-from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
 from opt_checkpoint.run.save_load import NO_ALIASES, carry_out_load, open_everywhere
-from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
-from opt_checkpoint.state.tree import ScopedState
+from opt_checkpoint.state.tree import ScopedState, lookup, path_text
 from opt_checkpoint.store import AnyPath, Location
 
 logger = logging.getLogger(__name__)
-OPTIMIZER = "optimizer."
+OPTIMIZER, PREFIX = "optimizer.", "optimizer.state."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,38 +205,30 @@ def fill_optimizer(
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
 ) -> OptimizerLoadReport:
-    """`load_optimizer` from an open checkpoint.
+    """`load_optimizer` from an open checkpoint; other arguments and errors are as there.
 
     Args:
-        model: as for `load_optimizer`.
-        optimizer: as for `load_optimizer`.
+        model, optimizer: as there.
         opened: the checkpoint, or this rank's part of it.
         read: loads tensors from it.
         ranks: those that load.
-        at: as for `load_optimizer`.
-        on_conflict: as for `load_optimizer`.
-        override: as for `load_optimizer`.
-
-    Raises:
-        CheckpointingException: as `load_optimizer`.
+        at, on_conflict, override: as there.
     """
     path = opened.index.path
-    found: list[SavedOptimizer] = []
-    named: list[_Named] = []
-    fresh: dict[str, dict[str, Tensor]] = {}
+    prepared: list[tuple[SavedOptimizer, list[_Named], dict[str, dict[str, Tensor]]]] = []
 
     def set_groups(param_groups: list[dict[str, Any]]) -> GroupReport:
-        saved_groups, names = {"groups": found[0].groups, "names": found[0].names}, _names_by_group(optimizer, named)
-        return apply_saved_groups(param_groups, names, saved_groups, on_conflict=on_conflict, override=override)
+        saved, named, _ = prepared[0]
+        names, stored = _names_by_group(optimizer, named), {"groups": saved.groups, "names": saved.names}
+        return apply_saved_groups(param_groups, names, stored, on_conflict=on_conflict, override=override)
 
     def prepare() -> None:
-        found.append(find_optimizer(opened, at))
-        named.extend(_named(model, optimizer))
-        fresh.update((own.name, _fresh_state(own, opened.index, found[0])) for own in named)
+        saved, named = find_optimizer(opened, at), list(_named(model, optimizer))
+        prepared.append((saved, named, {own.name: _fresh_state(own, opened.index, saved) for own in named}))
         set_groups(_copied(optimizer.param_groups))  # finds errors before changes
 
     from_all(ranks, prepare, f"preparing to load the optimizer from {path}")
-    (saved,) = found
+    saved, named, fresh = prepared[0]
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
         f"{own.name}/{state_name}": _described(own, saved.keys[own.name][state_name], tensor, ranks.rank)
@@ -248,7 +245,12 @@ def fill_optimizer(
                 optimizer.state[param] = states
     else:
         copied = _copied(optimizer.param_groups)
-        groups, packed = set_groups(copied), _packed(copied, state)
+        groups, params = set_groups(copied), [own.param for own in named]
+        numbers = itertools.count()
+        packed = {
+            "state": {i: state[param] for i, param in enumerate(params) if state[param]},
+            "param_groups": [{**group, "params": [next(numbers) for _ in group["params"]]} for group in copied],
+        }
         what = f"{type(optimizer).__name__}.load_state_dict of what {path} holds"
         from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
     return OptimizerLoadReport(
@@ -301,9 +303,113 @@ def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> 
     return fresh
 
 
-def _packed(param_groups: list[dict[str, Any]], state: Mapping[nn.Parameter, dict[str, Any]]) -> dict[str, Any]:
-    """Groups and state in the form of `state_dict`: parameters by their number."""
-    params = [param for group in param_groups for param in group["params"]]
-    numbers = iter(range(len(params)))
-    groups = [{**group, "params": [next(numbers) for _ in group["params"]]} for group in param_groups]
-    return {"state": {i: state[param] for i, param in enumerate(params) if state.get(param)}, "param_groups": groups}
+class SavedOptimizer(NamedTuple):
+    """An optimizer in a checkpoint.
+
+    Args:
+        groups: hyper-parameters of each group.
+        names: names of each group's parameters.
+        state_names: names of each parameter's states; empty for one without.
+        plain_state: states that are not tensors, by parameter.
+        param_shapes: shapes of the parameters, where they were recorded.
+        keys: the stored key of each tensor of state, by parameter and state.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    names: Sequence[Sequence[str]]
+    state_names: Mapping[str, Sequence[str]]
+    plain_state: Mapping[str, Mapping[str, Any]]
+    param_shapes: Mapping[str, Sequence[int]]
+    keys: Mapping[str, Mapping[str, str]]
+
+
+def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
+    """Find the optimizer under these keys of the saved state.
+
+    Args:
+        opened: the checkpoint.
+        at: the keys, such as `("optimizer",)`.
+
+    Raises:
+        CheckpointKeyError: nothing at `at` is an optimizer, or a state of it is incomplete.
+    """
+    saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
+    if isinstance(saved, dict) and ("state_names" in saved or "names" in (saved.get("groups") or ())):
+        return _ours(opened, saved, at)
+    keys, plain_keys = (_by_param(stored, f"{prefix}state.") for stored in (index.tensors, index.objects))
+    groups, names = _stock_groups(opened, at, prefix)
+    if not keys and not groups:
+        prefixes = sorted({key.partition("state.")[0] for key in index.tensors if ".state." in f".{key}"})
+        places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in prefixes[:4]]
+        raise CheckpointKeyError(
+            f"{index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
+            f"at=(...){'. There are states at ' if places else ''}{', '.join(map(str, places))}"
+        )
+    values = read_objects(index, [key for own in plain_keys.values() for key in own.values()])
+    plain = {name: {state: values[key] for state, key in own.items()} for name, own in plain_keys.items()}
+    members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
+    state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
+    return SavedOptimizer(groups, names, state_names, plain, {}, keys)
+
+
+def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
+    """The optimizer of `sharded_optimizer`; or of opt-stack, whose states are known by their keys."""
+    index, prefixes = opened.index, (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
+    groups = stored_value((*at, "groups"), opened.common, index)
+    if "state_names" not in saved:
+        names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
+        if stacked := [name for name in names if "/" in name]:
+            raise CheckpointKeyError(
+                f"{stacked[0]} shares a stacked key with other layers, which the state of a torch optimizer cannot "
+                f"represent"
+            )
+        for prefix, key in itertools.product(dict.fromkeys(prefixes), index.tensors):
+            state, _, name = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and state not in names.get(name, [state]):
+                names[name].append(state)
+        saved = {**groups, "state_names": names, "plain_state": {}}
+        groups = groups["groups"]
+    keys: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, states in saved["state_names"].items():
+        plain = saved["plain_state"].get(name, {})
+        for state in [state for state in states if state not in plain]:
+            found = [f"{prefix}{state}.{name}" for prefix in prefixes if f"{prefix}{state}.{name}" in index.tensors]
+            if not found:
+                raise CheckpointKeyError(
+                    f"{index.path}: parameter {name} was saved with {states}, but {state} is not stored"
+                )
+            keys[name][state] = found[0]
+    shapes = saved.get("param_shapes", {})  # older checkpoints lack it
+    return SavedOptimizer(groups, saved["names"], saved["state_names"], saved["plain_state"], shapes, keys)
+
+
+def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
+    """The keys of the form `<prefix><parameter>.<name>`, by parameter and name."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in sorted(stored):
+        name, dot, last = key.removeprefix(prefix).rpartition(".")
+        if key.startswith(prefix) and dot:
+            found[name][last] = key
+    return found
+
+
+def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
+    listed = stored_value((*at, "param_groups"), opened.common, opened.index)
+    if isinstance(listed, list):
+        rows = [dict(group) for group in listed]
+    else:
+        fields = _by_param(opened.index.objects, f"{prefix}param_groups.")
+        values = read_objects(opened.index, [key for own in fields.values() for key in own.values()])
+        read = {name: {field: values[key] for field, key in own.items()} for name, own in fields.items()}
+        if all(name.isdigit() and "params" in own for name, own in read.items()):
+            rows = [read[name] for name in sorted(read, key=int)]
+        else:  # parameters with equal fields are a group
+            groups: dict[str, dict[str, Any]] = {}
+            for name, own in read.items():
+                text = repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(own.items())})
+                groups.setdefault(text, {**own, "params": []})["params"].append(name)
+            rows = list(groups.values())
+    rows = [group for group in rows if all(isinstance(name, str) for name in group.get("params", ()))]
+    names = [list(group.get("params", ())) for group in rows]
+    return [{field: value for field, value in group.items() if field != "params"} for group in rows], names
