@@ -292,13 +292,13 @@ def _kept_axes(block: _Block, shape: Shape, key: str, spec: StateSpec) -> list[i
     elif isinstance(spec, Reduced):
         kept = sorted(set(range(rank)) - {dim % rank for dim in spec.dims})
     expected, is_whole = tuple(block.local_shape[axis] for axis in kept), isinstance(spec, Reduced)
+    if block.flat is not None and (kept or is_whole):
+        raise CheckpointValueError(f"{key} is {spec}: its parameter may not be a flat range")
     if (shape if is_whole else shape[: len(kept)]) != expected or (isinstance(spec, PerMatrix) and rank < 2):
         raise CheckpointValueError(
             f"{key} has shape {shape}; as {spec} of a parameter of shape {block.local_shape} it must "
             f"{'have' if is_whole else 'begin with'} {expected}"
         )
-    if block.flat is not None and (kept or is_whole):
-        raise CheckpointValueError(f"{key} is {spec}: its parameter may not be a flat range")
     return kept
 
 
