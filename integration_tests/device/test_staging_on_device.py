@@ -12,8 +12,8 @@ from tiers import NIGHT
 from torch import Tensor
 
 from opt_checkpoint import sharded_like
-from opt_checkpoint.run import staging
-from opt_checkpoint.run.staging import Staging
+from opt_checkpoint.run import async_save
+from opt_checkpoint.run.async_save import Staging
 
 NUM_ORDERS = 50 if NIGHT else 12
 STEPS = 3
@@ -43,7 +43,7 @@ def snapshots(seed: int) -> list[list[list[float]]]:
 
     def rank_main(one: DeferredRank) -> list[list[list[float]]]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(staging, "device_of", lambda device: one.device)
+            patch.setattr(async_save, "device_of", lambda device: one.device)
             return snapshots_during_training()
 
     (found,) = run_deferred(1, rank_main, seed=seed)
