@@ -65,7 +65,6 @@ from opt_checkpoint.state.tree import (
 from opt_checkpoint.store import ObjectPath
 
 if TYPE_CHECKING:  # imported on use
-    from opt_checkpoint.convert.compare import differences
     from opt_checkpoint.convert.megatron import BucketSlot
     from opt_checkpoint.convert.name_rules import (
         SAME_NAMES,
@@ -74,12 +73,13 @@ if TYPE_CHECKING:  # imported on use
         megatron_llama_names,
         read_name_rules,
     )
+    from opt_checkpoint.convert.reading import differences
     from opt_checkpoint.convert.safetensors import load_safetensors, save_safetensors
     from opt_checkpoint.tiers.tiered_manager import Resume, TieredCheckpointManager
 
 __version__ = "0.1.0"
 _ON_USE = {
-    "convert.compare": ("differences",),
+    "convert.reading": ("differences",),
     "convert.megatron": ("BucketSlot",),
     "convert.name_rules": (
         "SAME_NAMES",

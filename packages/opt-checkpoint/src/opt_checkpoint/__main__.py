@@ -158,7 +158,7 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _details(index: CheckpointIndex, key: str, options: argparse.Namespace) -> Iterator[str]:
-    from opt_checkpoint.convert.compare import read_whole
+    from opt_checkpoint.convert.reading import read_whole
 
     if options.stats and index.tensors[key].nbytes:
         values = read_whole(index, key).to(torch.float64)
@@ -184,7 +184,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from opt_checkpoint.convert.compare import differences
+    from opt_checkpoint.convert.reading import differences
 
     code = FINE
     for difference in differences(read_index(options.first), read_index(options.second), rtol=options.rtol):
@@ -197,7 +197,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     """Convert, and print what was written."""
-    from opt_checkpoint.convert import foreign_files, megatron, name_rules, safetensors, torch_files
+    from opt_checkpoint.convert import megatron, name_rules, reading, safetensors, torch_files
     from opt_checkpoint.state.tensors import dtype_from_name
 
     own = _FROM[options.from_] if options.from_ else _TO[options.to]
@@ -210,12 +210,12 @@ def _convert(options: argparse.Namespace) -> int:
     rules = name_rules.SAME_NAMES if options.map is None else name_rules.read_name_rules(options.map)
     written = [target]
     if options.from_ == "torch":
-        of_params = foreign_files.read_list(options.names, str, "names") if options.names else None
+        of_params = reading.read_list(options.names, str, "names") if options.names else None
         torch_files.torch_file_to_checkpoint(source, target, names=of_params)
     elif options.from_ == "safetensors":
         safetensors.safetensors_to_checkpoint(source, target, names=rules, prefix=prefix)
     elif options.from_ == "megatron":
-        slots = foreign_files.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
+        slots = reading.read_rows(options.slots, megatron.BucketSlot) if options.slots else None
         megatron.megatron_to_checkpoint(source, target, slots=slots, step=options.step)
     elif options.to == "torch":
         torch_files.checkpoint_to_torch_file(source, target, at=at)
@@ -235,7 +235,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _extract(options: argparse.Namespace) -> int:
-    from opt_checkpoint.convert.compare import read_whole
+    from opt_checkpoint.convert.reading import read_whole
 
     index = read_index(options.path)
     if options.key not in index.tensors:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
+from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.disk.archives import not_loaded_in
 from opt_checkpoint.disk.checkpoint import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
@@ -116,8 +116,7 @@ def megatron_to_checkpoint(
     step = read_step(index, common) if step is None else step
     named = {key: stored for key, stored in index.tensors.items() if not _BUCKET_STATE.fullmatch(key)}
     with scratch_folder(path) as scratch:
-        tensors = mapped_apart(Path(scratch), named)
-        read_into(index, tensors)
+        tensors = read_mapped(index, named, Path(scratch))
         main = f"{PREFIX}param."
         sharded = [
             sharded_like(f"{_MAIN}{key.removeprefix(main)}" if key.startswith(main) else key, tensor)
@@ -205,8 +204,8 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
             _check_bucket(key, math.prod(index.tensors[key].shape), by_bucket[bucket])
     folder = scratch / "buckets"
     folder.mkdir()
-    flat = mapped_apart(folder, {key: index.tensors[key] for states in buckets.values() for key in states.values()})
-    read_into(index, flat)
+    keys = [key for states in buckets.values() for key in states.values()]
+    flat = read_mapped(index, {key: index.tensors[key] for key in keys}, folder)
     first: dict[ShardIdentity, Tensor] = {}
     for bucket, states in buckets.items():
         for state, key in states.items():

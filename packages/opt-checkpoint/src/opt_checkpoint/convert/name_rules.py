@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from opt_checkpoint.convert.foreign_files import read_rows
+from opt_checkpoint.convert.reading import read_rows
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike
 

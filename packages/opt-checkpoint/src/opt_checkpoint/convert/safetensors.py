@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opt_checkpoint.boxes import Box, boxes_of, row_major_strides, split_rows
-from opt_checkpoint.convert.foreign_files import mapped_apart, read_into, scratch_folder
 from opt_checkpoint.convert.name_maps import Described, Piece, to_ours, to_theirs
 from opt_checkpoint.convert.name_rules import SAME_NAMES, NameRule, fingerprint
+from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
@@ -328,8 +328,7 @@ def safetensors_to_checkpoint(
     index = _index_of(local_path(folder, _FOLDER), names)
     with scratch_folder(path) as scratch:
         wanted = {key: stored for key, stored in index.tensors.items() if key not in index.details[COPIES]}
-        tensors = mapped_apart(Path(scratch), wanted)
-        load_safetensors({key: sharded_like(key, tensor) for key, tensor in tensors.items()}, folder, names=names)
+        tensors = read_mapped(index, wanted, Path(scratch))
         save({"tensors": [sharded_like(prefix + key, tensor) for key, tensor in tensors.items()]}, path)
 
 
@@ -366,8 +365,7 @@ def checkpoint_to_safetensors(
         raise CheckpointValueError(f"{path} holds no tensor that matches {select!r} and begins with {prefix!r}")
     to_theirs(names, {key.removeprefix(prefix): Described(t.shape, t.dtype) for key, t in stored.items()})  # may raise
     with scratch_folder(target) as scratch:
-        tensors = mapped_apart(Path(scratch), stored)
-        read_into(index, tensors)
+        tensors = read_mapped(index, stored, Path(scratch))
         state = {key: sharded_like(key.removeprefix(prefix), tensor) for key, tensor in tensors.items()}
         save_safetensors(state, target, names=names, dtype=dtype, shard_bytes=shard_bytes)
     return [target / file for file in sorted(os.listdir(target))]

@@ -21,7 +21,7 @@ from torch import Size, Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from opt_checkpoint.convert.foreign_files import load_torch_file, mapped_apart, read_into, scratch_folder
+from opt_checkpoint.convert.reading import load_torch_file, read_mapped, scratch_folder
 from opt_checkpoint.disk.checkpoint import open_checkpoint
 from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
@@ -129,8 +129,7 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
     if ungrouped := sorted({*saved.keys, *saved.plain_state} - index.keys()):
         raise CheckpointKeyError(f"{path} holds the state of {ungrouped[0]}, which is in no group of the optimizer")
     with scratch_folder(target) as scratch:
-        tensors = mapped_apart(Path(scratch), stored)
-        read_into(opened.index, tensors)
+        tensors = read_mapped(opened.index, stored, Path(scratch))
         states = {name: {s: tensors[key] for s, key in saved.keys.get(name, {}).items()} for name in index}
         for name, plain in saved.plain_state.items():
             states[name].update(plain)
