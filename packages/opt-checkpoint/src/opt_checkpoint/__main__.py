@@ -7,13 +7,13 @@ import difflib
 import fnmatch
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from opt_checkpoint.disk.checkpoint import read_index, size_problems, verify_checkpoint
-from opt_checkpoint.disk.index import PATHS, CheckpointIndex
+from opt_checkpoint.disk.index import PATHS
 from opt_checkpoint.errors import (
     CheckpointCorruptError,
     CheckpointingException,
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=about, description=about)
         command.set_defaults(run=run)
         for path in paths:
-            command.add_argument(path, type=_location, help="a path, or the URL of an object store")
+            command.add_argument(path, help="a path, or the URL of an object store")
         return command
 
     add("ls", "list the checkpoints in a directory", _ls, "path")
@@ -91,13 +91,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _location(text: str) -> Location:
-    try:
-        return location_of(text)
-    except CheckpointingException as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _size(nbytes: int) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
@@ -108,7 +101,7 @@ def _size(nbytes: int) -> str:
 
 def _ls(options: argparse.Namespace) -> int:
     """List checkpoints. Checks sizes and manifests; does not read values."""
-    store = store_at(options.path)
+    store = store_at(location_of(options.path))
     try:
         read_index(options.path)
     except CheckpointNotFoundError:
@@ -117,7 +110,7 @@ def _ls(options: argparse.Namespace) -> int:
         print(f"{options.path} is a damaged checkpoint: {error}")
         return FOUND
     else:
-        print(f"{options.path} is a checkpoint: {_summary(options.path).strip()}; `optckpt show` lists what it holds")
+        print(f"{options.path} is a checkpoint: {_summary(store.path()).strip()}; `optckpt show` lists what it holds")
         return FINE
     names = store.children()
     for name in names:
@@ -140,36 +133,28 @@ def _summary(path: Location) -> str:
 
 
 def _show(options: argparse.Namespace) -> int:
+    from opt_checkpoint.convert.reading import read_whole
+
     index = read_index(options.path)
     print(f"{index.path}: {index.kind.value}, {len(index.tensors)} tensors, {_size(index.nbytes)}")
     for name, value in index.details.items():
-        if name == PATHS:
-            continue
-        print(f"  {name}: {json.dumps(value)}")
-    for key, stored in sorted(index.tensors.items()):
-        if fnmatch.fnmatchcase(key, options.tensor):
-            shape = "x".join(map(str, stored.shape)) or "scalar"
-            print(f"{key}  {dtype_name(stored.dtype)}  {shape}  {len(stored.chunks)} chunk(s)")
-            for line in _details(index, key, options):
-                print(f"    {line}")
+        if name != PATHS:
+            print(f"  {name}: {json.dumps(value)}")
+    for key in sorted(k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)):
+        stored = index.tensors[key]
+        shape = "x".join(map(str, stored.shape)) or "scalar"
+        print(f"{key}  {dtype_name(stored.dtype)}  {shape}  {len(stored.chunks)} chunk(s)")
+        if options.stats and stored.nbytes:
+            values = read_whole(index, key).to(torch.float64)
+            finite = values[values.isfinite()]
+            span = f"min {finite.min():.6g}  max {finite.max():.6g}  mean {finite.mean():.6g}" if finite.numel() else ""
+            print(f"    {span}  non-finite {values.numel() - finite.numel()}")
+        for chunk in stored.chunks if options.chunks else ():
+            box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.box.offsets, chunk.box.sizes))
+            print(f"    [{box}]  {chunk.place.file} at {chunk.place.start}")
     for key in sorted(k for k in index.objects if fnmatch.fnmatchcase(k, options.tensor)):
         print(f"{key}  object  {_size(index.objects[key].nbytes)}")
     return FINE
-
-
-def _details(index: CheckpointIndex, key: str, options: argparse.Namespace) -> Iterator[str]:
-    from opt_checkpoint.convert.reading import read_whole
-
-    if options.stats and index.tensors[key].nbytes:
-        values = read_whole(index, key).to(torch.float64)
-        finite = values[values.isfinite()]
-        bad = values.numel() - finite.numel()
-        span = f"min {finite.min():.6g}  max {finite.max():.6g}  mean {finite.mean():.6g}" if finite.numel() else ""
-        yield f"{span}  non-finite {bad}"
-    if options.chunks:
-        for chunk in index.tensors[key].chunks:
-            box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.box.offsets, chunk.box.sizes))
-            yield f"[{box}]  {chunk.place.file} at {chunk.place.start}"
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -254,7 +239,7 @@ def _extract(options: argparse.Namespace) -> int:
 
 def _gc(options: argparse.Namespace) -> int:
     """List leftovers of interrupted saves, ask, and delete them. Keep directories that a running save may still use."""
-    store, dead = store_at(options.path), []
+    store, dead = store_at(location_of(options.path)), []
     for left in store.leftovers():
         kept = "" if left.writer is None else f": kept, {left.writer} may still write to it"
         print(f"{store.path(left.folder)}{kept}")
@@ -264,17 +249,13 @@ def _gc(options: argparse.Namespace) -> int:
         print(f"nothing to delete in {options.path}")
     if not dead or options.dry_run:
         return FINE
-    if not options.yes and not _agreed_to(f"delete {len(dead)} directories?"):
+    question = f"delete {len(dead)} directories? [y/N] "
+    if not options.yes and not (sys.stdin.isatty() and input(question).strip().lower() in ("y", "yes")):
         print("nothing was deleted; --yes deletes without asking")
         return FINE
     for left in dead:
         store.discard(left.folder)
     return FINE
-
-
-def _agreed_to(question: str) -> bool:
-    """Whether the user at a terminal agrees."""
-    return sys.stdin.isatty() and input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 if __name__ == "__main__":

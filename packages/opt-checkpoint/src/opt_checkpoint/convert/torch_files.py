@@ -31,7 +31,7 @@ from opt_checkpoint.run.torch_optimizer import OPTIMIZER, PREFIX, SavedOptimizer
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tensors import sharded_like
-from opt_checkpoint.state.tree import ScopedState
+from opt_checkpoint.state.tree import ABSENT, ScopedState, lookup
 from opt_checkpoint.store import AnyPath, store_at
 from opt_checkpoint.store.paths import local_path
 
@@ -119,15 +119,17 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
         at: the keys under which the optimizer is stored.
 
     Raises:
-        CheckpointKeyError: no optimizer is stored there, a parameter with a state is in no group, or several parameters
-            are stacked under one key.
+        CheckpointKeyError: no optimizer of `sharded_optimizer` or opt-stack's `Optimizer` is stored there, or several
+            of its parameters are stacked under one key.
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
+    if lookup(opened.common, (*at, "groups")) is ABSENT:  # another form may not keep the order of parameters
+        raise CheckpointKeyError(
+            f"{opened.index.path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}"
+        )
     saved = find_optimizer(opened, at)
     stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
-    if ungrouped := sorted({*saved.keys, *saved.plain_state} - index.keys()):
-        raise CheckpointKeyError(f"{path} holds the state of {ungrouped[0]}, which is in no group of the optimizer")
     with scratch_folder(target) as scratch:
         tensors = read_mapped(opened.index, stored, Path(scratch))
         states = {name: {s: tensors[key] for s, key in saved.keys.get(name, {}).items()} for name in index}
