@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -146,14 +146,32 @@ _EXPERT_NUMBER = re.compile(
 )
 
 
-class _Unplaced(NamedTuple):
-    """An entry of a state that is not placed yet, and its container."""
+class _Expert(NamedTuple):
+    """The number of an expert in the name of its tensor, as `experts.3.up.weight` or `experts.up.weight3` have it."""
+
+    list_name: str  # of the list of experts, with the part of the state
+    number: int
+    span: tuple[int, int]  # of the number in the name
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A tensor of a state that is not placed yet, its container, and its place in the whole model."""
 
     parent: Any
     at: Any
     tensor: ShardedTensor
     marks: Marks
     part: int  # the scoped part of the state; names are unique in each
+    name: str
+    expert: _Expert | None = None
+    layers: str | None = None  # the list of layers that contains it, with the part of the state
+    cuts: tuple[tuple[int, int, int], ...] = ()  # of a stack of experts
+    copy: int = 0  # number among the pipeline stages that have a copy
+
+    @property
+    def scoped(self) -> str:
+        return f"{self.part}/{self.name}"
 
 
 class _Facts(NamedTuple):
@@ -173,7 +191,7 @@ def place_(state: Any, axes: ModelAxes) -> None:
     Raises:
         CheckpointingException: on every rank, if groups are missing, or it is unknown which part a rank has.
     """
-    entries = list(_unplaced(state))
+    entries = list(_entries(state))
     plain = [entry.marks for entry in entries if not is_dtensor(entry.marks.tensor)]
     facts = _Facts(
         has_entries=bool(entries),
@@ -186,10 +204,11 @@ def place_(state: Any, axes: ModelAxes) -> None:
         return
     error = _missing_groups(axes, per_rank)
     if error is None:
-        names = _with_stages(axes.pp, entries, _with_experts(axes.ep, entries))
+        _name_experts(axes.ep, entries)
+        _name_layers(axes.pp, entries)
         try:
-            for entry, name in zip(entries, names, strict=True):
-                entry.parent[entry.at] = _described(axes, entry, name)
+            for entry in entries:
+                entry.parent[entry.at] = _described(axes, entry)
         except CheckpointingException as refused:
             error = str(refused)
     for rank, text in enumerate(axes.all_ranks.gather_objects(error)):
@@ -197,17 +216,23 @@ def place_(state: Any, axes: ModelAxes) -> None:
             raise CheckpointValueError(error or f"rank {rank} refused: {text}")
 
 
-def _unplaced(state: Any) -> Iterator[_Unplaced]:
+def _entries(state: Any) -> Iterator[_Entry]:
     parts: dict[int, int] = {}
 
-    def walk(node: Any, scope: int) -> Iterator[_Unplaced]:
+    def walk(node: Any, part: int) -> Iterator[_Entry]:
         if isinstance(node, dict) and hasattr(node, "key_at"):  # a ScopedState
-            scope = parts.setdefault(id(node), len(parts) + 1)
+            part = parts.setdefault(id(node), len(parts) + 1)
         for at, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
-            if isinstance(value, ShardedTensor) and value.marks is not None:
-                yield _Unplaced(node, at, value, value.marks, scope)
+            if isinstance(value, ShardedTensor) and (marks := value.marks) is not None:
+                entry = _Entry(node, at, value, marks, part, marks.name)
+                if marks.is_expert and (found := _EXPERT_NUMBER.match(marks.name)):
+                    group = 2 if found[2] is not None else 4
+                    entry.expert = _Expert(f"{part}/{found[group - 1]}", int(found[group]), found.span(group))
+                own = None if marks.list_name is None else f"{part}/{marks.list_name}"
+                entry.layers = None if entry.expert is not None and entry.expert.list_name == own else own
+                yield entry
             elif isinstance(value, dict | list):
-                yield from walk(value, scope)
+                yield from walk(value, part)
 
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
 
@@ -231,46 +256,30 @@ def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
     return None
 
 
-def _with_experts(ep: Axis, entries: Sequence[_Unplaced]) -> list[_Name]:
-    """Name the experts of this rank as if one rank had all of them. Collective over `ep`."""
-    local = [_Name(entry.marks.name) for entry in entries]
+def _name_experts(ep: Axis, entries: Sequence[_Entry]) -> None:
+    """Name the experts of this rank as if one rank had all of them. Collective over `ep`; writes to the entries."""
     if ep.size == 1:
-        return local
-    numbered: dict[str, set[int]] = {}
-    others: set[str] = set()
+        return
+    numbered: dict[str, set[int]] = defaultdict(set)
     for entry in entries:
-        found = _expert_of(entry)
-        if found is not None:
-            numbered.setdefault(found.list_name, set()).add(found.number)
-        elif entry.marks.is_expert:
-            others.add(f"{entry.part}/{entry.marks.name}")
-    per_rank = ep.gather_objects(({name: sorted(own) for name, own in numbered.items()}, sorted(others)))
-    first = {name: _first_number([of_rank[0].get(name, []) for of_rank in per_rank], ep.rank) for name in numbered}
-    repeated = {name for name, count in Counter(n for of_rank in per_rank for n in of_rank[1]).items() if count > 1}
-    return [_expert_name(entry, own, first, repeated, ep) for entry, own in zip(entries, local, strict=True)]
-
-
-class _Name(NamedTuple):
-    """A name in the whole model, and the cut of a stack of experts, if there is one."""
-
-    text: str
-    cuts: tuple[tuple[int, int, int], ...] = ()
-    copy: int = 0  # number among the pipeline stages that have a copy
-
-
-class _Expert(NamedTuple):
-    list_name: str  # of the list of experts, with the part of the state
-    number: int
-    span: tuple[int, int]  # of the number in the tensor's name
-
-
-def _expert_of(entry: _Unplaced) -> _Expert | None:
-    """The number of an expert in the name of its tensor, as `experts.3.up.weight` or `experts.up.weight3` have it."""
-    found = _EXPERT_NUMBER.match(entry.marks.name) if entry.marks.is_expert else None
-    if found is None:
-        return None
-    group = 2 if found[2] is not None else 4
-    return _Expert(f"{entry.part}/{found[group - 1]}", int(found[group]), found.span(group))
+        if entry.expert is not None:
+            numbered[entry.expert.list_name].add(entry.expert.number)
+    others = sorted(entry.scoped for entry in entries if entry.marks.is_expert and entry.expert is None)
+    per_rank = ep.gather_objects(({name: sorted(own) for name, own in numbered.items()}, others))
+    first = {name: _first_number([own.get(name, []) for own, _ in per_rank], ep.rank) for name in numbered}
+    counts = Counter(name for _, names in per_rank for name in set(names))
+    for entry in entries:
+        marks, expert = entry.marks, entry.expert
+        start = None if expert is None else first[expert.list_name]
+        if expert is not None and start is not None:
+            low, high = expert.span
+            entry.name = f"{marks.name[:low]}{expert.number + start}{marks.name[high:]}"
+        elif expert is not None or (marks.is_expert and counts[entry.scoped] > 1):
+            is_stack = expert is None and marks.tensor.dim() == 3 and not (marks.is_cut and marks.dim == 0)
+            if is_stack and not is_dtensor(marks.tensor):
+                entry.cuts = ((0, ep.rank, ep.size),)
+            else:
+                entry.name = f"experts{ep.rank}of{ep.size}.{marks.name}"
 
 
 def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
@@ -281,78 +290,43 @@ def _first_number(per_rank: Sequence[Sequence[int]], rank: int) -> int | None:
     return 0 if every == list(range(len(every))) else None
 
 
-def _expert_name(entry: _Unplaced, name: _Name, first: Mapping[str, int | None], repeated: set[str], ep: Axis) -> _Name:
-    marks, found = entry.marks, _expert_of(entry)
-    if found is not None:
-        start = first[found.list_name]
-        if start is not None:
-            before, after = marks.name[: found.span[0]], marks.name[found.span[1] :]
-            return _Name(f"{before}{found.number + start}{after}")
-    elif not marks.is_expert or f"{entry.part}/{marks.name}" not in repeated:
-        return name
-    elif marks.tensor.dim() == 3 and not is_dtensor(marks.tensor) and not (marks.is_cut and marks.dim == 0):
-        return _Name(marks.name, ((0, ep.rank, ep.size),))  # a stack of experts
-    return _Name(f"experts{ep.rank}of{ep.size}.{marks.name}")
-
-
-class _Stage(NamedTuple):
-    """What a pipeline stage reports."""
-
-    names: set[str]
-    shared: set[str]  # of parameters that several stages have a copy of
-    lists: dict[str, int]  # lengths of lists of layers
-
-
-def _with_stages(pp: Axis, entries: Sequence[_Unplaced], names: Sequence[_Name]) -> list[_Name]:
-    """Name the parameters of this stage as if one stage had all of them. Collective over `pp`.
+def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
+    """Name the parameters of this stage as if one stage had all of them. Collective over `pp`; writes to the entries.
 
     Stages that number their layers from 0 each are renumbered in the order of stages. Other names that several stages
     use get the stage as a prefix.
     """
     if pp.size == 1:
-        return list(names)
-    scoped = [f"{entry.part}/{name.text}" for entry, name in zip(entries, names, strict=True)]
-    shared = {own for own, entry in zip(scoped, entries) if entry.marks.is_on_stages}
-    lists = {own: entry.marks.list_len for entry in entries if (own := _layers_of(entry)) is not None}
-    stages: list[_Stage] = pp.gather_objects(_Stage(set(scoped) - shared, shared, lists))
-    counts = Counter(name for stage in stages for name in stage.names)
-    repeated = {name for name, count in counts.items() if count > 1}
-    renumbered = {own for own, entry in zip(map(_layers_of, entries), scoped) if own is not None and entry in repeated}
+        return
+    shared = {entry.scoped for entry in entries if entry.marks.is_on_stages}  # of which several stages have a copy
+    names = {entry.scoped for entry in entries} - shared
+    lengths = {entry.layers: entry.marks.list_len for entry in entries if entry.layers is not None}
+    stages = pp.gather_objects((names, shared, lengths))
+    counts = Counter(name for of_stage, _, _ in stages for name in of_stage)
+    renumbered = {entry.layers for entry in entries if entry.layers is not None and counts[entry.scoped] > 1}
     renumbered = set().union(*pp.gather_objects(renumbered))
-    placed = []
-    for entry, name, own in zip(entries, names, scoped, strict=True):
-        layers = _layers_of(entry)
-        if own in shared:
-            copies = [number for number, stage in enumerate(stages) if own in stage.shared]
-            placed.append(name._replace(copy=copies.index(pp.rank)))
-        elif layers is not None and layers in renumbered:
-            parts = name.text.split(".")
+    for entry in entries:
+        if entry.scoped in shared:
+            copies = [stage for stage, (_, of_stage, _) in enumerate(stages) if entry.scoped in of_stage]
+            entry.copy = copies.index(pp.rank)
+        elif entry.layers in renumbered:
+            parts = entry.name.split(".")
             at = next(index for index, part in enumerate(parts) if part.isdigit())
-            parts[at] = str(int(parts[at]) + sum(stage.lists.get(layers, 0) for stage in stages[: pp.rank]))
-            placed.append(name._replace(text=".".join(parts)))
-        else:
-            prefix = f"stage{pp.rank}of{pp.size}." if own in repeated else ""
-            placed.append(name._replace(text=prefix + name.text))
-    return placed
+            parts[at] = str(int(parts[at]) + sum(own.get(entry.layers, 0) for _, _, own in stages[: pp.rank]))
+            entry.name = ".".join(parts)
+        elif counts[entry.scoped] > 1:
+            entry.name = f"stage{pp.rank}of{pp.size}.{entry.name}"
 
 
-def _layers_of(entry: _Unplaced) -> str | None:
-    """The list of layers that a tensor belongs to, with the part of the state; None if its first list is not one."""
-    marks, expert = entry.marks, _expert_of(entry)
-    if marks.list_name is None or (expert is not None and expert.list_name == f"{entry.part}/{marks.list_name}"):
-        return None
-    return f"{entry.part}/{marks.list_name}"
-
-
-def _described(axes: ModelAxes, entry: _Unplaced, name: _Name) -> ShardedTensor | ShardedTensorFactory:
+def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
     """Describe one tensor of this rank as a part of the whole model's."""
     marks, tensor = entry.marks, entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
-        return replace(tensor, key=name.text, marks=None)
+        return replace(tensor, key=entry.name, marks=None)
     assert tensor.data is not None
     tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
-    cuts, is_cut = list(name.cuts), marks.is_cut and tp.size > 1
-    replica_id = (name.copy, 0 if is_cut else tp.rank, replica.rank)
+    cuts, is_cut = list(entry.cuts), marks.is_cut and tp.size > 1
+    replica_id = (entry.copy, 0 if is_cut else tp.rank, replica.rank)
     if is_cut:
         if marks.dim is None or marks.dim >= marks.tensor.dim():
             given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
@@ -362,25 +336,24 @@ def _described(axes: ModelAxes, entry: _Unplaced, name: _Name) -> ShardedTensor 
                 f"tensor_model_parallel=False if all ranks have the same values"
             )
         if marks.stride > 1:
-            segments, shape = _segments(entry, name, tp, marks.dim), tuple(tensor.data.shape)
             return ShardedTensorFactory(
-                name.text,
+                entry.name,
                 tensor.data,
-                segments=segments,
-                local_shape=shape,
+                segments=_segments(entry, tp, marks.dim),
+                local_shape=tuple(tensor.data.shape),
                 replica_id=replica_id,
                 has_mains=tensor.has_mains,
             )
         cuts.append((marks.dim, tp.rank, tp.size))
     return ShardedTensor.from_rank_offsets(
-        name.text, tensor.data, *cuts, replica_id=replica_id, has_mains=tensor.has_mains
+        entry.name, tensor.data, *cuts, replica_id=replica_id, has_mains=tensor.has_mains
     )
 
 
-def _segments(entry: _Unplaced, name: _Name, tp: Axis, dim: int) -> tuple[Segment, ...]:
+def _segments(entry: _Entry, tp: Axis, dim: int) -> tuple[Segment, ...]:
     """The runs of rows of the whole tensor that a part has, one below the other, as of a fused gate and value."""
     marks, shape = entry.marks, entry.tensor.local_shape
-    if dim != 0 or name.cuts or shape[0] % marks.stride:
+    if dim != 0 or entry.cuts or shape[0] % marks.stride:
         raise CheckpointValueError(
             f"{marks.name} of shape {shape} has partition_stride={marks.stride} and partition_dim={dim}; a stride "
             f"above 1 is supported along dim 0 of a single matrix with a multiple of {marks.stride} rows; describe "
