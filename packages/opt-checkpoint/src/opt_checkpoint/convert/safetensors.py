@@ -46,10 +46,9 @@ from opt_checkpoint.disk.index import (
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere, through_first
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load, carry_out_save, save
-from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tensors import dtype_from_name, sharded_like
-from opt_checkpoint.state.tree import leaves, path_text
+from opt_checkpoint.state.tree import FlatState, leaves, path_text
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.directory import Directory
 from opt_checkpoint.store.paths import local_path

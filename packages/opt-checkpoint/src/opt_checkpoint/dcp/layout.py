@@ -15,10 +15,9 @@ from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.data_file import byte_tensor, bytes_view
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.flat_state import FlatState
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
 from opt_checkpoint.state.tensors import DTYPE_NAMES, is_dtensor
-from opt_checkpoint.state.tree import Path, path_text
+from opt_checkpoint.state.tree import FlatState, Path, path_text
 
 _SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1

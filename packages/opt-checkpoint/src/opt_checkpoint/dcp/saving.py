@@ -40,9 +40,18 @@ from opt_checkpoint.disk.index import (
 )
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
-from opt_checkpoint.state.flat_state import FlatState, flatten_state, separate_tensors_
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, Path, lookup, path_text, scopes, selected
+from opt_checkpoint.state.tree import (
+    ABSENT,
+    FlatState,
+    Path,
+    flatten_state,
+    lookup,
+    path_text,
+    scopes,
+    selected,
+    separate_tensors_,
+)
 from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 
 logger = logging.getLogger(__name__)

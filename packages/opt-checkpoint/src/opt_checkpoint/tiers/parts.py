@@ -26,10 +26,9 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
-from opt_checkpoint.state.flat_state import flatten_state
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import dtype_from_name, dtype_name, sharded_like
-from opt_checkpoint.state.tree import nest
+from opt_checkpoint.state.tree import ABSENT, flatten_state, selected
 from opt_checkpoint.store import Location, Target
 
 _DETAILS = "rank_part"
@@ -81,7 +80,8 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
         PATHS: {flat.tensors[path].key: list(path) for path in flat.plain},
     }
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
-    part = {**nest({**flat.empty, **flat.common}), _BOXES: stored, _OBJECTS: objects}
+    common = selected(state, {**flat.empty, **flat.common})
+    part = {**({} if common is ABSENT else common), _BOXES: stored, _OBJECTS: objects}
     path = target.store.path(target.name)
     save_as(part, path, process_group=Ranks(), details={_DETAILS: described}, target=target)
 
