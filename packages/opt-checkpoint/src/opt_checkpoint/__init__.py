@@ -25,12 +25,7 @@ from opt_checkpoint.run.save_load import LoadReport, load, save
 from opt_checkpoint.run.series import committed_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer, sharded_optimizer
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
-from opt_checkpoint.state.groups import (
-    GroupMismatchError,
-    GroupReport,
-    apply_saved_groups,
-    groups_to_saved,
-)
+from opt_checkpoint.state.groups import GroupMismatchError, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.optimizer_state import (
     KEEP_VARS_HINT,
     REFERENCE_ALIASES,
@@ -81,13 +76,7 @@ __version__ = "0.1.0"
 _ON_USE = {
     "convert.reading": ("differences",),
     "convert.megatron": ("BucketSlot",),
-    "convert.name_rules": (
-        "SAME_NAMES",
-        "NameRule",
-        "megatron_gpt2_names",
-        "megatron_llama_names",
-        "read_name_rules",
-    ),
+    "convert.name_rules": ("SAME_NAMES", "NameRule", "megatron_gpt2_names", "megatron_llama_names", "read_name_rules"),
     "convert.safetensors": ("load_safetensors", "save_safetensors"),
     "tiers.tiered_manager": ("Resume", "TieredCheckpointManager"),
 }

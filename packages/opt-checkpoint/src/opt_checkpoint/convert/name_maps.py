@@ -151,10 +151,7 @@ def _sides_of(rule: NameRule) -> _Sides:
     our_stack, their_stack = (
         tuple(name for name in other if name not in own) for own, other in (numbers, reversed(numbers))
     )
-    return (
-        _Side(ours, rule.groups, our_stack, False),
-        _Side(theirs, rule.their_groups, their_stack, rule.transposed),
-    )
+    return (_Side(ours, rule.groups, our_stack, False), _Side(theirs, rule.their_groups, their_stack, rule.transposed))
 
 
 class _Instance(NamedTuple):

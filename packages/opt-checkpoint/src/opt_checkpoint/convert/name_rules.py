@@ -213,11 +213,7 @@ def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool =
         stacked: whether all layers are stacked in one tensor on our side.
     """
     ours, theirs = _layer(stacked), "transformer.h.{layer}"
-    linear = {
-        "self_attention.linear_proj": "attn.c_proj",
-        "mlp.linear_fc1": "mlp.c_fc",
-        "mlp.linear_fc2": "mlp.c_proj",
-    }
+    linear = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc", "mlp.linear_fc2": "mlp.c_proj"}
     norms = {"self_attention.linear_qkv.layer_norm": "ln_1", "mlp.linear_fc1.layer_norm": "ln_2"}
     wte = "transformer.wte.weight"
     rules = [

@@ -94,10 +94,7 @@ KEEP_VARS_HINT = (
 # Megatron-Core stores main weights as `param` or as `fp32_param`, by the class of its optimizer; pass as
 # `load(aliases=...)`.
 REFERENCE_ALIASES: Mapping[str, str] = MappingProxyType(
-    {
-        "optimizer.state.fp32_param.": "optimizer.state.param.",
-        "optimizer.state.param.": "optimizer.state.fp32_param.",
-    }
+    {"optimizer.state.fp32_param.": "optimizer.state.param.", "optimizer.state.param.": "optimizer.state.fp32_param."}
 )
 ShardedParam: TypeAlias = ShardedTensor | ShardedTensorFactory
 NO_SPECS: Mapping[str, StateSpec] = MappingProxyType({})
@@ -123,10 +120,7 @@ def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.nn.Parameter]) -
 
 
 def get_param_id_to_sharded_param_map(
-    model_sharded_state_dict: ShardedStateDict,
-    optim_params_iter: Iterable[torch.nn.Parameter],
-    *,
-    strict: bool = True,
+    model_sharded_state_dict: ShardedStateDict, optim_params_iter: Iterable[torch.nn.Parameter], *, strict: bool = True
 ) -> dict[int, ShardedParam]:
     """The model's sharded description of each parameter of the optimizer, matched by identity.
 
