@@ -27,8 +27,8 @@ from opt_checkpoint import (
     sharded_optimizer,
     verify_checkpoint,
 )
+from opt_checkpoint.run.ranks import Turns
 from opt_checkpoint.run.series import step_name
-from opt_checkpoint.tiers.exchange import Turns
 
 sys.path.insert(0, str(Path(__file__).parent))
 

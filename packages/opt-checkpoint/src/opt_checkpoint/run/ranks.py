@@ -2,7 +2,8 @@
 
 In an exchange, each rank computes something and sends its result or its failure. A rank that fails completes the
 exchange before it raises, so that no rank waits for another. All ranks raise the same error; a rank that was
-interrupted raises its own KeyboardInterrupt or SystemExit. No other module gets ranks from torch.
+interrupted raises its own KeyboardInterrupt or SystemExit. No other module gets ranks from torch. Threads that share a
+process group take turns.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
+from threading import Condition
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -323,3 +326,77 @@ def check_equal(what: str, per_rank: Sequence[Mapping[str, str]]) -> None:
         if len(by_value) > 1:
             named = ", ".join(f"{value} (ranks {on})" for value, on in by_value.items())
             raise CheckpointValueError(f"{what}: ranks differ in {name}: {named}; pass the same value on all ranks")
+
+
+class Turns:
+    """The turns of the threads of this rank that use one process group, in the same order on every rank.
+
+    Two threads that call collectives of one group in different orders on two ranks would exchange each other's
+    messages. Before each collective, rank 0 therefore broadcasts whose turn it is. Messages from rank to rank need no
+    turn.
+
+    Args:
+        choose: returns on every rank the name that rank 0 passes; a collective.
+    """
+
+    def __init__(self, choose: Callable[[str], str]) -> None:
+        self._choose, self._changed = choose, Condition()
+        self._waiting: list[str] = []
+        self._is_choosing = False
+        self._turn: str | None = None
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """A block in which no other thread of this rank uses the group."""
+        with self._changed:
+            self._waiting.append(name)
+        try:
+            while not self._has_turn(name):
+                pass
+            yield
+        finally:
+            with self._changed:
+                self._waiting.remove(name)
+                self._turn = None if self._turn == name else self._turn
+                self._changed.notify_all()
+
+    def _has_turn(self, name: str) -> bool:
+        """Wait until it is this thread's turn, or until one is to be chosen; then choose it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turn == name or (self._turn is None and not self._is_choosing))
+            if self._turn == name:
+                return True
+            self._is_choosing, proposed = True, self._waiting[0]
+        chosen = None
+        try:
+            chosen = self._choose(proposed)
+        finally:
+            with self._changed:
+                self._is_choosing, self._turn = False, chosen
+                self._changed.notify_all()
+        return False
+
+
+@dataclass(frozen=True)
+class RanksInTurn(Ranks):
+    """The ranks of a group that several threads use.
+
+    Args:
+        turns: of all these threads.
+        name: of this thread, the same on all ranks.
+    """
+
+    turns: Turns = field(default_factory=lambda: Turns(lambda name: name))
+    name: str = ""
+
+    def call(self, collective: Callable[..., object], *arguments: Any) -> None:
+        with self.turns.turn(self.name):
+            super().call(collective, *arguments)
+
+
+def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
+    """Ranks for several threads, each with a name, that use one group; unchanged if there is one rank."""
+    if ranks.size == 1:
+        return [ranks] * len(names)
+    turns = Turns(ranks.broadcast)
+    return [RanksInTurn(ranks.rank, ranks.size, ranks.group, ranks.first, turns, name) for name in names]

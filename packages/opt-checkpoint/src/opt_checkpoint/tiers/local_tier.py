@@ -1,4 +1,4 @@
-"""The local tier: each rank's part of a step, stored on its own node and copied to another node.
+"""The local tier: each rank's part of a step, stored on its own node and sent to another node.
 
 Which step a run resumes from, and who keeps whose copy, are functions of what all ranks see, with the same result on
 each.
@@ -13,25 +13,30 @@ import re
 import socket
 import uuid
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+import torch
+import torch.distributed as dist
+
 from opt_checkpoint.disk.checkpoint import check_sizes, verify_checkpoint
+from opt_checkpoint.disk.data_file import bytes_view, crc32
 from opt_checkpoint.disk.manifest import read_manifest
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointFailedError, CheckpointingException
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
-from opt_checkpoint.tiers.exchange import Parcel, exchange
 from opt_checkpoint.tiers.parts import PartName, read_part_name, save_part
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
 _OF_TIER = "step {} of the local tier"
+_CHUNK_BYTES = 16 << 20
 RUN = "run.json"
 Inventory: TypeAlias = Collection[PartName]
 """For one rank: the parts on its node."""
@@ -263,6 +268,126 @@ class LocalTier:
             ways = [(holder, owner, owner) for owner, holder in holders if holder != owner]
             self._send(ranks, step, ways, f"fetching step {step} from other nodes")
         return problems
+
+
+class Parcel(NamedTuple):
+    """A checkpoint in a directory to send.
+
+    Args:
+        sender: rank of the group that has the directory.
+        receiver: rank that gets a copy.
+        name: of the directory, in the stores of both; nothing may be there on the receiver.
+    """
+
+    sender: int
+    receiver: int
+    name: str
+
+
+class _Chunk(NamedTuple):
+    """A run of bytes of a file."""
+
+    file: str
+    start: int
+    nbytes: int
+
+
+def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: str) -> None:
+    """Send directories; all ranks call this together. A directory appears when it is complete.
+
+    A rank has one chunk of each of its parcels in memory at a time. A rank that cannot read or write still sends and
+    receives its messages, whose bytes are then arbitrary, and all ranks raise its error at the end.
+
+    Args:
+        ranks: the process group.
+        parcels: those that this rank sends or receives; a rank sends to another at most one.
+        store: what the directories are in.
+        what: named in errors.
+
+    Raises:
+        CheckpointingException: a rank failed.
+    """
+    sources = {parcel: Directory(store.path(parcel.name)) for parcel in parcels if parcel.sender == ranks.rank}
+    arrivals = {p: store.folder(p.name, uuid.uuid4().hex) for p in parcels if p.receiver == ranks.rank}
+    listings = from_all(ranks, lambda: {parcel: _chunks_of(source) for parcel, source in sources.items()}, what)
+    chunks = {parcel: listings[parcel.sender][parcel] for parcel in (*sources, *arrivals)}
+    memory = {p: torch.empty(max((c.nbytes for c in own), default=0), dtype=torch.uint8) for p, own in chunks.items()}
+    crcs: dict[Parcel, dict[str, int]] = {parcel: {} for parcel in arrivals}
+    errors: list[BaseException] = []
+
+    def attempt(act: Callable[..., object], *arguments: object) -> None:
+        try:
+            if not errors:
+                act(*arguments)
+        except BaseException as error:  # raised at the end: messages still go
+            errors.append(error)
+
+    def write(parcel: Parcel, chunk: _Chunk, view: memoryview) -> None:
+        with store.shared_file(f"{arrivals[parcel]}/{chunk.file}", is_new=not chunk.start) as put:
+            put(view, chunk.start)
+        crcs[parcel][chunk.file] = crc32(view, crcs[parcel].get(chunk.file, 0))
+
+    try:
+        for parcel, folder in arrivals.items():
+            attempt(store.make_parents, store.path(parcel.name))
+            attempt(store.make_dir, store.path(folder))
+        for number in range(max(map(len, chunks.values()), default=0)):
+            works = []
+            moved = [
+                (p, own[number], memory[p][: own[number].nbytes]) for p, own in chunks.items() if number < len(own)
+            ]
+            for parcel, chunk, message in moved:
+                if parcel in sources:
+                    attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))
+                go, peer = (dist.isend, parcel.receiver) if parcel in sources else (dist.irecv, parcel.sender)
+                peer = peer if ranks.group is None else dist.get_global_rank(ranks.group, peer)
+                works.append(go(message, peer, group=ranks.group))
+            for work in works:
+                if work is not None:
+                    work.wait()
+            for parcel, chunk, message in moved:
+                if parcel in arrivals:
+                    attempt(write, parcel, chunk, bytes_view(message))
+        for parcel, folder in arrivals.items():
+            attempt(_complete, store, parcel, folder, crcs[parcel])
+    except RuntimeError as error:  # gloo's timeouts and lost connections
+        raise CheckpointFailedError(f"{what} failed: a rank did not answer: {error}") from error
+    finally:
+        for folder in arrivals.values():
+            if store.path(folder).is_dir():
+                with suppress(OSError):
+                    store.discard(folder)
+
+    def finish() -> None:
+        if errors:
+            raise errors[0]
+
+    from_all(ranks, finish, what)
+
+
+def _chunks_of(source: Directory) -> list[_Chunk]:
+    """The files of a directory in chunks; empty if it cannot be read, which the receiver detects."""
+    with suppress(OSError):
+        return [
+            _Chunk(file, start, min(_CHUNK_BYTES, size - start))
+            for file, size in sorted(source.sizes().items())
+            for start in range(0, size, _CHUNK_BYTES)
+        ]
+    return []
+
+
+def _complete(store: Directory, parcel: Parcel, folder: str, crcs: Mapping[str, int]) -> None:
+    """Rename a received directory to its name, if the checksums of all its files match."""
+    try:
+        index = read_manifest(store.path(folder))
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
+    for name, file in index.files.items():
+        if crcs.get(name) != file.crc:
+            raise CheckpointCorruptError(
+                f"{name} of {parcel.name} on rank {parcel.sender} is damaged: its checksum is wrong"
+            )
+    store.rename(store.path(folder), store.path(parcel.name))
 
 
 def _part(step: int, rank: int) -> str:

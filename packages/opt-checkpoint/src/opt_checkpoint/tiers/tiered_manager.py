@@ -29,13 +29,12 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
 from opt_checkpoint.run.manager import CheckpointManager, Closing, step_number
-from opt_checkpoint.run.ranks import Ranks, from_all, from_first, leave, ranks_of, same_everywhere
+from opt_checkpoint.run.ranks import Ranks, from_all, from_first, in_turn, leave, ranks_of, same_everywhere
 from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath
 from opt_checkpoint.store.paths import local_path
-from opt_checkpoint.tiers.exchange import in_turn
 from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, keepers, run_name, this_node
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
@@ -109,10 +108,14 @@ class TieredCheckpointManager(Closing):
             durable, keep=keep, keep_every=keep_every, process_group=process_group, timeout_s=timeout_s
         )
         places: list[Path] = []
-        from_all(self._ranks, lambda: places.append(local_path(local, "the local tier")), "opening the local tier")
+
+        def name_node() -> str:
+            places.append(local_path(local, "the local tier"))
+            return node or this_node()
+
+        self._keepers = keepers(from_all(self._ranks, name_node, "opening the local tier"))
         self._local_path = places[0]
         self._durable_every, self._keep_local, self._timeout_s = durable_every, keep_local, timeout_s
-        self._keepers = keepers(from_all(self._ranks, lambda: node or this_node(), "naming nodes"))
         if self._keepers is None and self._ranks.rank == 0:
             warnings.warn(
                 f"all {self._ranks.size} rank(s) are on one node: the local tier {self._local_path} survives the loss "
