@@ -182,18 +182,14 @@ class LocalTier:
 
         from_all(ranks, write_own, what)
         if self._keeper_of:
-            self._send(ranks, step, [(rank, keeper, rank) for rank, keeper in self._keeper_of], what)
+            copies = [Parcel(rank, keeper, _part(step, rank)) for rank, keeper in self._keeper_of]
+            exchange(ranks, copies, self._store, what)
         steps = [found for found in named_steps(self._store) if found <= step]
         for old in steps[: -self._keep]:
             try:
                 self._remove([step_name(old)])
             except OSError as error:
                 logger.warning("could not remove step %d of %s: %s", old, self.path, error)
-
-    def _send(self, ranks: Ranks, step: int, ways: Iterable[tuple[int, int, int]], what: str) -> None:
-        """Send parts of a step: each from a rank to a rank, given its owner."""
-        parcels = [Parcel(a, b, _part(step, owner)) for a, b, owner in ways if ranks.rank in (a, b)]
-        exchange(ranks, parcels, self._store, what)
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
@@ -265,8 +261,8 @@ class LocalTier:
 
         problems = [text for own in from_all(ranks, check, f"checking step {step} in {self.path}") for text in own]
         if not problems:
-            ways = [(holder, owner, owner) for owner, holder in holders if holder != owner]
-            self._send(ranks, step, ways, f"fetching step {step} from other nodes")
+            parcels = [Parcel(holder, owner, _part(step, owner)) for owner, holder in holders if holder != owner]
+            exchange(ranks, parcels, self._store, f"fetching step {step} from other nodes")
         return problems
 
 
@@ -300,7 +296,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
 
     Args:
         ranks: the process group.
-        parcels: those that this rank sends or receives; a rank sends to another at most one.
+        parcels: those of all ranks; a rank sends to another at most one.
         store: what the directories are in.
         what: named in errors.
 
