@@ -25,8 +25,8 @@ from opt_checkpoint.errors import (
 )
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, ranks_of, same_everywhere, same_location
-from opt_checkpoint.run.save_load import LoadReport, SaveAs, load, save_as
-from opt_checkpoint.run.series import Rollback, Series, committed_steps, named_steps
+from opt_checkpoint.run.save_load import LoadReport, load, save_as
+from opt_checkpoint.run.series import Series, committed_steps, named_steps
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, load_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath, Location
@@ -171,15 +171,9 @@ class CheckpointManager(Closing):
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
         left, resumed = dict(self._left), self._resumed  # at this time: a load may follow while the save is running
+        save_id = uuid.uuid4().hex
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
-            rollbacks: list[Rollback | None] = []
-
-            def begin() -> SaveAs:
-                how, rollback = self._prepare(step, left)
-                rollbacks.append(rollback)
-                return how
-
             save_as(
                 snapshot,
                 path,
@@ -187,8 +181,9 @@ class CheckpointManager(Closing):
                 common=common,
                 details={"step": step},
                 plans=self._plans,
-                begin=begin,
-                committed=lambda: self._retire(step, rollbacks[0], resumed),
+                save_id=save_id,
+                begin=lambda: self._prepare(step, save_id, left),
+                committed=lambda: self._retire(step, save_id, resumed),
             )
 
         if not self._in_background:
@@ -198,11 +193,12 @@ class CheckpointManager(Closing):
             self.saver = AsyncSaver(self._group, timeout_s=self._timeout_s)
         return self.saver.start(state, path, write, common=common).path
 
-    def _prepare(self, step: int, left: Mapping[int, set[str | None]]) -> tuple[SaveAs, Rollback | None]:
-        """Refuse a second trainer, decide whether to replace an existing step, and record a rollback; on rank 0.
+    def _prepare(self, step: int, save_id: str, left: Mapping[int, set[str | None]]) -> bool:
+        """Refuse a second trainer, record a rollback, and return whether an existing step is replaced; on rank 0.
 
         Args:
             step: the step to save.
+            save_id: its save.
             left: saves of steps that the run went back from by a load, which it may save again.
         """
         steps = set(named_steps(self.series.store))
@@ -220,11 +216,10 @@ class CheckpointManager(Closing):
             replace = bool(findings)
             for finding in findings[:1]:
                 logger.warning("%s is damaged (%s) and is saved again", self.series.path(step), finding)
-        how = SaveAs(uuid.uuid4().hex, replace=replace)
-        left.get(step, set()).add(how.save_id)
-        rollback = self.series.begin(step, how.save_id)
+        left.get(step, set()).add(save_id)
+        self.series.begin(step, save_id)
         self._known = known | {step}
-        return how, rollback
+        return replace
 
     def wait(self) -> None:
         """Wait for the running save.
@@ -357,11 +352,11 @@ class CheckpointManager(Closing):
             self._known = self.series.committed()
             self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
 
-    def _retire(self, saved: int, rollback: Rollback | None, resumed: _Resumed) -> None:
+    def _retire(self, saved: int, save_id: str, resumed: _Resumed) -> None:
         """Delete all but the newest `keep` steps and `saved`, which a save that goes on from `resumed` has just made.
 
         Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
-        are committed; those of `rollback` are abandoned. In an object store this also removes leftovers of dead saves
+        are committed. In an object store this also removes leftovers of dead saves
         of other steps. On disks every save does that.
         """
         resumed.later.add(saved)
@@ -370,7 +365,7 @@ class CheckpointManager(Closing):
         self._damaged.discard(saved)
         self._left.pop(saved, None)
         try:
-            self.series.finish(saved, rollback, stays)
+            self.series.finish(saved, save_id, stays)
             self.series.retire(saved, self._keep, self._keep_every, self._damaged, stays)
         except (OSError, CheckpointCorruptError) as error:
             logger.warning("could not remove old checkpoints of %s: %s", self.directory, error)

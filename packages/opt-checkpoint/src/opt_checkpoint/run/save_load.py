@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch.distributed as dist
 
@@ -102,18 +102,6 @@ def save(
     save_as(state, path, process_group=process_group, common=common, details=details, plans=plans)
 
 
-class SaveAs(NamedTuple):
-    """How rank 0 commits a save.
-
-    Args:
-        save_id: 32 hexadecimal digits that name the save.
-        replace: whether an existing checkpoint is replaced by the commit.
-    """
-
-    save_id: str
-    replace: bool = False
-
-
 def save_as(
     state: ShardedStateDict,
     path: AnyPath,
@@ -123,20 +111,17 @@ def save_as(
     details: Mapping[str, Any] = NO_DETAILS,
     plans: PlanCache | None = None,
     target: Target | None = None,
-    begin: Callable[[], SaveAs] | None = None,
+    save_id: str | None = None,
+    begin: Callable[[], bool] = lambda: False,
     committed: Callable[[], object] = lambda: None,
 ) -> None:
-    """`save`, with work of rank 0 in its exchanges. Other arguments and errors as for `save`.
+    """`save`, with work of rank 0 in its exchanges; other arguments and errors are as there.
 
     Args:
-        state: as for `save`.
-        path: as for `save`.
-        process_group: as for `save`.
-        common: as for `save`.
-        details: as for `save`.
-        plans: as for `save`.
+        state, path, process_group, common, details, plans: as there.
         target: the store and name of `path`, if it is not the usual one.
-        begin: called on rank 0 before anything is written.
+        save_id: 32 hexadecimal digits that name the save; rank 0's counts.
+        begin: called on rank 0 before anything is written; returns whether the commit replaces an existing checkpoint.
         committed: called on rank 0 after the commit, before other ranks return.
     """
     ranks = ranks_of(process_group)
@@ -151,9 +136,9 @@ def save_as(
                     f"{error}; pass numbers, text, lists and dicts of Python, such as int(step)"
                 ) from error
         place = location_of(path)
-        how = SaveAs(uuid.uuid4().hex) if begin is None or ranks.rank else begin()
-        recorded = {"ranks": ranks.size, **details}
-        return CheckpointWriter(place, save_id=how.save_id, details=recorded, target=target, replace=how.replace)
+        replaces, recorded = ranks.rank == 0 and begin(), {"ranks": ranks.size, **details}
+        name = save_id or uuid.uuid4().hex
+        return CheckpointWriter(place, save_id=name, details=recorded, target=target, replace=replaces)
 
     planner = ShardedSavePlanner(state, common=common, cache=plans)
     carry_out_save(ranks, planner, new_writer, f"saving {path}", {"common": common}, committed=committed)

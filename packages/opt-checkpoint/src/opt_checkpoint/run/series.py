@@ -219,30 +219,30 @@ class Series:
         """Rollbacks whose save may not have been committed."""
         return self._read().pending
 
-    def begin(self, step: int, save_id: str) -> Rollback | None:
-        """Record, before a save, that later steps are abandoned once it is committed; None if there are none."""
+    def begin(self, step: int, save_id: str) -> bool:
+        """Record, before a save, that later steps are abandoned once it is committed; False if there are none."""
         with self._lock:
             self._whole.pop(step, None)  # it may be replaced
             saves = {later: self.save_of(later) for later in named_steps(self.store) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
-            if not later:
-                return None
-            rollback = Rollback(step, save_id, later)
-            self._issued.add(save_id)
-            others = [other for other in self.pending() if other.save_id in self._issued][-_MOST_PENDING:]
-            self._write(_Record(self.abandoned(), [*others, rollback]))
-            return rollback
+            if later:
+                others = [other for other in self.pending() if other.save_id in self._issued][-_MOST_PENDING:]
+                self._issued.add(save_id)
+                self._write(_Record(self.abandoned(), [*others, Rollback(step, save_id, later)]))
+            return bool(later)
 
-    def finish(self, saved: int, rollback: Rollback | None, stays: int | None = None) -> None:
-        """After the commit of a step, abandon what its rollback names, and delete abandoned steps before it but
-        `stays`."""
+    def finish(self, saved: int, save_id: str, stays: int | None = None) -> None:
+        """After the commit of a step by a save, abandon what its rollback names, and delete abandoned steps before it
+        but `stays`."""
         with self._lock:
             record = self._read()
             if not record.steps and not record.pending:
                 return
-            gone = {**self.abandoned(), **(rollback.steps if rollback is not None else {})}
+            gone = self.abandoned()
+            for other in record.pending:
+                gone |= other.steps if other.save_id == save_id else {}
             left = {step: save for step, save in gone.items() if self.save_of(step) == save}
-            pending = [other for other in record.pending if other.save_id in self._issued and other != rollback]
+            pending = [other for other in record.pending if other.save_id in self._issued - {save_id}]
             if left or pending:  # first, so that no deletion can bring a step back
                 self._write(_Record(left, pending))
             for step in [step for step in left if step < saved and step != stays]:

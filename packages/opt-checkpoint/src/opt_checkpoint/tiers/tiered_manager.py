@@ -176,11 +176,11 @@ class TieredCheckpointManager(Closing):
     def _write_local(self, ranks: Ranks, tier: LocalTier, state: ShardedStateDict, step: int) -> None:
         """Save a step to the local tier. Later durable steps are abandoned once all ranks have their parts."""
         series, save = self._durable.series, from_first(ranks, lambda: uuid.uuid4().hex, "naming a save")
-        rollback = from_first(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
+        goes_back = from_first(ranks, lambda: series.begin(step, save), f"recording step {step} in {series.directory}")
         tier.write(ranks, state, step, save)
-        if rollback is not None:
+        if goes_back:
             what = f"recording step {step} in {series.directory} (it is in the local tier)"
-            from_first(ranks, lambda: series.finish(step, rollback), what)
+            from_first(ranks, lambda: series.finish(step, save), what)
 
     def wait(self) -> None:
         """Wait for the running saves. Raises CheckpointingException if one failed; the same on every rank."""
