@@ -84,7 +84,7 @@ def test_a_state_that_was_lost_is_an_error(tmp_path: Path, trained: Any) -> None
     state = sharded_optimizer(model, optimizer)
     del state["state"]["0.weight"]["exp_avg_sq"]
     save({"optimizer": state}, tmp_path / "x")
-    with pytest.raises(CheckpointKeyError, match=r"0.weight was saved with .* but \['exp_avg_sq'\] are not stored"):
+    with pytest.raises(CheckpointKeyError, match=r"0.weight was saved with .* but exp_avg_sq is not stored"):
         load_optimizer(model, optimizer, tmp_path / "x")
 
 

@@ -27,7 +27,6 @@ from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
-from opt_checkpoint.dcp.plan import Offer
 from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.saving import ShardedSavePlanner, view_of
 from opt_checkpoint.disk.archives import contiguous
@@ -46,7 +45,8 @@ from opt_checkpoint.disk.index import (
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.ranks import from_first, ranks_of, same_everywhere, through_first
 from opt_checkpoint.run.save_load import LoadReport, PathLike, carry_out_load, carry_out_save, save
-from opt_checkpoint.state.sharded import ShardedStateDict
+from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.sharded import LocalNonpersistentObject, ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import dtype_from_name, sharded_like
 from opt_checkpoint.state.tree import FlatState, leaves, path_text
 from opt_checkpoint.store import AnyPath
@@ -90,9 +90,15 @@ def save_safetensors(
         CheckpointFailedError: a rank failed for another reason.
     """
     ranks, what = ranks_of(process_group), f"exporting to {folder}"
-    planner = _TensorPlanner(state)
+    planner, tensors = ShardedSavePlanner(state), Tensor | ShardedTensor | ShardedTensorFactory
 
     def new_writer() -> _Writer:
+        if others := [
+            path_text(p) for p, v in leaves(state) if not isinstance(v, tensors | LocalNonpersistentObject | dict)
+        ]:
+            raise CheckpointValueError(
+                f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
+            )
         return _Writer(local_path(folder, _FOLDER), names, dtype, shard_bytes)
 
     def finish(writer: _Writer) -> None:
@@ -100,19 +106,6 @@ def save_safetensors(
 
     arguments = {"names": fingerprint(names), "dtype": dtype, "shard_bytes": shard_bytes}
     carry_out_save(ranks, planner, new_writer, what, arguments, then=finish)
-
-
-class _TensorPlanner(ShardedSavePlanner):
-    """Plans the save of a state that holds tensors only."""
-
-    def describe(self, rank: int, arguments: dict[str, str]) -> Offer:
-        offer = super().describe(rank, arguments)
-        others = [path_text(path) for path in (*self.flat.objects, *self.flat.common)]
-        if others:
-            raise CheckpointValueError(
-                f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
-            )
-        return offer
 
 
 class _WriteTo(NamedTuple):

@@ -28,9 +28,10 @@ from opt_checkpoint.disk.checkpoint import Opened, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, ByteRange, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from opt_checkpoint.state.factory import is_quantized
+from opt_checkpoint.state.model_parallel import check_stages
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import converts_exactly, is_dtensor
-from opt_checkpoint.state.tree import ABSENT, Path, check_stages, flatten_state, leaves, lookup, path_text
+from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text
 
 
 class TensorRead(NamedTuple):

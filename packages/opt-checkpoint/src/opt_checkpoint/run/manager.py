@@ -7,6 +7,7 @@ import operator
 import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -143,10 +144,8 @@ class CheckpointManager(Closing):
         self._damaged: set[int] = set()  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
-            try:
+            with suppress(OSError):  # raised by the first use
                 self._known = self.series.committed()
-            except OSError:  # raised by the first use
-                self._known = None
 
     def save(self, step: int, state: ShardedStateDict, *, common: Literal["equal", "first_rank"] = "equal") -> Location:
         """Save a step. In the background, first wait for the previous save and raise its failure.
@@ -319,27 +318,22 @@ class CheckpointManager(Closing):
         If it is damaged, warn; `latest` skips it from now on, and it may be saved again.
         """
 
-        def opened() -> tuple[Location, str | None, dict[str, StoredFile]] | str:
+        def opened() -> tuple[str | None, Location, str | None, dict[str, StoredFile]]:
             try:
                 index = read_committed(self.series.path(step))
             except (CheckpointCorruptError, FileNotFoundError) as error:
-                return str(error)
-            return index.path, index.save_id, dict(index.files)
+                return str(error), self.directory, None, {}
+            return None, index.path, index.save_id, dict(index.files)
 
-        found = from_first(self._ranks, opened, f"verifying step {step} of {self.directory}")
-        problem: str | None
-        if isinstance(found, str):
-            problem = found
-        elif found[1] in self._verified:
-            return True
-        else:
-            path, share = reached_from(self.directory, found[0]), sorted(found[2].items())
+        what = f"verifying step {step} of {self.directory}"
+        problem, folder, save_id, files = from_first(self._ranks, opened, what)
+        if problem is None and save_id not in self._verified:
+            path, share = reached_from(self.directory, folder), sorted(files.items())
             of_rank = dict(share[self._ranks.rank :: self._ranks.size])
-            problems = from_all(self._ranks, lambda: first_damage(path, of_rank), f"verifying {path}")
-            problem = next(filter(None, problems), None)
-            if problem is None:
-                self._verified.add(found[1])
-                return True
+            problem = next(filter(None, from_all(self._ranks, lambda: first_damage(path, of_rank), what)), None)
+        if problem is None:
+            self._verified.add(save_id)
+            return True
         self._damaged.add(step)
         if self._ranks.rank == 0:
             warnings.warn(f"{self.series.path(step)} is damaged and is skipped: {problem}", stacklevel=5)

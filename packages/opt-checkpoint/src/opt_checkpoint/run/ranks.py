@@ -235,12 +235,7 @@ def from_all(ranks: Ranks, compute: Callable[[], T], what: str) -> list[T]:
 
 
 def from_first(ranks: Ranks, compute: Callable[[], T], what: str) -> T:
-    """Compute a value on rank 0, and return it on every rank. One exchange.
-
-    Args:
-        ranks: all of them call this together.
-        compute: called on rank 0 only; its value must pickle.
-        what: named in the error.
+    """Compute a value on rank 0 only, and return it on every rank. One exchange. Arguments are as for `from_all`.
 
     Raises:
         CheckpointingException: rank 0 raised an error.

@@ -205,15 +205,7 @@ def fill_optimizer(
     on_conflict: Conflict = "error",
     override: Mapping[str, Any] = NO_OVERRIDE,
 ) -> OptimizerLoadReport:
-    """`load_optimizer` from an open checkpoint; other arguments and errors are as there.
-
-    Args:
-        model, optimizer: as there.
-        opened: the checkpoint, or this rank's part of it.
-        read: loads tensors from it.
-        ranks: those that load.
-        at, on_conflict, override: as there.
-    """
+    """`load_optimizer` from an open checkpoint, or from this rank's part of it, of which `read` loads tensors."""
     path = opened.index.path
     prepared: list[tuple[SavedOptimizer, list[_Named], dict[str, dict[str, Tensor]]]] = []
 
@@ -270,13 +262,8 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
     unknown = sorted({field for group in saved.groups for field in group} - known)
     if unknown:
         states = sorted({name for own in saved.state_names.values() for name in own})
-        logger.warning(
-            "%s was saved by a different optimizer than %s: it has %s in its groups, and the states %s",
-            path,
-            type(optimizer).__name__,
-            ", ".join(unknown),
-            ", ".join(states),
-        )
+        text = f"it has {', '.join(unknown)} in its groups, and the states {', '.join(states)}"
+        logger.warning("%s was saved by a different optimizer than %s: %s", path, type(optimizer).__name__, text)
 
 
 def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
@@ -324,14 +311,10 @@ class SavedOptimizer(NamedTuple):
 
 
 def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
-    """Find the optimizer under these keys of the saved state.
-
-    Args:
-        opened: the checkpoint.
-        at: the keys, such as `("optimizer",)`.
+    """Find the optimizer under these keys of the saved state, such as `("optimizer",)`.
 
     Raises:
-        CheckpointKeyError: nothing at `at` is an optimizer, or a state of it is incomplete.
+        CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
     """
     saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
     if isinstance(saved, dict) and ("state_names" in saved or "names" in (saved.get("groups") or ())):

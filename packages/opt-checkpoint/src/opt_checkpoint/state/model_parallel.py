@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
+from opt_checkpoint.errors import CheckpointingException, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.factory import Segment, ShardedTensorFactory
 from opt_checkpoint.state.sharded import ShardedTensor
 from opt_checkpoint.state.tensors import is_dtensor
@@ -35,7 +36,6 @@ class Axis(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, in rank order."""
-        ...
 
 
 class Replica(NamedTuple):
@@ -139,6 +139,36 @@ def _before_number(name: str) -> str | None:
     parts = name.split(".")
     at = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return None if at is None else ".".join(parts[:at])
+
+
+def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
+    """Refuse a list of layers that was not placed, if more layers are stored than it has: it may be a pipeline stage.
+
+    Raises:
+        CheckpointMismatchError: naming the list.
+    """
+    unplaced = [(own, own.marks) for own in tensors if own.marks is not None and own.marks.list_name is not None]
+    if not unplaced or not has_other_ranks():
+        return
+    lists = {
+        f"{own.key.removesuffix(marks.name)}{marks.list_name}{marks.list_name and '.'}": marks.list_len
+        for own, marks in unplaced
+    }
+    for key in stored:
+        for prefix, length in lists.items():
+            number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
+            if number.isdigit() and int(number) >= length:
+                raise CheckpointMismatchError(
+                    f"{prefix[:-1] or 'the model'} has {length} layers, and {where} holds more ({key}): if this is a "
+                    f"pipeline stage, which layers it has is unknown without process groups. Pass sharded_model(model, "
+                    f"groups=opt_stack.ProcessGroups(dp=..., pp=..., ...)); if every rank loads the same first layers, "
+                    f"groups=opt_stack.ProcessGroups(dp=torch.distributed.group.WORLD)"
+                )
+
+
+def has_other_ranks() -> bool:
+    """Whether this process is one of several ranks of torch.distributed."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 _EXPERT_NUMBER = re.compile(

@@ -8,17 +8,17 @@ always values. So two lists of different length meet nowhere, and nothing is eve
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from opt_checkpoint.errors import CheckpointMismatchError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.model_parallel import has_other_ranks
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -322,35 +322,6 @@ class FlatState:
         return map_leaves(self.state, loaded)
 
 
-def check_stages(tensors: Iterable[ShardedTensor], stored: Collection[str], where: str) -> None:
-    """Refuse a list of layers that was not placed, if more layers are stored than it has: it may be a pipeline stage.
-
-    Raises:
-        CheckpointMismatchError: naming the list.
-    """
-    unplaced = [(own, own.marks) for own in tensors if own.marks is not None and own.marks.list_name is not None]
-    if not unplaced or not _has_other_ranks():
-        return
-    lists = {
-        f"{own.key.removesuffix(marks.name)}{marks.list_name}{marks.list_name and '.'}": marks.list_len
-        for own, marks in unplaced
-    }
-    for key in stored:
-        for prefix, length in lists.items():
-            number = key.removeprefix(prefix).partition(".")[0] if key.startswith(prefix) else ""
-            if number.isdigit() and int(number) >= length:
-                raise CheckpointMismatchError(
-                    f"{prefix[:-1] or 'the model'} has {length} layers, and {where} holds more ({key}): if this is a "
-                    f"pipeline stage, which layers it has is unknown without process groups. Pass sharded_model(model, "
-                    f"groups=opt_stack.ProcessGroups(dp=..., pp=..., ...)); if every rank loads the same first layers, "
-                    f"groups=opt_stack.ProcessGroups(dp=torch.distributed.group.WORLD)"
-                )
-
-
-def _has_other_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def flatten_state(state: ShardedStateDict) -> FlatState:
     """Flatten a state: build its factories, and determine the stored key of every value.
 
@@ -375,8 +346,8 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
                 piece.has_mains = value.has_mains
                 flat.tensors[path + inner] = _with_stored_key(flat, path + inner, piece, parts)
         elif isinstance(value, ShardedTensor):
-            problem = value.marks.problem() if value.marks is not None and _has_other_ranks() else ""
-            if problem:  # it is a part of something larger, and the part is unknown
+            problem = "" if value.marks is None else value.marks.problem()
+            if problem and has_other_ranks():  # it is a part of something larger, and the part is unknown
                 raise CheckpointValueError(problem)
             flat.tensors[path] = _with_stored_key(flat, path, value, parts)
         elif isinstance(value, ShardedObject):

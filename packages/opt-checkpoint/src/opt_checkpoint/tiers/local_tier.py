@@ -38,8 +38,7 @@ _PART = re.compile(r"rank-\d{5,}")
 _OF_TIER = "step {} of the local tier"
 _CHUNK_BYTES = 16 << 20
 RUN = "run.json"
-Inventory: TypeAlias = Collection[PartName]
-"""For one rank: the parts on its node."""
+Inventory: TypeAlias = Collection[PartName]  # for one rank: the parts on its node
 
 
 class LocalChoice(NamedTuple):
@@ -57,17 +56,11 @@ class LocalChoice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The decision about the local tier.
+    """The decision about the local tier."""
 
-    Args:
-        local: its newest complete step; None if it has none for this number of ranks.
-        passed_over: why newer steps were skipped.
-        unusable: those of `passed_over` that are complete, but cannot be loaded by this world.
-    """
-
-    local: LocalChoice | None
-    passed_over: tuple[str, ...]
-    unusable: tuple[str, ...] = ()
+    local: LocalChoice | None  # its newest complete step; None if it has none for this number of ranks
+    passed_over: tuple[str, ...]  # why newer steps were skipped
+    unusable: tuple[str, ...] = ()  # those of `passed_over` that are complete, but cannot be loaded by this world
 
 
 NOTHING = Verdict(None, ())
@@ -267,13 +260,7 @@ class LocalTier:
 
 
 class Parcel(NamedTuple):
-    """A checkpoint in a directory to send.
-
-    Args:
-        sender: rank of the group that has the directory.
-        receiver: rank that gets a copy.
-        name: of the directory, in the stores of both; nothing may be there on the receiver.
-    """
+    """A directory to send from a rank of the group to another, to the same name, where nothing may be."""
 
     sender: int
     receiver: int
@@ -297,7 +284,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     Args:
         ranks: the process group.
         parcels: those of all ranks; a rank sends to another at most one.
-        store: what the directories are in.
+        store: what the directories are in, on each rank.
         what: named in errors.
 
     Raises:
@@ -391,11 +378,7 @@ def _part(step: int, rank: int) -> str:
 
 
 def run_name(store: Store, *, may_write: bool) -> str | None:
-    """Return the name of the run that saves to a directory; None if it has no name.
-
-    Args:
-        store: the durable directory of the run.
-        may_write: whether to name the run if it has no name yet.
+    """Return the name of the run that saves to a durable directory; None if it has none and `may_write` is false.
 
     Raises:
         CheckpointCorruptError: the file does not hold a name.
