@@ -90,12 +90,10 @@ def save_safetensors(
         CheckpointFailedError: a rank failed for another reason.
     """
     ranks, what = ranks_of(process_group), f"exporting to {folder}"
-    planner, tensors = ShardedSavePlanner(state), Tensor | ShardedTensor | ShardedTensorFactory
+    planner, held = ShardedSavePlanner(state), Tensor | ShardedTensor | ShardedTensorFactory | LocalNonpersistentObject
 
     def new_writer() -> _Writer:
-        if others := [
-            path_text(p) for p, v in leaves(state) if not isinstance(v, tensors | LocalNonpersistentObject | dict)
-        ]:
+        if others := [path_text(path) for path, value in leaves(state) if not isinstance(value, held | dict)]:
             raise CheckpointValueError(
                 f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
             )

@@ -349,7 +349,6 @@ def _name_layers(pp: Axis, entries: Sequence[_Entry]) -> None:
 
 
 def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorFactory:
-    """Describe one tensor of this rank as a part of the whole model's."""
     marks, tensor = entry.marks, entry.tensor
     if is_dtensor(marks.tensor):  # its mesh describes it, but not its experts or stages
         return replace(tensor, key=entry.name, marks=None)
