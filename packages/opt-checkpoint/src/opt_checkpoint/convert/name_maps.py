@@ -281,34 +281,6 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
     return sizes
 
 
-def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
-    """The boxes that both sides share, with our name of each."""
-    our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
-    logical = tuple(range(our_depth, our_depth + len(sizes.block)))
-    axes = ((None,) * their_depth) + sides[1].axes(logical)
-    shapes = {
-        text: described.shape for text, described in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})
-    }
-    runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
-    for (our_text, our_start, first, end), (their_text, their_start, other, other_end) in _overlaps(
-        sides, sizes.lengths
-    ):
-        start = max(first, other)
-        length = min(end, other_end) - start
-        block = tuple(length if d == sizes.dim else n for d, n in enumerate(sizes.block))
-        at = [
-            tuple(position if d == sizes.dim else 0 for d in range(len(block)))
-            for position in (our_start + start - first, their_start + start - other)
-        ]
-        if 0 not in block:
-            runs[our_text, their_text].append((at[0], sides[1].axes(at[1]), (1,) * our_depth + block))
-    for (their_text, in_ours), their_name in theirs.items():
-        for (our_text, in_theirs), our_name in ours.items():
-            for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):
-                within = Within(shapes[their_text], (*in_theirs, *theirs_at), axes)
-                yield our_name, Piece(Box((*in_ours, *ours_at), extent), their_name, within)
-
-
 class _Segment(NamedTuple):
     """Elements of one part that are consecutive in a tensor: its pattern, the position of the first one in it along the
     axis of the parts, and the range of elements of the part."""
@@ -319,19 +291,35 @@ class _Segment(NamedTuple):
     end: int
 
 
-def _overlaps(sides: _Sides, lengths: tuple[tuple[int, ...], tuple[int, ...]]) -> Iterator[tuple[_Segment, _Segment]]:
-    """Pairs of our and their segments that share elements of a part."""
-    found: list[dict[int, list[_Segment]]] = []
-    for side, own in zip(sides, lengths, strict=True):
-        segments: dict[int, list[_Segment]] = defaultdict(list)
+def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Iterator[tuple[str, Piece]]:
+    """The boxes that both sides share, with our name of each."""
+    our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
+    logical = tuple(range(our_depth, our_depth + len(sizes.block)))
+    axes = ((None,) * their_depth) + sides[1].axes(logical)
+    shapes = {
+        text: described.shape for text, described in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})
+    }
+    segments: list[dict[int, list[_Segment]]] = [defaultdict(list), defaultdict(list)]  # of each side, by part
+    for side, lengths, found in zip(sides, sizes.lengths, segments, strict=True):
         for text, (_, parts) in side.patterns.items():
             groups, position = side.groups if len(parts) > 1 else 1, 0
             for group, part in itertools.product(range(groups), parts):
-                length = own[part] // groups
-                segments[part].append(_Segment(text, position, group * length, (group + 1) * length))
+                length = lengths[part] // groups
+                found[part].append(_Segment(text, position, group * length, (group + 1) * length))
                 position += length
-        found.append(segments)
-    for part, segments_of_part in found[0].items():
-        for ours, theirs in itertools.product(segments_of_part, found[1][part]):
-            if max(ours.first, theirs.first) < min(ours.end, theirs.end):
-                yield ours, theirs
+    runs: dict[tuple[str, str], list[tuple[Shape, Shape, Shape]]] = defaultdict(list)
+    for part, of_part in segments[0].items():
+        for own, other in itertools.product(of_part, segments[1][part]):
+            start, end = max(own.first, other.first), min(own.end, other.end)
+            block = tuple(end - start if d == sizes.dim else n for d, n in enumerate(sizes.block))
+            if start < end and 0 not in block:
+                at = [
+                    tuple(segment.position + start - segment.first if d == sizes.dim else 0 for d in range(len(block)))
+                    for segment in (own, other)
+                ]
+                runs[own.text, other.text].append((at[0], sides[1].axes(at[1]), (1,) * our_depth + block))
+    for (their_text, in_ours), their_name in theirs.items():
+        for (our_text, in_theirs), our_name in ours.items():
+            for ours_at, theirs_at, extent in runs.get((our_text, their_text), ()):
+                within = Within(shapes[their_text], (*in_theirs, *theirs_at), axes)
+                yield our_name, Piece(Box((*in_ours, *ours_at), extent), their_name, within)

@@ -156,9 +156,27 @@ def find_arrays(folder: Path) -> dict[str, Array]:
         CheckpointCorruptError: a file is damaged, or the index contradicts the files.
         OSError: a file cannot be read.
     """
-    listed = _weight_map(folder) if (folder / INDEX).exists() else None
+    listed: dict[str, str] | None = None
+    if (folder / INDEX).exists():
+        try:
+            listed = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
+        except (ValueError, RecursionError, TypeError, KeyError) as error:
+            raise CheckpointCorruptError(
+                f"{folder / INDEX} is not an index of safetensors files: {error!r:.200}"
+            ) from None
+        files = sorted({str(file) for file in listed.values()})
+        for file in files:
+            check_file_name(file)
+    elif not folder.is_dir():
+        raise CheckpointNotFoundError(f"{folder} does not exist, or is not a directory")
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+        files = [_SINGLE] if _SINGLE in files else files
+        if len(files) != 1:
+            several = f"{len(files)} safetensors files and no {INDEX}, which would say which belong together"
+            raise CheckpointNotFoundError(f"{folder} has {several if files else 'no safetensors file'}")
     found: dict[str, Array] = {}
-    for file in [_only_file(folder)] if listed is None else sorted(set(listed.values())):
+    for file in files:
         try:
             arrays = _read_header(folder / file)
         except FileNotFoundError:
@@ -174,27 +192,6 @@ def find_arrays(folder: Path) -> dict[str, Array]:
                 f"{name} is in {here} of {folder}, and {INDEX} says in {listed.get(name, 'no file')}"
             )
     return found
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of every tensor, by the index."""
-    try:
-        weight_map = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
-    except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise CheckpointCorruptError(f"{folder / INDEX} is not an index of safetensors files: {error!r:.200}") from None
-    for file in map(str, weight_map.values()):
-        check_file_name(file)
-    return {name: str(file) for name, file in weight_map.items()}
-
-
-def _only_file(folder: Path) -> str:
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(f"{folder} does not exist, or is not a directory")
-    files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if _SINGLE in files or len(files) == 1:
-        return _SINGLE if _SINGLE in files else files[0]
-    several = f"{len(files)} safetensors files and no {INDEX}, which would say which belong together"
-    raise CheckpointNotFoundError(f"{folder} has {several if files else 'no safetensors file'}")
 
 
 def _read_header(path: Path) -> dict[str, Array]:

@@ -64,7 +64,15 @@ def sharded_model(
             which part of the model each rank has.
     """
     ranks = ranks_of(process_group)
-    described = _described_by_modules(model)
+    described: dict[str, Any] = {}
+    describing: list[str] = []  # prefixes of modules that describe themselves, as Megatron-Core's do
+    for name, module in model.named_modules():
+        describe = getattr(module, "sharded_state_dict", None)
+        if describe is None or any(name.startswith(outer) for outer in describing):
+            continue
+        if "prefix" in inspect.signature(describe).parameters:
+            describing.append(f"{name}." if name else "")
+            described |= describe(prefix=describing[-1])
     values = {n: v for n, v in model.state_dict(keep_vars=True).items() if n not in described}
     names = plain_names(model, values)
     marks = marks_of(model, names, values)
@@ -101,18 +109,3 @@ def _axes_of(groups: Any) -> ModelAxes:
         dense=Replica(dense.rank, dense.size),
         expert=Replica(expert.rank, expert.size),
     )
-
-
-def _described_by_modules(model: nn.Module) -> dict[str, Any]:
-    """The entries of modules that describe themselves, as Megatron-Core's do, by name."""
-    found: dict[str, Any] = {}
-    describing: list[str] = []
-    for name, module in model.named_modules():
-        describe = getattr(module, "sharded_state_dict", None)
-        is_inside = any(name.startswith(outer) for outer in describing)
-        if is_inside or describe is None or "prefix" not in inspect.signature(describe).parameters:
-            continue
-        prefix = f"{name}." if name else ""
-        describing.append(prefix)
-        found |= describe(prefix=prefix)
-    return found

@@ -88,7 +88,10 @@ def sharded_optimizer(
     tensors: dict[str, dict[str, ShardedTensor]] = defaultdict(dict)
     plain: dict[str, dict[str, Any]] = defaultdict(dict)
     named = list(_named(model, optimizer))
-    states = _state_by_param(optimizer)
+    states: Mapping[Tensor, Mapping[str, Any]] = optimizer.state
+    if type(optimizer).state_dict is not Optimizer.state_dict:  # in another form, such as codes
+        params = [own.param for own in named]
+        states = {params[index]: values for index, values in optimizer.state_dict()["state"].items()}
     for own in named:
         for state_name, value in states.get(own.param, {}).items():
             if not isinstance(value, Tensor):
@@ -109,14 +112,6 @@ def sharded_optimizer(
         **groups_to_saved(optimizer.param_groups, _names_by_group(optimizer, named)),
     }
     return ScopedState(parts, replaces=OPTIMIZER)
-
-
-def _state_by_param(optimizer: Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
-    """State in the form of the optimizer's `state_dict`; torch's own optimizers return the state itself."""
-    if type(optimizer).state_dict is Optimizer.state_dict:
-        return optimizer.state
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {params[index]: states for index, states in optimizer.state_dict()["state"].items()}
 
 
 def _described(own: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:

@@ -146,10 +146,6 @@ class ShardedTensorFactory(ShardedBase):
             flattened_range=flat,
         )
 
-    def built_tensors(self) -> list[ShardedTensor]:
-        """The tensors that `build` returns, as a flat list."""
-        return list(_tensors(self.build()))
-
     def declared(self) -> ShardedTensorFactory:
         """The same factory declared by segments, if `build_fn` cuts the local tensor into runs of rows; else itself.
 
@@ -159,7 +155,7 @@ class ShardedTensorFactory(ShardedBase):
         if self.segments or self.build_fn is None or self.data is None or self.data.dim() == 0 or not self.data.numel():
             return self
         numbers = torch.arange(self.data.numel()).view(self.data.shape)
-        built = list(_tensors(self.build_fn(self.key, numbers, self.replica_id, None)))
+        built = list(tensors_in(self.build_fn(self.key, numbers, self.replica_id, None)))
         found = [_segment_of(self, piece, row_numel=numbers[0].numel()) for piece in built]
         segments = sorted((s for s in found if s is not None), key=lambda segment: segment.row_start)
         stops = [0, *(segment.row_stop for segment in segments)]
@@ -181,15 +177,16 @@ class ShardedTensorFactory(ShardedBase):
         return self.data
 
 
-def _tensors(built: Any) -> Iterator[ShardedTensor]:
+def tensors_in(built: Any) -> Iterator[ShardedTensor]:
+    """The tensors in what a factory builds."""
     if isinstance(built, ShardedTensor):
         yield built
     elif isinstance(built, dict):
         for value in built.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(built, list | tuple):
         for value in built:
-            yield from _tensors(value)
+            yield from tensors_in(value)
 
 
 def _segment_of(factory: ShardedTensorFactory, piece: ShardedTensor, *, row_numel: int) -> Segment | None:

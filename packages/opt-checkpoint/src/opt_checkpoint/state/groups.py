@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -43,13 +43,6 @@ class GroupReport:
     gone: tuple[str, ...]
     kept: dict[int, tuple[str, ...]]
     regrouped: tuple[int, ...]
-
-
-class _SavedGroup(NamedTuple):
-    """A saved group, and a parameter of the current group that was in it."""
-
-    group: Group
-    param: str
 
 
 def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]]) -> dict[str, Any]:
@@ -127,7 +120,7 @@ def apply_saved_groups(
         for name in own:
             if name in where:
                 first.setdefault(where[name], name)
-        sources = [_SavedGroup(groups[saved_in], name) for saved_in, name in first.items()]
+        sources = [(groups[saved_in], name) for saved_in, name in first.items()]
         update = _update(group, sources, on_conflict, override)
         update.update((k, v) for k, v in override.items() if k in group)
         updates.append(update)
@@ -144,27 +137,32 @@ def apply_saved_groups(
     return GroupReport(new=new, gone=tuple(n for n in where if n not in current), kept=kept, regrouped=tuple(regrouped))
 
 
-def _update(group: Group, sources: Sequence[_SavedGroup], on_conflict: Conflict, override: Mapping[str, Any]) -> Group:
-    """The values that the saved groups give to the fields of `group`. A field of `override` is never a conflict."""
+def _update(
+    group: Group, sources: Sequence[tuple[Group, str]], on_conflict: Conflict, override: Mapping[str, Any]
+) -> Group:
+    """The values for the fields of `group` from saved groups, each with a parameter that was in it.
+
+    A field of `override` is never a conflict.
+    """
     update: Group = {}
-    for field in dict.fromkeys(k for source in sources for k in source.group):
-        first = next(s for s in sources if field in s.group)
+    for field in dict.fromkeys(field for saved, _ in sources for field in saved):
         if field in override:
             update[field] = override[field]
             continue
-        if _is_nan(first.group[field]) and on_conflict != "current":
+        value, param = next((saved[field], param) for saved, param in sources if field in saved)
+        if _is_nan(value) and on_conflict != "current":
             raise GroupMismatchError(
-                f"group field {field!r}: parameter {first.param} was saved with nan, which is not a hyper-parameter; "
+                f"group field {field!r}: parameter {param} was saved with nan, which is not a hyper-parameter; "
                 f"load with override={{{field!r}: ...}}"
             )
-        other = next((s for s in sources if not _equal(s.group.get(field), first.group[field])), None)
-        if other is None or on_conflict == "saved":
-            update[field] = first.group[field]
+        others = [(saved.get(field), other) for saved, other in sources if not _equal(saved.get(field), value)]
+        if not others or on_conflict == "saved":
+            update[field] = value
         elif on_conflict == "error":
             raise GroupMismatchError(
-                f"group field {field!r}: parameter {first.param} was saved with {first.group[field]!r}, parameter "
-                f"{other.param} with {other.group.get(field)!r}, and now they share a group; load with "
-                f"on_conflict='saved' or 'current', or override={{{field!r}: ...}}"
+                f"group field {field!r}: parameter {param} was saved with {value!r}, parameter {others[0][1]} with "
+                f"{others[0][0]!r}, and now they share a group; load with on_conflict='saved' or 'current', or "
+                f"override={{{field!r}: ...}}"
             )
         elif field in group:
             update[field] = group[field]

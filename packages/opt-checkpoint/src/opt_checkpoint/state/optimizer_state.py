@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.factory import ShardedTensorFactory
+from opt_checkpoint.state.factory import ShardedTensorFactory, tensors_in
 from opt_checkpoint.state.sharded import (
     LocalNonpersistentObject,
     ReplicaId,
@@ -268,7 +268,7 @@ def _block_of(param: ShardedParam) -> _Block:
         place = param.local_shape, first.global_shape, first.global_offset
         return _Block(*place, len(first.global_shape) - len(param.local_shape), flat, param.replica_id)
     # Its function does more than cut rows: it begins where one of its tensors begins.
-    built = param.built_tensors()
+    built = list(tensors_in(param.build()))
     if not built or any(piece.prepend_axis_num for piece in built):
         raise CheckpointValueError(
             f"state of {param.key} has a different shape from its parameter, and the rows that the factory's function "
