@@ -199,9 +199,18 @@ def _bucket_states(index: CheckpointIndex, slots: Sequence[BucketSlot], scratch:
             f"{by_bucket[min(unknown)][0].name}: no bucket has (group, buffer, bucket) {min(unknown)}; there are "
             f"{', '.join(map(str, sorted(buckets)))}"
         )
-    for bucket, states in buckets.items():
-        for key in states.values():
-            _check_bucket(key, math.prod(index.tensors[key].shape), by_bucket[bucket])
+    for key, placed in [(key, by_bucket[bucket]) for bucket, states in buckets.items() for key in states.values()]:
+        end, numel = 0, math.prod(index.tensors[key].shape)
+        for slot in placed:
+            if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
+                raise CheckpointValueError(
+                    f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
+                    f"{_START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the "
+                    f"run that saved it"
+                )
+            end = slot.stop
+        if end != numel:
+            raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")
     folder = scratch / "buckets"
     folder.mkdir()
     keys = [key for states in buckets.values() for key in states.values()]
@@ -255,18 +264,3 @@ def _buckets(index: CheckpointIndex) -> dict[_BucketId, dict[str, str]]:
             f"not dp_reshardable; fully_reshardable directories load as they are"
         )
     return found
-
-
-def _check_bucket(key: str, numel: int, slots: Sequence[BucketSlot]) -> None:
-    """Raise unless slots, sorted by their starts, fill a bucket except for padding."""
-    end = 0
-    for slot in slots:
-        if not end <= slot.start < end + _START_MULTIPLE or slot.stop > numel:
-            raise CheckpointValueError(
-                f"{slot.name}: elements [{slot.start}, {slot.stop}) of {key} must begin less than "
-                f"{_START_MULTIPLE} after element {end} and end within its {numel} elements; pass the slots of the run "
-                f"that saved it"
-            )
-        end = slot.stop
-    if end != numel:
-        raise CheckpointValueError(f"elements [{end}, {numel}) of {key} belong to no slot: it has another layout")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.ranks import Ranks, ranks_of
-from opt_checkpoint.state.model_parallel import ModelAxes, Replica, marks_of, place_
+from opt_checkpoint.state.model_parallel import ModelAxes, marks_of, place_
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tensors import is_dtensor, sharded_like
 from opt_checkpoint.state.tree import ScopedState
@@ -99,13 +99,12 @@ def _axes_of(groups: Any) -> ModelAxes:
         group = next((group for group in found if group is not None), None)
         return Ranks() if group is None else ranks_of(group)
 
-    dense, expert = axis("dp_cp", "dp"), axis("expt_dp")
     return ModelAxes(
         all_ranks=ranks_of(None),
         tp=axis("tp"),
         expert_tp=axis("expt_tp"),
         ep=axis("ep"),
         pp=axis("pp"),
-        dense=Replica(dense.rank, dense.size),
-        expert=Replica(expert.rank, expert.size),
+        dense=axis("dp_cp", "dp"),
+        expert=axis("expt_dp"),
     )

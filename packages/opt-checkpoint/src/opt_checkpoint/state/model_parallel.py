@@ -54,8 +54,8 @@ class ModelAxes:
     expert_tp: Axis
     ep: Axis
     pp: Axis
-    dense: Replica
-    expert: Replica
+    dense: Axis | Replica
+    expert: Axis | Replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

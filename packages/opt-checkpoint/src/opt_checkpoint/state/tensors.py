@@ -108,20 +108,21 @@ def sharded_like(key: str, tensor: Tensor, *, replica_id: ReplicaId = 0) -> Shar
         CheckpointingException: the local values are not one block, or are partial sums. With FSDP2 and tensor
             parallelism on one axis (`_StridedShard`) they are one block, unless an uneven axis makes it ambiguous.
     """
+    shape, zeros = tuple(tensor.shape), (0,) * tensor.dim()
     if not isinstance(tensor, DTensor):
-        shape = tuple(tensor.shape)
-        begin, pieces = (0,) * len(shape), (1,) * len(shape)
-        return ShardedTensor(key, tensor, tensor.dtype, shape, shape, begin, pieces, replica_id)
+        return ShardedTensor(key, tensor, tensor.dtype, shape, shape, zeros, (1,) * tensor.dim(), replica_id)
     local, offset = local_tensor(tensor), _offset_of(key, tensor)
+    # A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
+    replica = tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if isinstance(p, Replicate))
     return ShardedTensor(
         key=key,
         data=local,
         dtype=local.dtype,
         local_shape=tuple(local.shape),
-        global_shape=tuple(tensor.shape),
-        global_offset=offset if local.numel() else (0,) * len(offset),
+        global_shape=shape,
+        global_offset=offset if local.numel() else zeros,
         axis_fragmentations=None,
-        replica_id=_replica_of(tensor),
+        replica_id=replica or 0,
         may_repeat=tensor.device_mesh.size() < dist.get_world_size(),
         source=tensor,
     )
@@ -189,14 +190,6 @@ def _offset_of(key: str, tensor: DTensor) -> Shape:
             f"tensor.redistribute(placements=[Shard(0), ...])"
         )
     return tuple(run.start for run in runs if run is not None)
-
-
-def _replica_of(tensor: DTensor) -> ReplicaId:
-    """This rank's coordinates on the mesh axes that replicate; all zeros on the main replica.
-
-    A mesh that is a part of the world, such as `mesh["dp"]` of dp and tp, does not describe replicas outside it.
-    """
-    return tuple(c for c, p in zip(_coordinate(tensor), tensor.placements) if isinstance(p, Replicate)) or 0
 
 
 def _coordinate(tensor: DTensor) -> Sequence[int]:
