@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, size_problems
@@ -75,13 +75,6 @@ class Rollback(NamedTuple):
     steps: Mapping[int, str]
 
 
-class _Record(NamedTuple):
-    """The content of `superseded.json`: steps abandoned for good, and rollbacks that depend on a save."""
-
-    steps: dict[int, str]
-    pending: list[Rollback]
-
-
 class Series:
     """The steps in one directory, and the record of abandoned ones. Used on rank 0 only.
 
@@ -92,8 +85,8 @@ class Series:
     def __init__(self, directory: Location) -> None:
         self.directory, self.store = directory, store_at(directory)
         self._issued: set[str] = set()  # saves of this process that may still be committed
-        self._committed: set[int] = set()  # steps that need not be looked at again
-        self._whole: dict[int, bool] = {}  # by manifest and sizes; steps of this process are not looked at
+        # Committed steps, which need not be looked at again: whether manifest and sizes are right; None if unknown.
+        self._whole: dict[int, bool | None] = {}
         self._lock = threading.RLock()  # two tiers save in two threads
 
     def path(self, step: int) -> Location:
@@ -106,13 +99,13 @@ class Series:
         Raises:
             OSError: the step cannot be read.
         """
-        if step not in self._committed:
+        if step not in self._whole:
             try:
                 if self.store.committed(step_name(step)) is None:
                     return False
             except CheckpointCorruptError:
                 pass
-            self._committed.add(step)
+            self._whole[step] = None
         return True
 
     def committed(self) -> set[int]:
@@ -135,7 +128,7 @@ class Series:
             if at_most is not None and step > at_most:
                 continue
             if self.is_committed(step) and not self._is_abandoned(step, gone):
-                if step not in damaged and self._whole.get(step, True):
+                if step not in damaged and self._whole.get(step) is not False:
                     return step
                 bad.append(step_name(step))
         if bad and at_most is None:
@@ -150,12 +143,11 @@ class Series:
 
     def add(self, step: int) -> None:
         """Remember that this process has saved a step."""
-        self._committed.add(step)
         self._whole[step] = True
 
     def _is_whole(self, step: int) -> bool:
         """Whether a committed step has all its files, by manifest and sizes. Each step is looked at once."""
-        if step not in self._whole:
+        if self._whole.get(step) is None:
             try:
                 problems = size_problems(read_committed(self.path(step)))
             except CheckpointCorruptError as error:
@@ -164,7 +156,7 @@ class Series:
             for name, problem in problems.items():
                 logger.warning("%s is damaged and does not count as kept: %s: %s", self.path(step), name, problem)
                 break
-        return self._whole[step]
+        return bool(self._whole[step])
 
     def retire(
         self, newest: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None = None
@@ -199,7 +191,6 @@ class Series:
 
     def _delete(self, step: int) -> None:
         self.store.retire(step_name(step))
-        self._committed.discard(step)
         self._whole.pop(step, None)
 
     def abandoned(self) -> dict[int, str]:
@@ -209,15 +200,15 @@ class Series:
             CheckpointCorruptError: the record is damaged.
             OSError: it cannot be read.
         """
-        record = self._read()
-        for pending in record.pending:
-            if self.save_of(pending.step) == pending.save_id:
-                record.steps.update(pending.steps)
-        return record.steps
+        steps, pending = self._read()
+        for rollback in pending:
+            if self.save_of(rollback.step) == rollback.save_id:
+                steps |= rollback.steps
+        return steps
 
     def pending(self) -> list[Rollback]:
         """Rollbacks whose save may not have been committed."""
-        return self._read().pending
+        return self._read()[1]
 
     def begin(self, step: int, save_id: str) -> bool:
         """Record, before a save, that later steps are abandoned once it is committed; False if there are none."""
@@ -228,23 +219,23 @@ class Series:
             if later:
                 others = [other for other in self.pending() if other.save_id in self._issued][-_MOST_PENDING:]
                 self._issued.add(save_id)
-                self._write(_Record(self.abandoned(), [*others, Rollback(step, save_id, later)]))
+                self._write(self.abandoned(), [*others, Rollback(step, save_id, later)])
             return bool(later)
 
     def finish(self, saved: int, save_id: str, stays: int | None = None) -> None:
         """After the commit of a step by a save, abandon what its rollback names, and delete abandoned steps before it
         but `stays`."""
         with self._lock:
-            record = self._read()
-            if not record.steps and not record.pending:
+            steps, before = self._read()
+            if not steps and not before:
                 return
             gone = self.abandoned()
-            for other in record.pending:
+            for other in before:
                 gone |= other.steps if other.save_id == save_id else {}
             left = {step: save for step, save in gone.items() if self.save_of(step) == save}
-            pending = [other for other in record.pending if other.save_id in self._issued - {save_id}]
+            pending = [other for other in before if other.save_id in self._issued - {save_id}]
             if left or pending:  # first, so that no deletion can bring a step back
-                self._write(_Record(left, pending))
+                self._write(left, pending)
             for step in [step for step in left if step < saved and step != stays]:
                 self._delete(step)
                 del left[step]
@@ -258,21 +249,22 @@ class Series:
         except (FileNotFoundError, CheckpointCorruptError):
             return None
 
-    def _read(self) -> _Record:
+    def _read(self) -> tuple[dict[int, str], list[Rollback]]:
+        """The content of `superseded.json`: steps abandoned for good, and rollbacks that depend on a save."""
         try:
             content = json.loads(self.store.read(SUPERSEDED))
             pending = [Rollback(int(p["step"]), str(p["save_id"]), _saves(p["steps"])) for p in content["pending"]]
-            return _Record(_saves(content["steps"]), pending)
+            return _saves(content["steps"]), pending
         except FileNotFoundError:
-            return _Record({}, [])
+            return {}, []
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointCorruptError(
                 f"{self.store.path(SUPERSEDED)} is damaged, so that it is unknown which steps the run has abandoned; "
                 f"remove it to resume from the step with the highest number"
             ) from error
 
-    def _write(self, record: _Record) -> None:
-        content = {"steps": record.steps, "pending": [pending._asdict() for pending in record.pending]}
+    def _write(self, steps: Mapping[int, str], pending: Sequence[Rollback]) -> None:
+        content = {"steps": steps, "pending": [rollback._asdict() for rollback in pending]}
         self.store.put(SUPERSEDED, json.dumps(content).encode())
 
 
