@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -208,11 +209,9 @@ def _convert(options: argparse.Namespace) -> int:
         torch_files.checkpoint_to_dcp(source, target, at=at, name=options.name or "")
     else:
         dtype = dtype_from_name(options.dtype) if options.dtype else None
-        chosen = "*" if options.tensor is None else options.tensor
-        written = safetensors.checkpoint_to_safetensors(
-            source, target, names=rules, select=chosen, prefix=prefix, dtype=dtype
-        )
-        if others := safetensors.left_out(source, select=chosen, prefix=prefix):
+        chosen: dict[str, Any] = {"select": "*" if options.tensor is None else options.tensor, "prefix": prefix}
+        written = safetensors.checkpoint_to_safetensors(source, target, names=rules, dtype=dtype, **chosen)
+        if others := safetensors.left_out(source, **chosen):
             print(f"left out, as safetensors files hold tensors only: {', '.join(others)}", file=sys.stderr)
     for path in written:
         print(path)

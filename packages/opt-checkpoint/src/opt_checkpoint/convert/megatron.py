@@ -56,9 +56,7 @@ def read_step(index: CheckpointIndex, common: Any) -> int | None:
     places += [read_object(index, key) for key in sorted(index.objects) if _GROUPS_OBJECT.fullmatch(key)]
     steps = {int(v) for place in places for name in ("step", "common_step") for v in _values_of(place, name)}
     if len(steps) > 1:
-        raise CheckpointValueError(
-            f"{index.path} holds different step counts: {sorted(steps)}; pass the right one as step= (--step)"
-        )
+        raise CheckpointValueError(f"{index.path} holds different step counts: {sorted(steps)}; pass step= (--step)")
     return steps.pop() if steps else None
 
 

@@ -148,9 +148,8 @@ def _sides_of(rule: NameRule) -> _Sides:
         for names in (names_of(side) if side else () for side in (rule.ours, rule.theirs))
     )
     numbers = [side[0].numbers if side else () for side in (ours, theirs)]
-    our_stack, their_stack = (
-        tuple(name for name in other if name not in own) for own, other in (numbers, reversed(numbers))
-    )
+    our_stack = tuple(name for name in numbers[1] if name not in numbers[0])
+    their_stack = tuple(name for name in numbers[0] if name not in numbers[1])
     return (_Side(ours, rule.groups, our_stack, False), _Side(theirs, rule.their_groups, their_stack, rule.transposed))
 
 
@@ -252,10 +251,8 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
     ):
         raise CheckpointMismatchError(f"{name} has shape {list(first.shape)}, too few axes for {rule}")
     block, shares = side.axes(first.shape[depth:]), rule.shares or (1,) * rule.parts
-    length, total = (
-        block[rule.dim] if rule.dim < len(block) else 1,
-        sum(shares[part] for part in side.patterns[text][1]),
-    )
+    length = block[rule.dim] if rule.dim < len(block) else 1
+    total = sum(shares[part] for part in side.patterns[text][1])
     groups = math.lcm(*(own.groups for own in instance.sides if len(own.patterns) < rule.parts))
     if any(length * share % (total * groups) for share in shares):
         raise CheckpointMismatchError(
@@ -296,9 +293,7 @@ def _pieces(sides: _Sides, sizes: _Sizes, ours: _Names, theirs: _Names) -> Itera
     our_depth, their_depth = len(sides[0].stack), len(sides[1].stack)
     logical = tuple(range(our_depth, our_depth + len(sizes.block)))
     axes = ((None,) * their_depth) + sides[1].axes(logical)
-    shapes = {
-        text: described.shape for text, described in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})
-    }
+    shapes = {text: own.shape for text, own in sizes.described(1, sides, {(t, ()): t for t in sides[1].patterns})}
     segments: list[dict[int, list[_Segment]]] = [defaultdict(list), defaultdict(list)]  # of each side, by part
     for side, lengths, found in zip(sides, sizes.lengths, segments, strict=True):
         for text, (_, parts) in side.patterns.items():

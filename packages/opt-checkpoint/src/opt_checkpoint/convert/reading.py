@@ -48,9 +48,7 @@ def load_torch_file(file: PathLike) -> Any:
     except (OSError, CheckpointingException):
         raise
     except pickle.UnpicklingError as error:
-        raise CheckpointCorruptError(
-            f"{file} holds more than tensors and plain values; nothing of it was run"
-        ) from error
+        raise CheckpointCorruptError(f"{file} holds more than tensors and values; nothing of it was run") from error
     except Exception as error:  # torch raises many exception types on files that it did not write
         cause = str(error).strip().partition("\n")[0]
         raise CheckpointCorruptError(f"{file} cannot be read by torch.load(weights_only=True): {cause}") from error

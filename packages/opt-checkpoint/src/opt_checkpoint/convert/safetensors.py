@@ -94,9 +94,7 @@ def save_safetensors(
 
     def new_writer() -> _Writer:
         if others := [path_text(path) for path, value in leaves(state) if not isinstance(value, held | dict)]:
-            raise CheckpointValueError(
-                f"safetensors files hold tensors only; leave {', '.join(others[:8])} out of the state"
-            )
+            raise CheckpointValueError(f"safetensors files hold tensors only; leave out {', '.join(others[:8])}")
         return _Writer(local_path(folder, _FOLDER), names, dtype, shard_bytes)
 
     def finish(writer: _Writer) -> None:
@@ -223,10 +221,8 @@ def _runs(values: Tensor, box: Box, piece: Piece, array: Array) -> Iterator[tupl
     for part in split_rows(shared, -(-shared.numel * values.element_size() // _COPY_BYTES)):
         converted = box.part_of(values, part).to(array.dtype)
         offsets = tuple(o - b for o, b in zip(part.offsets, piece.box.offsets))
-        region, raw = (
-            piece.within.region(offsets, part.sizes),
-            bytes_view(contiguous(piece.within.as_stored(converted))),
-        )
+        region = piece.within.region(offsets, part.sizes)
+        raw = bytes_view(contiguous(piece.within.as_stored(converted)))
         strides = [n * array.dtype.itemsize for n in row_major_strides(region.chunk)]
         # The region is complete along all axes after `axis`, so its part at one index of the axes before is one run.
         axis = next((d for d in reversed(range(len(region.sizes))) if region.sizes[d] != region.chunk[d]), 0)
@@ -295,10 +291,8 @@ def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
             chunks.append(StoredChunk(box=piece.box, place=place, within=piece.within))
         tensors[key] = StoredTensor(shape=described.shape, dtype=described.dtype, chunks=tuple(chunks))
     files = {file: StoredFile(size=(folder / file).stat().st_size) for file in {own.file for own in found.values()}}
-    details = {COPIES: frozenset(mapped.tied)}
-    return CheckpointIndex(
-        path=folder, kind=Kind.SAFETENSORS, tensors=tensors, objects={}, files=files, details=details
-    )
+    copies = {COPIES: frozenset(mapped.tied)}
+    return CheckpointIndex(path=folder, kind=Kind.SAFETENSORS, tensors=tensors, objects={}, files=files, details=copies)
 
 
 def safetensors_to_checkpoint(

@@ -139,9 +139,7 @@ def layout_of(tensors: Mapping[str, Described], *, dtype: torch.dtype | None, sh
         raw = json.dumps(entries, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
         if len(raw) > _MAX_HEADER_BYTES:
-            raise CheckpointValueError(
-                f"the header would have {len(raw)} bytes, but readers accept at most 100 MB; use a smaller shard_bytes"
-            )
+            raise CheckpointValueError(f"a header of {len(raw)} bytes; readers accept 100 MB: lower shard_bytes")
         layout.headers[file] = len(raw).to_bytes(8, "little") + raw
         for name, stored, shape in shard:
             layout.arrays[name] = Array(file, stored, shape, 8 + len(raw) + entries[name]["data_offsets"][0])
@@ -161,9 +159,7 @@ def find_arrays(folder: Path) -> dict[str, Array]:
         try:
             listed = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
         except (ValueError, RecursionError, TypeError, KeyError) as error:
-            raise CheckpointCorruptError(
-                f"{folder / INDEX} is not an index of safetensors files: {error!r:.200}"
-            ) from None
+            raise CheckpointCorruptError(f"{folder / INDEX} is no index of safetensors files: {error!r:.200}") from None
         files = sorted({str(file) for file in listed.values()})
         for file in files:
             check_file_name(file)
@@ -186,11 +182,9 @@ def find_arrays(folder: Path) -> dict[str, Array]:
                 raise CheckpointCorruptError(f"{name} is in {found[name].file} and in {file} of {folder}")
             found[name] = array
     for name in () if listed is None else sorted(listed.keys() | found.keys()):
-        here = found[name].file if name in found else "no file"
-        if listed is not None and listed.get(name) != here:
-            raise CheckpointCorruptError(
-                f"{name} is in {here} of {folder}, and {INDEX} says in {listed.get(name, 'no file')}"
-            )
+        here, there = found[name].file if name in found else "no file", (listed or {}).get(name, "no file")
+        if here != there:
+            raise CheckpointCorruptError(f"{name} is in {here} of {folder}, and {INDEX} says in {there}")
     return found
 
 
@@ -205,9 +199,7 @@ def _read_header(path: Path) -> dict[str, Array]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise CheckpointCorruptError(
-                f"{path} is not a safetensors file: its header would have {length} bytes, but the file has {size}"
-            )
+            raise CheckpointCorruptError(f"{path} is not a safetensors file: {length} bytes of header in {size}")
         raw = file.read(length)
     try:
         entries = json.loads(raw, object_pairs_hook=_distinct)
@@ -225,9 +217,7 @@ def _read_header(path: Path) -> dict[str, Array]:
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{path} is not a safetensors file: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(
-            f"{path} is not a safetensors file: {f'its header is not JSON: {error}':.200}"
-        ) from None
+        raise CheckpointCorruptError(f"{path} is not a safetensors file: no JSON header: {error!s:.150}") from None
     return arrays
 
 

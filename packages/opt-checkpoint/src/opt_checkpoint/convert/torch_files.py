@@ -124,9 +124,7 @@ def checkpoint_to_torch_file(path: AnyPath, file: PathLike, *, at: tuple[str, ..
     """
     opened, target = open_checkpoint(path), local_path(file, "the .pt file")
     if lookup(opened.common, (*at, "groups")) is ABSENT:  # another form may not keep the order of parameters
-        raise CheckpointKeyError(
-            f"{opened.index.path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}"
-        )
+        raise CheckpointKeyError(f"{path} holds no optimizer of sharded_optimizer or of opt-stack at {'.'.join(at)}")
     saved = find_optimizer(opened, at)
     stored = {key: opened.index.tensors[key] for keys in saved.keys.values() for key in keys.values()}
     index = {name: number for number, name in enumerate(name for own in saved.names for name in own)}
@@ -164,9 +162,7 @@ def checkpoint_to_dcp(path: PathLike, folder: PathLike, *, at: Sequence[str] = (
     source = local_path(path, "a checkpoint whose files are to be linked")
     opened, target = open_checkpoint(source), local_path(folder, "a directory for dcp.load")
     if opened.index.kind is not Kind.OURS:
-        raise CheckpointValueError(
-            f"{path} was written by {opened.index.kind.value}; only checkpoints of opt-checkpoint are converted"
-        )
+        raise CheckpointValueError(f"{path} was written by {opened.index.kind.value}, not by opt-checkpoint")
     if os.path.lexists(target):
         raise CheckpointExistsError(f"{target} exists; choose another folder")
     saved, archives = find_optimizer(opened, at), read_dcp_index(source, store_at(source).sizes())

@@ -37,9 +37,7 @@ def plain_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         for part in _WRAPPERS:
             plain = plain.replace(part, "")
         if plain in found:
-            raise CheckpointValueError(
-                f"{found[plain]} and {name} of the model would both be stored as {plain}; rename one of the modules"
-            )
+            raise CheckpointValueError(f"{found[plain]} and {name} would both be stored as {plain}; rename one module")
         found[plain] = name
     return {name: plain for plain, name in found.items()}
 

@@ -178,15 +178,13 @@ def load_optimizer(
     """
     ranks = ranks_of(process_group)
     source = same_location(ranks, "loading an optimizer", path, verify=verify)
-    opened = open_everywhere(ranks, source, verify)
+    found = open_everywhere(ranks, source, verify)
 
     def read(wanted: ShardedStateDict) -> object:
-        planner = ShardedLoadPlanner(wanted, opened, strict="raise_missing", aliases=NO_ALIASES)
-        return carry_out_load(ranks, planner, CheckpointReader(opened.index, verify=verify))
+        planner = ShardedLoadPlanner(wanted, found, strict="raise_missing", aliases=NO_ALIASES)
+        return carry_out_load(ranks, planner, CheckpointReader(found.index, verify=verify))
 
-    return fill_optimizer(
-        model, optimizer, opened, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override
-    )
+    return fill_optimizer(model, optimizer, found, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override)
 
 
 def fill_optimizer(
@@ -263,11 +261,9 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
 
 def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
-    then = saved.param_shapes.get(own.name)
-    if then is not None and saved.state_names.get(own.name) and tuple(then) != tuple(own.param.shape):
-        raise CheckpointMismatchError(
-            f"{own.name} has shape {list(own.param.shape)}, but its state was saved for shape {list(then)}"
-        )
+    then, now = saved.param_shapes.get(own.name), list(own.param.shape)
+    if then is not None and saved.state_names.get(own.name) and list(then) != now:
+        raise CheckpointMismatchError(f"{own.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}
     for state_name, key in saved.keys.get(own.name, {}).items():
         stored = index.tensors[key]
@@ -353,9 +349,7 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
         for state in [state for state in states if state not in plain]:
             found = [f"{prefix}{state}.{name}" for prefix in prefixes if f"{prefix}{state}.{name}" in index.tensors]
             if not found:
-                raise CheckpointKeyError(
-                    f"{index.path}: parameter {name} was saved with {states}, but {state} is not stored"
-                )
+                raise CheckpointKeyError(f"{index.path}: {name} was saved with {states}, but {state} is not stored")
             keys[name][state] = found[0]
     shapes = saved.get("param_shapes", {})  # older checkpoints lack it
     return SavedOptimizer(groups, saved["names"], saved["state_names"], saved["plain_state"], shapes, keys)

@@ -98,9 +98,7 @@ class ShardedTensorFactory(ShardedBase):
                 )
             row = segment.row_stop
         if declared and (not self.local_shape or row != self.local_shape[0]):
-            raise CheckpointValueError(
-                f"segments of {self.key} cover {row} rows, but the local block has shape {self.local_shape}"
-            )
+            raise CheckpointValueError(f"segments of {self.key} cover {row} rows of the local {self.local_shape}")
 
     def without_data(self) -> ShardedTensorFactory:
         """The same factory with `data=None`."""

@@ -61,9 +61,7 @@ def groups_to_saved(param_groups: Sequence[Group], names: Sequence[Sequence[str]
         GroupMismatchError: a name is in two groups, or the numbers of groups differ.
     """
     if len(param_groups) != len(names):
-        raise GroupMismatchError(
-            f"{len(param_groups)} groups, but {len(names)} list(s) of names; pass one list per group"
-        )
+        raise GroupMismatchError(f"{len(param_groups)} groups, but {len(names)} list(s) of names; pass one per group")
     first: dict[str, int] = {}
     for number, own in enumerate(names):
         for name in own:
@@ -110,9 +108,7 @@ def apply_saved_groups(
     fields = sorted({field for group in (*param_groups, *groups) for field in group} - NOT_STORED)
     unknown = sorted(set(override) - set(fields))
     if unknown and fields:  # they would have no effect
-        raise GroupMismatchError(
-            f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
-        )
+        raise GroupMismatchError(f"override of {unknown[0]}: no group has this field; fields are {', '.join(fields)}")
     where = {name: number for number, own in enumerate(saved["names"]) for name in own}
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):

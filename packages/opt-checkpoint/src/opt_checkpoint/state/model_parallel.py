@@ -356,6 +356,7 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
     tp, replica = (axes.expert_tp, axes.expert) if marks.is_expert else (axes.tp, axes.dense)
     cuts, is_cut = list(entry.cuts), marks.is_cut and tp.size > 1
     replica_id = (entry.copy, 0 if is_cut else tp.rank, replica.rank)
+    options: dict[str, Any] = {"replica_id": replica_id, "has_mains": tensor.has_mains}
     if is_cut:
         if marks.dim is None or marks.dim >= marks.tensor.dim():
             given = "no partition_dim" if marks.dim is None else f"partition_dim={marks.dim}"
@@ -365,18 +366,10 @@ def _described(axes: ModelAxes, entry: _Entry) -> ShardedTensor | ShardedTensorF
                 f"tensor_model_parallel=False if all ranks have the same values"
             )
         if marks.stride > 1:
-            return ShardedTensorFactory(
-                entry.name,
-                tensor.data,
-                segments=_segments(entry, tp, marks.dim),
-                local_shape=tuple(tensor.data.shape),
-                replica_id=replica_id,
-                has_mains=tensor.has_mains,
-            )
+            segments, shape = _segments(entry, tp, marks.dim), tuple(tensor.data.shape)
+            return ShardedTensorFactory(entry.name, tensor.data, segments=segments, local_shape=shape, **options)
         cuts.append((marks.dim, tp.rank, tp.size))
-    return ShardedTensor.from_rank_offsets(
-        entry.name, tensor.data, *cuts, replica_id=replica_id, has_mains=tensor.has_mains
-    )
+    return ShardedTensor.from_rank_offsets(entry.name, tensor.data, *cuts, **options)
 
 
 def _segments(entry: _Entry, tp: Axis, dim: int) -> tuple[Segment, ...]:

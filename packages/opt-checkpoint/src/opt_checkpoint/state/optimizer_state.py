@@ -158,9 +158,7 @@ def get_param_id_to_sharded_param_map(
                 f" It holds plain tensors, as {path_text(plain.path)}, which do not say what part of a global tensor "
                 f"they are. Pass opt_checkpoint.sharded_model(model), or a ShardedTensor of each parameter."
             )
-        raise CheckpointValueError(
-            f"none of the optimizer's {len(positions)} parameters is in the model state dict.{hint}"
-        )
+        raise CheckpointValueError(f"none of {len(positions)} optimizer parameters is in the model state dict.{hint}")
     return found
 
 

@@ -116,9 +116,7 @@ class ShardedTensor(ShardedBase):
         """
         data, flat, key = self.data, self.flattened_range, self.key
         if data is not None and data.dtype != self.dtype:
-            raise CheckpointValueError(
-                f"Data dtype should match `dtype` attribute: {data.dtype} is not {self.dtype} ({key})"
-            )
+            raise CheckpointValueError(f"Data dtype should match `dtype`: {data.dtype} is not {self.dtype} ({key})")
         if data is not None and flat is None and tuple(data.shape) != self.local_shape:
             raise CheckpointValueError(
                 f"Data shape {tuple(data.shape)} does not match local_shape {self.local_shape} ({key})"
@@ -307,14 +305,11 @@ class ShardedObject(ShardedBase):
 
     def validate_metadata_integrity(self) -> None:
         """Raise `CheckpointingException` if shape and offset do not match. A size of -1 is unknown."""
-        if len(self.global_shape) != len(self.global_offset):
-            raise CheckpointValueError(
-                f"Global shape {self.global_shape} and offset {self.global_offset} differ in length ({self.key})"
-            )
-        if any(o < 0 or o >= n != -1 for o, n in zip(self.global_offset, self.global_shape)):
-            raise CheckpointValueError(
-                f"Offset {self.global_offset} lies outside the grid of shape {self.global_shape} ({self.key})"
-            )
+        shape, offset = self.global_shape, self.global_offset
+        if len(shape) != len(offset):
+            raise CheckpointValueError(f"Global shape {shape} and offset {offset} differ in length ({self.key})")
+        if any(o < 0 or o >= n != -1 for o, n in zip(offset, shape)):
+            raise CheckpointValueError(f"Offset {offset} lies outside the grid of shape {shape} ({self.key})")
 
     def without_data(self) -> ShardedObject:
         """The same description with `data=None`."""

@@ -31,7 +31,7 @@ STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.complex128: "ComplexDoubleStorage",
     }
 )
-_UNTYPED = (
+_UNTYPED: tuple[torch.dtype, ...] = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
@@ -43,9 +43,7 @@ _UNTYPED = (
     # Dtypes of newer versions of torch. Two values of float4_e2m1fn_x2 share a byte and count as one element.
     *(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
 )
-_BY_NAME: Mapping[str, torch.dtype] = MappingProxyType(
-    {str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)}
-)
+_BY_NAME = MappingProxyType({str(d).removeprefix("torch."): d for d in (*STORAGE_CLASSES, *_UNTYPED)})
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()})
 BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})
 

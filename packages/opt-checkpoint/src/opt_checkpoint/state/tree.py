@@ -223,9 +223,7 @@ def apply_factory_merges(loaded: Any, factories: Any) -> Any:
         if isinstance(loaded, dict) and key not in loaded:
             raise ValueError(f"Different dict keys: {key!r} of the factories is not among the loaded {list(loaded)}")
         if isinstance(loaded, list) and not (isinstance(key, int) and 0 <= key < len(loaded)):
-            raise ValueError(
-                f"Cannot merge dict key {key!r} into a list of {len(loaded)}; keys must be positions in it"
-            )
+            raise ValueError(f"Cannot merge key {key!r} into a list of {len(loaded)}; keys must be positions in it")
         loaded[key] = apply_factory_merges(loaded[key], factory)
     return loaded
 

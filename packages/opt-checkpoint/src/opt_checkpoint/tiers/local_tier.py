@@ -316,10 +316,8 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
             attempt(store.make_dir, store.path(folder))
         for number in range(max(map(len, chunks.values()), default=0)):
             works = []
-            moved = [
-                (p, own[number], memory[p][: own[number].nbytes]) for p, own in chunks.items() if number < len(own)
-            ]
-            for parcel, chunk, message in moved:
+            now = [(p, own[number], memory[p][: own[number].nbytes]) for p, own in chunks.items() if number < len(own)]
+            for parcel, chunk, message in now:
                 if parcel in sources:
                     attempt(sources[parcel].read_into, chunk.file, chunk.start, bytes_view(message))
                 go, peer = (dist.isend, parcel.receiver) if parcel in sources else (dist.irecv, parcel.sender)
@@ -328,7 +326,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
             for work in works:
                 if work is not None:
                     work.wait()
-            for parcel, chunk, message in moved:
+            for parcel, chunk, message in now:
                 if parcel in arrivals:
                     attempt(write, parcel, chunk, bytes_view(message))
         for parcel, folder in arrivals.items():
@@ -367,9 +365,7 @@ def _complete(store: Directory, parcel: Parcel, folder: str, crcs: Mapping[str, 
         raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
     for name, file in index.files.items():
         if crcs.get(name) != file.crc:
-            raise CheckpointCorruptError(
-                f"{name} of {parcel.name} on rank {parcel.sender} is damaged: its checksum is wrong"
-            )
+            raise CheckpointCorruptError(f"{name} of {parcel.name} on rank {parcel.sender} is damaged: wrong checksum")
     store.rename(store.path(folder), store.path(parcel.name))
 
 

@@ -69,9 +69,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
             box = f"{shard.key}@{'.'.join(map(str, offsets))}"
             first = stored.setdefault(box, sharded_like(box, view)).data
             if first is not None and not are_equal(first, view):
-                raise CheckpointValueError(
-                    f"two different tensors would be stored as {shard.key}; give one of them another key"
-                )
+                raise CheckpointValueError(f"two different tensors would be {shard.key}; give one of them another key")
             boxes[box] = [shard.key, offsets]
     described = {
         "name": name._asdict(),

@@ -273,9 +273,8 @@ class TieredCheckpointManager(Closing):
             if self._durable.is_good(durable):
                 return Resume(durable, "durable", (), self._passed_over)
             newest = self._newest()  # without the damaged step
-            return newest and newest._replace(
-                passed_over=(f"step {durable} of the durable tier is damaged", *newest.passed_over)
-            )
+            skipped = f"step {durable} of the durable tier is damaged"
+            return newest and newest._replace(passed_over=(skipped, *newest.passed_over))
         if verdict.unusable:
             raise CheckpointMismatchError(f"{verdict.unusable[0]}; {self._no_durable()}")
         return None
