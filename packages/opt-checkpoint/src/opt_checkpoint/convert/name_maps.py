@@ -85,10 +85,9 @@ def _mapped(rules: Sequence[NameRule], tensors: Mapping[str, Described], *, know
         if known == 1 or not rule.tied:
             source = next(iter(names.values()))
             for name, count in Counter(made.values()).items():
-                if count > 1 or claimed.setdefault(name, source) != source:
-                    raise CheckpointKeyError(
-                        f"{name} would be created twice, from {claimed.get(name, source)} and from {source}"
-                    )
+                first = claimed.setdefault(name, source)
+                if count > 1 or first != source:
+                    raise CheckpointKeyError(f"{name} would be created twice, from {first} and from {source}")
             mapped.theirs.update(sizes.described(1, sides, theirs))
         found = mapped.tied if rule.tied else mapped.pieces
         found.update((name, []) for name in ours.values())  # also for tensors without elements

@@ -224,7 +224,7 @@ def megatron_gpt2_names(*, heads: int, vocab: int | None = None, stacked: bool =
     for what in ("weight", "bias"):
         turned = what == "weight"
         rules.append(NameRule(ours=f"decoder.final_layernorm.{what}", theirs=f"transformer.ln_f.{what}"))
-        rules.append(_qkv(ours, (f"{theirs}.attn.c_attn",) * 3, what, 1, heads, transposed=turned))
+        rules.append(_qkv(ours, (f"{theirs}.attn.c_attn",) * 3, what, 1, heads, turned=turned))
         rules += [
             NameRule(ours=f"{ours}.{a}.{what}", theirs=f"{theirs}.{b}.{what}", transposed=turned)
             for a, b in linear.items()
@@ -237,14 +237,12 @@ def _layer(stacked: bool) -> str:
     return "decoder.layers" if stacked else "decoder.layers.{layer}"
 
 
-def _qkv(
-    ours: str, theirs: tuple[str, ...], what: str, queries: int, groups: int, *, transposed: bool = False
-) -> NameRule:
+def _qkv(ours: str, theirs: tuple[str, ...], what: str, queries: int, groups: int, *, turned: bool = False) -> NameRule:
     """Rule for queries, keys and values. Our tensor has, for each group, its queries, then its key, then its value."""
     return NameRule(
         ours=f"{ours}.self_attention.linear_qkv.{what}",
         theirs=tuple(f"{name}.{what}" for name in theirs),
         shares=(queries, 1, 1),
         groups=groups,
-        transposed=transposed,
+        transposed=turned,
     )

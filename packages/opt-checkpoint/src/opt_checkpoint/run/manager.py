@@ -8,7 +8,6 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import torch.distributed as dist
@@ -57,9 +56,7 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception as failure:

@@ -158,13 +158,11 @@ class Series:
                 break
         return bool(self._whole[step])
 
-    def retire(
-        self, newest: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None = None
-    ) -> None:
+    def retire(self, new: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None) -> None:
         """Delete all but the newest `keep` whole steps, by number, and the folders of dead saves to other steps.
 
         Args:
-            newest: the step just saved, which stays.
+            new: the step just saved, which stays.
             keep: how many steps to keep.
             keep_every: multiples of this stay; None for none.
             damaged: steps that stay for inspection and do not count, as abandoned ones do.
@@ -174,12 +172,12 @@ class Series:
         for step in reversed(named_steps(self.store)):
             if step in damaged or self._is_abandoned(step, gone):
                 continue
-            if kept >= keep and step != newest and keep_every is not None and step % keep_every == 0:
+            if kept >= keep and step != new and keep_every is not None and step % keep_every == 0:
                 continue
             try:
                 if not self.is_committed(step):
                     uncommitted.append(step_name(step))
-                elif kept < keep or step == newest:
+                elif kept < keep or step == new:
                     kept += self._is_whole(step)
                 elif step != stays:
                     self._delete(step)

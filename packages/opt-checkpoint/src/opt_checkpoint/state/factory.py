@@ -100,10 +100,6 @@ class ShardedTensorFactory(ShardedBase):
         if declared and (not self.local_shape or row != self.local_shape[0]):
             raise CheckpointValueError(f"segments of {self.key} cover {row} rows of the local {self.local_shape}")
 
-    def without_data(self) -> ShardedTensorFactory:
-        """The same factory with `data=None`."""
-        return dataclasses.replace(self, data=None)
-
     @torch.no_grad()
     def build(self) -> Any:
         """Build the sharded tensors of this factory: a list for segments, otherwise what `build_fn` returns.

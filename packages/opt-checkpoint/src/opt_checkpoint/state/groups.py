@@ -133,9 +133,7 @@ def apply_saved_groups(
     return GroupReport(new=new, gone=tuple(n for n in where if n not in current), kept=kept, regrouped=tuple(regrouped))
 
 
-def _update(
-    group: Group, sources: Sequence[tuple[Group, str]], on_conflict: Conflict, override: Mapping[str, Any]
-) -> Group:
+def _update(group: Group, sources: Sequence[tuple[Group, str]], policy: Conflict, override: Mapping[str, Any]) -> Group:
     """The values for the fields of `group` from saved groups, each with a parameter that was in it.
 
     A field of `override` is never a conflict.
@@ -146,15 +144,15 @@ def _update(
             update[field] = override[field]
             continue
         value, param = next((saved[field], param) for saved, param in sources if field in saved)
-        if _is_nan(value) and on_conflict != "current":
+        if _is_nan(value) and policy != "current":
             raise GroupMismatchError(
                 f"group field {field!r}: parameter {param} was saved with nan, which is not a hyper-parameter; "
                 f"load with override={{{field!r}: ...}}"
             )
         others = [(saved.get(field), other) for saved, other in sources if not _equal(saved.get(field), value)]
-        if not others or on_conflict == "saved":
+        if not others or policy == "saved":
             update[field] = value
-        elif on_conflict == "error":
+        elif policy == "error":
             raise GroupMismatchError(
                 f"group field {field!r}: parameter {param} was saved with {value!r}, parameter {others[0][1]} with "
                 f"{others[0][0]!r}, and now they share a group; load with on_conflict='saved' or 'current', or "

@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ class ShardedBase(ABC):
     def validate_metadata_integrity(self) -> None:
         """Raise `CheckpointingException` when the fields contradict each other."""
 
-    @abstractmethod
-    def without_data(self) -> ShardedBase:
+    def without_data(self) -> Self:
         """The same description with `data=None`, cheap to send to another rank."""
+        return dataclasses.replace(self, data=None)  # type: ignore[type-var]  # all subclasses are dataclasses
 
 
 @dataclass(slots=True, eq=False)
@@ -168,7 +168,7 @@ class ShardedTensor(ShardedBase):
         flat = None if self.flattened_range is None else flat_bounds(self.flattened_range)
         return ShardIdentity(self.key, self.global_offset, flat)
 
-    def without_data(self) -> ShardedTensor:
+    def without_data(self) -> Self:
         """The same description with `data=None`."""
         return dataclasses.replace(self, data=None, marks=None, source=None)
 
@@ -310,10 +310,6 @@ class ShardedObject(ShardedBase):
             raise CheckpointValueError(f"Global shape {shape} and offset {offset} differ in length ({self.key})")
         if any(o < 0 or o >= n != -1 for o, n in zip(offset, shape)):
             raise CheckpointValueError(f"Offset {offset} lies outside the grid of shape {shape} ({self.key})")
-
-    def without_data(self) -> ShardedObject:
-        """The same description with `data=None`."""
-        return dataclasses.replace(self, data=None)
 
     @property
     def unique_key(self) -> str:
