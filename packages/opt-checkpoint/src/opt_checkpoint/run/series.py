@@ -198,15 +198,11 @@ class Series:
             CheckpointCorruptError: the record is damaged.
             OSError: it cannot be read.
         """
-        steps, pending = self._read()
+        steps, pending = self.read()
         for rollback in pending:
             if self.save_of(rollback.step) == rollback.save_id:
                 steps |= rollback.steps
         return steps
-
-    def pending(self) -> list[Rollback]:
-        """Rollbacks whose save may not have been committed."""
-        return self._read()[1]
 
     def begin(self, step: int, save_id: str) -> bool:
         """Record, before a save, that later steps are abandoned once it is committed; False if there are none."""
@@ -215,7 +211,7 @@ class Series:
             saves = {later: self.save_of(later) for later in named_steps(self.store) if later > step}
             later = {number: save for number, save in saves.items() if save is not None}
             if later:
-                others = [other for other in self.pending() if other.save_id in self._issued][-_MOST_PENDING:]
+                others = [other for other in self.read()[1] if other.save_id in self._issued][-_MOST_PENDING:]
                 self._issued.add(save_id)
                 self._write(self.abandoned(), [*others, Rollback(step, save_id, later)])
             return bool(later)
@@ -224,7 +220,7 @@ class Series:
         """After the commit of a step by a save, abandon what its rollback names, and delete abandoned steps before it
         but `stays`."""
         with self._lock:
-            steps, before = self._read()
+            steps, before = self.read()
             if not steps and not before:
                 return
             gone = self.abandoned()
@@ -247,8 +243,8 @@ class Series:
         except (FileNotFoundError, CheckpointCorruptError):
             return None
 
-    def _read(self) -> tuple[dict[int, str], list[Rollback]]:
-        """The content of `superseded.json`: steps abandoned for good, and rollbacks that depend on a save."""
+    def read(self) -> tuple[dict[int, str], list[Rollback]]:
+        """The record: steps abandoned for good, and rollbacks whose save may not have been committed."""
         try:
             content = json.loads(self.store.read(SUPERSEDED))
             pending = [Rollback(int(p["step"]), str(p["save_id"]), _saves(p["steps"])) for p in content["pending"]]

@@ -113,32 +113,32 @@ class ShardedTensorFactory(ShardedBase):
             raise CheckpointValueError(f"factory {self.key} has no data to build from")
         if self.build_fn is not None:
             return self.build_fn(self.key, self.data, self.replica_id, self.flattened_range)
-        return [self._piece(self.data, segment) for segment in self.segments]
-
-    def _piece(self, data: Tensor, segment: Segment) -> ShardedTensor:
-        """The part of one segment that is in the held run of elements; its data is a view of `data`."""
-        local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
-        if self.flattened_range is None:
-            part, flat = data[segment.row_start : segment.row_stop], None
-        else:
-            row_numel, (low, high) = math.prod(self.local_shape[1:]), flat_bounds(self.flattened_range)
-            first = segment.row_start * row_numel
-            start, stop = max(low, first), min(high, segment.row_stop * row_numel)
-            part, flat = data[:0], slice(0, 0)
-            if start < stop:
-                part, flat = data[start - low : stop - low], slice(start - first, stop - first)
-        return ShardedTensor(
-            key=self.key + segment.suffix,
-            data=part,
-            dtype=data.dtype,
-            local_shape=local_shape,
-            global_shape=segment.global_shape,
-            global_offset=segment.global_offset,
-            axis_fragmentations=None,
-            replica_id=self.replica_id,
-            prepend_axis_num=len(segment.global_shape) - len(local_shape),
-            flattened_range=flat,
-        )
+        data, built = self.data, []
+        for segment in self.segments:
+            local_shape = (segment.row_stop - segment.row_start, *self.local_shape[1:])
+            if self.flattened_range is None:
+                part, flat = data[segment.row_start : segment.row_stop], None
+            else:
+                row_numel, (low, high) = math.prod(self.local_shape[1:]), flat_bounds(self.flattened_range)
+                first = segment.row_start * row_numel
+                start, stop = max(low, first), min(high, segment.row_stop * row_numel)
+                part, flat = data[:0], slice(0, 0)
+                if start < stop:
+                    part, flat = data[start - low : stop - low], slice(start - first, stop - first)
+            piece = ShardedTensor(
+                key=self.key + segment.suffix,
+                data=part,  # a view
+                dtype=data.dtype,
+                local_shape=local_shape,
+                global_shape=segment.global_shape,
+                global_offset=segment.global_offset,
+                axis_fragmentations=None,
+                replica_id=self.replica_id,
+                prepend_axis_num=len(segment.global_shape) - len(local_shape),
+                flattened_range=flat,
+            )
+            built.append(piece)
+        return built
 
     def declared(self) -> ShardedTensorFactory:
         """The same factory declared by segments, if `build_fn` cuts the local tensor into runs of rows; else itself.

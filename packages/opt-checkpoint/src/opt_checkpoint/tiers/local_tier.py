@@ -31,7 +31,7 @@ from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
-from opt_checkpoint.tiers.parts import PartName, read_part_name, save_part
+from opt_checkpoint.tiers.parts import PartName, raise_first, read_part_name, save_part
 
 logger = logging.getLogger(__name__)
 _PART = re.compile(r"rank-\d{5,}")
@@ -339,11 +339,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
                 with suppress(OSError):
                     store.discard(folder)
 
-    def finish() -> None:
-        if errors:
-            raise errors[0]
-
-    from_all(ranks, finish, what)
+    from_all(ranks, lambda: raise_first(errors), what)
 
 
 def _chunks_of(source: Directory) -> list[_Chunk]:

@@ -7,6 +7,7 @@ record the global tensor and box of each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -146,10 +147,6 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
         own = {*index.tensors, *index.objects, *planner.stored_plain}
         return [next((key for key in keys if planner.stored_name(key) in own), None) for keys in missing]
 
-    def finish() -> None:
-        if errors:
-            raise errors[0]
-
     missing = from_all(ranks, plan, what)
     per_holder = from_all(ranks, find, what) if any(missing) else []
     found = [(rank, holder, key) for holder, keys in enumerate(per_holder) for rank, key in enumerate(keys) if key]
@@ -159,8 +156,14 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
             f"the local tier was saved in another layout: rank {rank} asks for {key}, which is in the part of "
             f"rank {holder}"
         )
-    from_all(ranks, finish, what)
+    from_all(ranks, lambda: raise_first(errors), what)
     return asked[0]
+
+
+def raise_first(errors: Sequence[BaseException]) -> None:
+    """Raise the first error, if there is one."""
+    if errors:
+        raise errors[0]
 
 
 def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:

@@ -282,7 +282,7 @@ class TieredCheckpointManager(Closing):
     def _unrecorded(self, tier: LocalTier, durable: int) -> Verdict | None:
         """The local step of a run that went back and died before the durable tier recorded that it is complete."""
         series = self._durable.series
-        for rollback in from_first(self._ranks, series.pending, f"reading {series.directory}"):
+        for rollback in from_first(self._ranks, lambda: series.read()[1], f"reading {series.directory}"):
             if rollback.step < durable:
                 verdict = tier.settle(self._ranks, not_before=rollback.step)
                 if verdict.local is not None and verdict.local.save == rollback.save_id:
