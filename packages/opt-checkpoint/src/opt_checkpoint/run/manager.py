@@ -8,7 +8,7 @@ import uuid
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -70,18 +70,6 @@ class Closing:
         raise NotImplementedError
 
 
-class _Resumed(NamedTuple):
-    """The step that was loaded last, which stays until enough later saves are committed.
-
-    Args:
-        step: the step; None before a load.
-        later: the steps that were saved after it.
-    """
-
-    step: int | None
-    later: set[int]
-
-
 class CheckpointManager(Closing):
     """Saves steps, keeps the newest few, and loads the newest complete one.
 
@@ -137,7 +125,9 @@ class CheckpointManager(Closing):
         self.series = Series(self.directory)
         self._known: set[int] | None = None  # on rank 0: steps that no other trainer has added
         self._left: dict[int, set[str | None]] = {}  # on rank 0: saves of steps after the one that was loaded last
-        self._resumed = _Resumed(None, set())  # on rank 0
+        # On rank 0: the step that was loaded last, which stays until enough saves after it are committed; and these.
+        self._resumed: int | None = None
+        self._later: set[int] = set()
         self._damaged: set[int] = set()  # by their checksums, on every rank
         self._verified: set[str | None] = set()  # saves whose checksums are right
         if self._ranks.rank == 0:
@@ -166,7 +156,7 @@ class CheckpointManager(Closing):
         path = self.series.path(step)
         if self._closed:
             raise CheckpointValueError(f"cannot save step {step}: this manager is closed; make a new one")
-        left, resumed = dict(self._left), self._resumed  # at this time: a load may follow while the save is running
+        left, later = dict(self._left), self._later  # at this time: a load may follow while the save is running
         save_id = uuid.uuid4().hex
 
         def write(snapshot: ShardedStateDict, _: Location, ranks: Ranks) -> None:
@@ -179,7 +169,7 @@ class CheckpointManager(Closing):
                 plans=self._plans,
                 save_id=save_id,
                 begin=lambda: self._prepare(step, save_id, left),
-                committed=lambda: self._retire(step, save_id, resumed),
+                committed=lambda: self._retire(step, save_id, later),
             )
 
         if not self._in_background:
@@ -339,19 +329,19 @@ class CheckpointManager(Closing):
     def _go_to(self, step: int) -> None:
         """The run continues from a step: it may save the later ones again."""
         if self._ranks.rank == 0:
-            self._resumed = _Resumed(step, set())
+            self._resumed, self._later = step, set()
             self._known = self.series.committed()
-            self._left = {later: {self.series.save_of(later)} for later in self._known if later > step}
+            self._left = {known: {self.series.save_of(known)} for known in self._known if known > step}
 
-    def _retire(self, saved: int, save_id: str, resumed: _Resumed) -> None:
-        """Delete all but the newest `keep` steps and `saved`, which a save that goes on from `resumed` has just made.
+    def _retire(self, saved: int, save_id: str, later: set[int]) -> None:
+        """Delete all but the newest `keep` steps and `saved`, which was just saved; it is added to `later`.
 
         Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
         are committed. In an object store this also removes leftovers of dead saves
         of other steps. On disks every save does that.
         """
-        resumed.later.add(saved)
-        stays = self._resumed.step if len(self._resumed.later) < self._keep else None
+        later.add(saved)
+        stays = self._resumed if len(self._later) < self._keep else None
         self.series.add(saved)
         self._damaged.discard(saved)
         self._left.pop(saved, None)

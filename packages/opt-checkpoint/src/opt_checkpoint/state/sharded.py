@@ -262,15 +262,8 @@ class ShardedTensor(ShardedBase):
 
         data = None if self.data is None else self.data.narrow(dim, start, length)
         shape = tuple(length if d == dim else n for d, n in enumerate(self.local_shape))
-        return [
-            dataclasses.replace(
-                self,
-                data=data,
-                local_shape=shape,
-                global_shape=scaled(self.global_shape),
-                global_offset=scaled(self.global_offset),
-            )
-        ]
+        whole, offset = scaled(self.global_shape), scaled(self.global_offset)
+        return [dataclasses.replace(self, data=data, local_shape=shape, global_shape=whole, global_offset=offset)]
 
 
 def flat_bounds(flat: slice) -> tuple[int, int]:

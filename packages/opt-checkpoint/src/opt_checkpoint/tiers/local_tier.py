@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ _PART = re.compile(r"rank-\d{5,}")
 _OF_TIER = "step {} of the local tier"
 _CHUNK_BYTES = 16 << 20
 RUN = "run.json"
-Inventory: TypeAlias = Collection[PartName]  # for one rank: the parts on its node
 
 
 class LocalChoice(NamedTuple):
@@ -66,11 +65,11 @@ class Verdict(NamedTuple):
 NOTHING = Verdict(None, ())
 
 
-def newest_whole(inventories: Sequence[Inventory], *, run: str, not_before: int) -> Verdict:
+def newest_whole(inventories: Sequence[Collection[PartName]], *, run: str, not_before: int) -> Verdict:
     """The newest step with the parts of all ranks, on any nodes.
 
     Args:
-        inventories: by rank.
+        inventories: for each rank, the parts on its node.
         run: parts of other runs are ignored.
         not_before: steps below this are ignored.
     """
