@@ -41,17 +41,7 @@ from opt_checkpoint.disk.index import (
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import (
-    ABSENT,
-    FlatState,
-    Path,
-    flatten_state,
-    lookup,
-    path_text,
-    scopes,
-    selected,
-    separate_tensors_,
-)
+from opt_checkpoint.state.tree import ABSENT, FlatState, Path, flatten_state, lookup, path_text, scopes, selected
 from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 
 logger = logging.getLogger(__name__)
@@ -111,7 +101,7 @@ class ShardedSavePlanner:
         if self._policy not in ("equal", "first_rank"):
             raise CheckpointValueError(f"common={self._policy!r}; allowed: equal, first_rank")
         self.flat = flatten_state(self._state)
-        separate_tensors_(self.flat)
+        self.flat.separate_tensors_()
         self._held = [(shard, tuple(boxes_of(shard))) for shard in self.flat.tensors.values()]
         self._contents = local_contents(self.flat, self._held)
         assert self._contents.layout is not None

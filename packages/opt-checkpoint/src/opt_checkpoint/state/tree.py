@@ -288,6 +288,19 @@ class FlatState:
     plain: dict[Path, Tensor]
     relative: dict[Path, Relative]
 
+    def separate_tensors_(self) -> None:
+        """Move the tensors in lists and tuples of common values to the plain tensors, under the keys of stock DCP.
+
+        Lists of a `ScopedState`, such as parameter groups, stay values.
+        """
+        parts = [path for path, _ in scopes(self.state)]
+        for path, value in self.common.items():
+            if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
+                self.common[path], tensors = without_tensors(path, value)
+                for inner, tensor in tensors.items():
+                    self.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
+                    self.plain[path + inner] = tensor
+
     def assembled(self, objects: Mapping[Path, Any], common: Mapping[Path, Any], dropped: frozenset[Path]) -> Any:
         """The nested state with every sharded value replaced by the loaded value.
 
@@ -358,20 +371,6 @@ def flatten_state(state: ShardedStateDict) -> FlatState:
         elif not isinstance(value, LocalNonpersistentObject):
             flat.common[path] = value
     return flat
-
-
-def separate_tensors_(flat: FlatState) -> None:
-    """Move the tensors in lists and tuples of common values to the plain tensors, under the keys of stock DCP.
-
-    Lists of a `ScopedState`, such as parameter groups, stay values. Writes to `flat`.
-    """
-    parts = [path for path, _ in scopes(flat.state)]
-    for path, value in flat.common.items():
-        if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
-            flat.common[path], tensors = without_tensors(path, value)
-            for inner, tensor in tensors.items():
-                flat.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
-                flat.plain[path + inner] = tensor
 
 
 def _with_stored_key(flat: FlatState, path: Path, value: S, parts: Mapping[Path, ScopedState]) -> S:
