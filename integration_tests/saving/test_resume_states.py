@@ -22,7 +22,7 @@ from partly_trained import (
 )
 from torch import nn
 
-from opt_checkpoint import CheckpointKeyError, load, read_index, save, sharded_model
+from opt_checkpoint import CheckpointKeyError, load, load_optimizer, read_index, save, sharded_model
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_config import OptimizerConfig, ParamKey
 from opt_distributed import run_threads
@@ -165,6 +165,10 @@ def test_torchs_adamw_goes_on_from_what_ours_saved(plain_run: Any, tmp_path: Pat
                 assert torch.equal(theirs.state[param][moment], want[name][moment])
     assert sum("exp_avg" in state for state in theirs.state.values()) == len(want) > 4
     assert [g["lr"] for g in theirs.param_groups] == [g["lr"] for g in optimizer.param_groups if g["params"]]
+    directly = torch.optim.AdamW([{"params": group["params"]} for group in groups], lr=1.0)
+    load_optimizer(model, directly, path)
+    for param, state in theirs.state.items():
+        assert all(torch.equal(directly.state[param][name], value) for name, value in state.items())
     theirs.step()
 
 

@@ -155,12 +155,9 @@ def test_prefixes_of_all_sharded_keys() -> None:
     assert [state["a"].key, state["l"][0].key] == ["first", "second.b"]
 
 
-def test_a_list_is_a_container_only_where_something_sharded_is_in_it() -> None:
-    state = {"groups": [{"lr": 1}], "tensors": [tensor("a"), 7], "nothing": {}, 3: "three"}
-    assert [leaf.path for leaf in leaves(state)] == [("groups",), ("tensors", 0), ("tensors", 1), ("nothing",), (3,)]
-
-
-def test_lists_of_different_length_on_save_and_load_never_meet(tmp_path: Path) -> None:
+def test_lists_hold_parts_only_of_what_is_sharded_and_of_different_length_never_meet(tmp_path: Path) -> None:
+    nested = {"groups": [{"lr": 1}], "tensors": [tensor("a"), 7], "nothing": {}, 3: "three"}
+    assert [leaf.path for leaf in leaves(nested)] == [("groups",), ("tensors", 0), ("tensors", 1), ("nothing",), (3,)]
     save({"l": [tensor("a"), {"x": 1}], "groups": [1, 2, 3]}, tmp_path / "x")
     state = load({"l": [tensor("a")], "groups": []}, tmp_path / "x").state
     assert state["groups"] == [1, 2, 3]

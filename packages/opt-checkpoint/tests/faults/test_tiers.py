@@ -111,13 +111,6 @@ def test_parts_of_another_run_are_never_taken(tmp_path: Path, ranks: RankPool) -
     assert resumed(ranks, 2, tmp_path) == Resume(1, "local", (0, 1), ())
 
 
-def test_another_number_of_ranks_takes_the_durable_tier(tmp_path: Path, ranks: RankPool) -> None:
-    ranks.run(3, save_steps, str(tmp_path), [1, 2, 3], {"durable_every": 2})
-    found = resumed(ranks, 2, tmp_path)
-    reason = "step 3 of the local tier: it was saved by 3 ranks, and this world has 2"
-    assert found == Resume(2, "durable", (), (reason,))
-
-
 def load_in_another_layout(rank: int, size: int, folder: str) -> None:
     state = state_at(0, rank, size, filled=False)
     state["w"] = state_at(0, 1 - rank, size, filled=False)["w"]  # the other rank's half
