@@ -331,17 +331,6 @@ def test_the_newest_few_are_kept(
     assert len(list(tmp_path.iterdir())) == len(left)
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_the_step_just_saved_stays_where_a_run_went_back(tmp_path: Path, background: bool) -> None:
-    """A run went back from step 9 to 2 and saved step 3, which was removed at once: it was not the newest by number."""
-    for step in (2, 9):
-        save(state_at(step, 0, 1), tmp_path / step_name(step))
-    with CheckpointManager(tmp_path, keep=1, in_background=background) as manager:
-        manager.save(3, state_at(3, 0, 1))
-    assert committed_steps(tmp_path) == [3]
-    assert verify_checkpoint(tmp_path / step_name(9)) == []  # abandoned, and there until the run saves a later step
-
-
 @pytest.mark.parametrize("options", [{"keep": 0}, {"keep_every": 0}])
 def test_keeping_nothing_is_refused(tmp_path: Path, options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 1"):

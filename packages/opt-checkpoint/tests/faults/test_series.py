@@ -81,15 +81,6 @@ def test_a_rollback_stays_rolled_back(place: Any, background: bool) -> None:
     assert_is_step(CheckpointManager(place).load(empty()).state, 121, 0, 1)
 
 
-def test_the_step_after_a_rollback_may_be_one_that_exists(place: Any) -> None:
-    saved(place, 100, 110, 120)
-    with CheckpointManager(place, keep=9) as manager:
-        manager.load(empty(), step=100)
-        manager.save(110, state_at(111, 0, 1))
-    assert CheckpointManager(place).steps() == [100, 110]
-    assert_is_step(CheckpointManager(place).load(empty()).state, 111, 0, 1)
-
-
 def test_abandoned_steps_are_deleted_once_the_run_has_passed_them(place: Any) -> None:
     saved(place, 100, 120, 130)
     with CheckpointManager(place, keep=1) as manager:

@@ -29,11 +29,7 @@ from opt_checkpoint.tiers.local_tier import LocalTier
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-
-def tiers(folder: str, rank: int, **options: Any) -> TieredCheckpointManager:
-    """A manager on a node of its own."""
-    options = {"durable_every": 100, **options}
-    return TieredCheckpointManager(f"{folder}/node-{rank}", f"{folder}/durable", node=f"node-{rank}", **options)
+from local_tiers import tiers
 
 
 def half(step: int, rank: int) -> ShardedTensor:
