@@ -114,42 +114,38 @@ class ShardedTensor(ShardedBase):
         Raises:
             CheckpointingException: dtype, shapes, offsets, fragmentation or flat range do not fit.
         """
-        data, flat, key = self.data, self.flattened_range, self.key
+        data, flat, key, block = self.data, self.flattened_range, self.key, self.global_block_shape
+        local, whole, offset = self.local_shape, self.global_shape, self.global_offset
         if data is not None and data.dtype != self.dtype:
             raise CheckpointValueError(f"Data dtype should match `dtype`: {data.dtype} is not {self.dtype} ({key})")
-        if data is not None and flat is None and tuple(data.shape) != self.local_shape:
+        if data is not None and flat is None and tuple(data.shape) != local:
+            raise CheckpointValueError(f"Data shape {tuple(data.shape)} does not match local_shape {local} ({key})")
+        if len(whole) != len(offset):
             raise CheckpointValueError(
-                f"Data shape {tuple(data.shape)} does not match local_shape {self.local_shape} ({key})"
+                f"Global shape {whole} and global offset {offset} must have as many axes as each other ({key})"
             )
-        if len(self.global_shape) != len(self.global_offset):
+        if len(block) != len(whole):
             raise CheckpointValueError(
-                f"Global shape {self.global_shape} and global offset {self.global_offset} "
-                f"must have as many axes as each other ({key})"
+                f"Local shape {local} plus {self.prepend_axis_num} prepended axes must have as many axes as the global "
+                f"shape {whole} ({key})"
             )
-        if len(self.local_shape) + self.prepend_axis_num != len(self.global_shape):
-            raise CheckpointValueError(
-                f"Local shape {self.local_shape} plus {self.prepend_axis_num} prepended axes must have as many axes as "
-                f"the global shape {self.global_shape} ({key})"
-            )
-        block = self.global_block_shape
         if self.axis_fragmentations is not None:
-            for offset, size in list(zip(self.global_offset, block))[self.prepend_axis_num :]:
-                if size != 0 and offset % size != 0:
+            for start, size in list(zip(offset, block))[self.prepend_axis_num :]:
+                if size != 0 and start % size != 0:
                     raise CheckpointValueError(
-                        f"Global offset ({offset}) must be divisible by local shape ({size}) ({key}); "
+                        f"Global offset ({start}) must be divisible by local shape ({size}) ({key}); "
                         f"for uneven sharding pass axis_fragmentations=None"
                     )
-        if any(o < 0 or o + n > g for o, n, g in zip(self.global_offset, block, self.global_shape)):
+        if any(o < 0 or o + n > g for o, n, g in zip(offset, block, whole)):
             raise CheckpointValueError(
-                f"Block of shape {block} at {self.global_offset} lies outside the global shape {self.global_shape} "
-                f"({key})"
+                f"Block of shape {block} at {offset} lies outside the global shape {whole} ({key})"
             )
         if flat is not None:
             start, stop = flat_bounds(flat)
-            if flat.step not in (None, 1) or not 0 <= start <= stop <= math.prod(self.local_shape):
+            if flat.step not in (None, 1) or not 0 <= start <= stop <= math.prod(local):
                 raise CheckpointValueError(
-                    f"flattened_range {flat} must be [start, stop) with step 1 within the "
-                    f"{math.prod(self.local_shape)} elements of the local block ({key})"
+                    f"flattened_range {flat} must be [start, stop) with step 1 within the {math.prod(local)} elements "
+                    f"of the local block ({key})"
                 )
             if data is not None and tuple(data.shape) != (stop - start,):
                 raise CheckpointValueError(
