@@ -44,7 +44,7 @@ SIGNED = Formula(
 LAYOUT = '''
 """Flat shards in the order of the forward."""
 
-from opt_distributed.layout.planners import flat_layout
+from opt_distributed.layout import flat_layout
 
 
 def forward_layout(params, **sizes):
@@ -92,12 +92,12 @@ ADDITIONS = {
     "a layout": (
         Edit("opt_distributed/layout/forward.py", "", LAYOUT),
         Edit(
-            "opt_distributed/layout/layouts.py",
+            "opt_distributed/buffers/planner.py",
             "LAYOUTS = (AS_IT_CAME, REPLICATED, ",
             "from opt_config import FlatShards\nfrom opt_distributed.layout.forward import forward_layout\n\n"
             "FORWARD = LayoutKind(\n"
-            '    name="forward order", plan=lambda params, sizes: forward_layout(params, **sizes._asdict()),\n'
-            "    applies=lambda wanted: isinstance(wanted.sharding, FlatShards), is_sharded=True, cuts=True,\n)\n"
+            '    name="forward order", plan=forward_layout, is_sharded=True, cuts=True,\n'
+            "    applies=lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards),\n)\n"
             "LAYOUTS = (AS_IT_CAME, REPLICATED, FORWARD, ",
         ),
     ),

@@ -128,7 +128,7 @@ def test_whole_parameters_follow_each_other_where_megatron_core_pads_every_shard
 
 def test_shard_ranges_are_megatron_cores_and_ignore_parameter_boundaries() -> None:
     layout = flat_layout(vectors(1000, 1000), num_shards=4, shard_multiple=1)
-    pieces = [owned.piece for rank in range(4) for owned in layout.owned(rank)]
+    pieces = [piece for rank in range(4) for _, piece in layout.owned(rank)]
     assert [(p.id.name, p.of_param.start, p.of_param.stop, p.of_shard.start) for p in pieces] == [
         ("p1", 0, 512, 0),
         ("p1", 512, 1000, 0),
@@ -182,9 +182,9 @@ def test_every_element_has_exactly_one_owner(case: tuple[list[ParamShape], Layou
     params, layout = case
     owners: dict[ParamId, list[int]] = {param.id: [0] * param.numel for param in params}
     for rank in range(layout.num_shards):
-        for owned in layout.owned(rank):
-            counts = owners[owned.piece.id]
-            for element in range(owned.piece.of_param.start, owned.piece.of_param.stop):
+        for _, piece in layout.owned(rank):
+            counts = owners[piece.id]
+            for element in range(piece.of_param.start, piece.of_param.stop):
                 counts[element] += 1
     assert all(count == 1 for counts in owners.values() for count in counts)
 
@@ -209,7 +209,7 @@ def test_a_piece_is_the_same_elements_in_its_parameter_and_in_its_shard(
 def test_whole_layouts_cut_no_parameter(sizes: list[int], world: int, bucket: int | None, multiple: int) -> None:
     params = vectors(*sizes)
     layout = whole_layout(params, num_shards=world, bucket_size=bucket, shard_multiple=multiple)
-    pieces = [owned.piece for rank in range(world) for owned in layout.owned(rank)]
+    pieces = [piece for rank in range(world) for _, piece in layout.owned(rank)]
     assert {piece.id: piece.numel for piece in pieces} == {param.id: param.numel for param in params if param.numel}
 
 
@@ -308,7 +308,7 @@ def test_whole_layouts_balance_cost_within_thirty_percent(world: int) -> None:
 def test_a_plan_of_405_billion_parameters_over_4096_ranks_covers_them_once() -> None:
     layout = flat_layout(LLAMA_405B, num_shards=4096, bucket_size=4_096_000_000)
     assert layout.params_numel == sum(param.numel for param in LLAMA_405B) > 405 * 10**9
-    owned = sum(piece.piece.numel for rank in range(4096) for piece in layout.owned(rank))
+    owned = sum(piece.numel for rank in range(4096) for _, piece in layout.owned(rank))
     assert owned == layout.params_numel
     assert layout.numel < 1.001 * layout.params_numel
 

@@ -131,7 +131,7 @@ def _of_model(options: argparse.Namespace, config: OptimizerConfig, rules: Regis
     lines = [f"{plan}\n", f"rank {rank}: {plan.state_bytes(rank):,} bytes of state"]
     for buffer in plan.buffers:
         owned = list(buffer.layout.owned(rank % buffer.layout.num_shards))
-        numel = sum(own.piece.numel for own in owned)
+        numel = sum(piece.numel for _, piece in owned)
         lines.append(f"  {buffer.name}: {numel:,} {short(buffer.dtype)} elements in {len(owned)} pieces")
     return "\n".join(lines)
 

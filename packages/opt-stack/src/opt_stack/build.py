@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
 from opt_config import ConfigError, OnHost
-from opt_distributed.buffers import BufferPlan, ParamAndGradBuffer, ReducedGrads
+from opt_distributed.buffers import AS_IT_CAME, BufferPlan, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, Axes, Comm, HostComm, group_of, is_outside, mesh_of, replicas_outside
 from opt_distributed.comm import device as devices
-from opt_distributed.layout import AS_IT_CAME, Computes
+from opt_distributed.layout import Computes
 from opt_distributed.pieces import (
     BufferedGrads,
     HostMain,

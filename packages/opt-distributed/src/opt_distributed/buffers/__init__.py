@@ -7,6 +7,7 @@ from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
 from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import (
+    AS_IT_CAME,
     CODED_MULTIPLE,
     BufferPlan,
     WorldSizes,
@@ -36,7 +37,7 @@ from opt_distributed.buffers.stored import (
 )
 
 __all__ = [
-    "CODED_MULTIPLE", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
+    "AS_IT_CAME", "CODED_MULTIPLE", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",
     "ReducedGrads", "ReplicaError", "StorageError", "SyncedBuffer", "UnusableGradientError", "WorldSizes",
     "broadcast_replicas_", "check_apart", "check_replicas", "check_untrained", "checksums", "compare_copies",
     "default_bucket_size", "describe_stored", "is_bound", "matches", "not_trained", "plan_buffers",

@@ -1,6 +1,8 @@
 """The planner of buffers: which parameters share one, and its layout. Pure functions of parameter metadata.
 
 Wrapped chunks and plain ones ask the same function, so that the optimizer's plan and a wrapper's buffers are one thing.
+`LAYOUTS` is the table of layouts: which parameters each is for. To add a layout, write its planner in a file of
+`opt_distributed/layout`, and a row here. The first row that applies is used.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,16 +12,54 @@ from typing import NamedTuple
 
 import torch
 
-from opt_config import DistributedDataParallelConfig, Sharding
+from opt_config import DistributedDataParallelConfig, Replicated, Sharding, WholeParams
 from opt_distributed.comm.groups import Roles
-from opt_distributed.layout import Layout, LayoutKind, LayoutSizes, ParamShape, Wanted, layout_kind
+from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
-from opt_distributed.layout.layouts import AS_IT_CAME
 from opt_kernels.codecs import BLOCK
 from opt_paramgroups import ParamId, ParamMeta
 
 CODED_MULTIPLE = lcm(SHARD_MULTIPLE, BLOCK)
 """Elements. Cuts on its multiples divide no block of any built-in format, whatever rule is chosen later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutKind:
+    """A row of the table."""
+
+    name: str  # in plans
+    plan: Callable[..., Layout]  # takes the arguments of `flat_layout`
+    applies: Callable[[Sharding, ParamMeta, bool], bool]  # given whether the parameter's rule updates whole matrices
+    is_sharded: bool  # whether parameters move into a buffer of which each rank owns a shard
+    cuts: bool = False  # whether a parameter may be cut at any element: refused for rules that need whole matrices
+
+
+AS_IT_CAME = LayoutKind(
+    name="as it came",  # the local shard of the caller's DTensor, which is not sharded again
+    plan=lambda params, *, bucket_size, **_: replicated_layout(params, bucket_size=bucket_size),
+    applies=lambda sharding, meta, needs_whole: meta.is_dtensor,
+    is_sharded=False,
+)
+REPLICATED = LayoutKind(
+    name="replicated",
+    plan=AS_IT_CAME.plan,
+    applies=lambda sharding, meta, needs_whole: isinstance(sharding, Replicated),
+    is_sharded=False,
+)
+WHOLE = LayoutKind(
+    name="whole parameters",
+    plan=whole_layout,
+    applies=lambda sharding, meta, needs_whole: isinstance(sharding, WholeParams) and needs_whole,
+    is_sharded=True,
+)
+FLAT = LayoutKind(
+    name="flat shards",
+    plan=flat_layout,
+    applies=lambda sharding, meta, needs_whole: True,
+    is_sharded=True,
+    cuts=True,
+)
+LAYOUTS = (AS_IT_CAME, REPLICATED, WHOLE, FLAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +116,7 @@ class BufferPlan:
         because this rank may still compute the update of such a matrix."""
         if self.kind is AS_IT_CAME:
             return (Run(param.id, slice(0, param.numel)) for param in self.params)
-        owned = self.layout.owned(rank % self.layout.num_shards)
-        return (Run(piece.id, piece.of_param) for _, piece in owned)
+        return (Run(piece.id, piece.of_param) for _, piece in self.layout.owned(rank % self.layout.num_shards))
 
 
 def short(dtype: torch.dtype) -> str:
@@ -115,7 +154,7 @@ def plan_buffers(
     kinds = {}
     numels = {False: 0, True: 0}
     for id, meta in metas.items():
-        kind = layout_kind(Wanted(sharding, meta, needs_whole(meta)))
+        kind = next(kind for kind in LAYOUTS if kind.applies(sharding, meta, needs_whole(meta)))
         kinds[kind.name] = kind
         numels[meta.is_expert] += meta.numel
         stored = meta.local_shape if meta.is_dtensor else meta.shape
@@ -123,7 +162,8 @@ def plan_buffers(
         found.setdefault((meta.stored_dtype, grad_dtype(meta), meta.is_expert, kind.name), []).append(shape)
     plans = []
     for (dtype, grads, is_expert, name), params in found.items():
-        layout_sizes = LayoutSizes(
+        layout = kinds[name].plan(
+            params,
             num_shards=sizes.expert if is_expert else sizes.dense,
             bucket_size=bucket_size(numels[is_expert]),
             shard_multiple=shard_multiple,
@@ -136,7 +176,7 @@ def plan_buffers(
             is_expert=is_expert,
             kind=kinds[name],
             params=tuple(params),
-            layout=kinds[name].plan(params, layout_sizes),
+            layout=layout,
         )
         plans.append(plan)
     return tuple(plans)

@@ -1,8 +1,8 @@
 """Where every element lives: slots of parameters in buckets, shards of buckets on ranks. Integers only.
 
 A `Layout` holds no tensor, process group or device, so that any rank can compute it for every rank. One of three
-planners makes it (`flat_layout`, `whole_layout`, `replicated_layout`). Buffers allocate memory by it, and the step
-reads from it what this rank owns::
+planners makes it: `flat_layout` and `replicated_layout` of this file, or `whole_layout`. Buffers allocate memory by it,
+and the step reads from it what this rank owns::
 
     buffer   0 ─────────────────────────────────────────────────────────────▶ numel
     buckets  │ bucket 0                    │ bucket 1                       │   one collective for each
@@ -14,7 +14,7 @@ reads from it what this rank owns::
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import lcm, prod
@@ -104,13 +104,6 @@ class Piece(NamedTuple):
         return numel
 
 
-class Owned(NamedTuple):
-    """A piece, and the bucket that contains it."""
-
-    bucket: int
-    piece: Piece
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
     """A contiguous range of the buffer that is reduced and gathered as one. Its sizes, from largest to smallest:
@@ -170,19 +163,6 @@ class Bucket:
         shard = self.shard(rank, num_shards)
         return _overlaps(shard.start, shard.stop, self.chunk_bounds(num_shards))
 
-    def owned(self, rank: int, num_shards: int) -> Iterator[Piece]:
-        """The pieces of rank ``rank``'s shard, in ascending order; none if the shard is all padding."""
-        shard = self.shard(rank, num_shards)
-        first = bisect_right(self.slots, shard.start, key=lambda slot: slot.stop)
-        for index in range(first, len(self.slots)):
-            slot = self.slots[index]
-            if slot.start >= shard.stop:
-                break
-            low, high = max(slot.start, shard.start), min(slot.stop, shard.stop)
-            if low < high:
-                of_param = slice(low - slot.start, high - slot.start)
-                yield Piece(slot.id, of_param, slice(low - shard.start, high - shard.start))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
@@ -221,11 +201,21 @@ class Layout:
         for bucket in self.buckets:
             yield from bucket.slots
 
-    def owned(self, rank: int) -> Iterator[Owned]:
-        """The pieces that rank ``rank`` owns, in ascending order. Every element of every parameter has one owner."""
+    def owned(self, rank: int) -> Iterator[tuple[int, Piece]]:
+        """The index of a bucket, and a piece in it, for all pieces that rank ``rank`` owns, in ascending order.
+
+        Every element of every parameter has one owner.
+        """
         for index, bucket in enumerate(self.buckets):
-            for piece in bucket.owned(rank, self.num_shards):
-                yield Owned(index, piece)
+            shard = bucket.shard(rank, self.num_shards)
+            first = bisect_right(bucket.slots, shard.start, key=lambda slot: slot.stop)
+            for slot in (bucket.slots[at] for at in range(first, len(bucket.slots))):
+                if slot.start >= shard.stop:
+                    break
+                low, high = max(slot.start, shard.start), min(slot.stop, shard.stop)
+                if low < high:
+                    of_param = slice(low - slot.start, high - slot.start)
+                    yield index, Piece(slot.id, of_param, slice(low - shard.start, high - shard.start))
 
     def fingerprint(self) -> str:
         """64 hex digits, equal in every process for equal layouts. Ranks compare them before their first collective."""
@@ -257,6 +247,93 @@ def check_plannable(
         )
     if len({param.id for param in params}) != len(params):
         raise LayoutError("one parameter was passed twice; pass a tied parameter once, under its first name")
+
+
+def flat_layout(
+    params: Iterable[ParamShape],
+    *,
+    num_shards: int,
+    bucket_size: int | None = None,  # a bucket closes once it has as many elements; None: one bucket
+    shard_multiple: int = SHARD_MULTIPLE,
+    pad_for_high_busbw: bool = False,
+) -> Layout:
+    """Parameters in reverse registration order, in buckets whose shards ignore parameter boundaries (ZeRO-1).
+
+    Reverse, because backward produces the gradients of the last parameters first, so that bucket 0 is full, and
+    reduced, first. A bucket closes once it holds ``bucket_size`` elements or more; a shared embedding closes the open
+    bucket and is alone in its own. Starts are rounded to 64 elements, bucket ends to ``lcm(num_shards, 128)``, or
+    with ``pad_for_high_busbw`` to ``lcm(num_shards, 128, 65536)``.
+
+    Shard boundaries fall on multiples of ``shard_multiple`` elements, counted from the bucket's start and from each
+    parameter's own start. With 64, an elementwise rule sees the same vectors at any world size and returns the same
+    bits; with 1 the positions are exactly Megatron-Core's ``DistributedOptimizer``.
+
+    Raises:
+        LayoutError: see `check_plannable`; ``shard_multiple`` below 1.
+    """
+    shapes = tuple(params)
+    check_plannable(shapes, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
+    buckets = _in_order(
+        shapes,
+        bucket_size=bucket_size,
+        start_multiple=start_multiple(shard_multiple),
+        end_multiple=bucket_multiple(num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw),
+        isolates=True,
+    )
+    return Layout(buckets=buckets, num_shards=num_shards)
+
+
+def replicated_layout(params: Iterable[ParamShape], *, bucket_size: int | None = None) -> Layout:
+    """Parameters in reverse registration order without padding, one shard: every rank owns everything.
+
+    The gradients of a bucket are all-reduced. A shared embedding needs no bucket of its own, because nothing is cut.
+
+    Raises:
+        LayoutError: see `check_plannable`.
+    """
+    shapes = tuple(params)
+    check_plannable(shapes, num_shards=1, bucket_size=bucket_size, shard_multiple=1)
+    buckets = _in_order(shapes, bucket_size=bucket_size, start_multiple=1, end_multiple=1, isolates=False)
+    return Layout(buckets=buckets, num_shards=1)
+
+
+def _in_order(
+    params: Sequence[ParamShape],
+    *,
+    bucket_size: int | None,
+    start_multiple: int,
+    end_multiple: int,
+    isolates: bool,  # whether a shared embedding is alone in its bucket
+) -> tuple[Bucket, ...]:
+    """Parameters in reverse order. A bucket closes once it holds ``bucket_size`` elements, gaps included."""
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []  # of the open bucket
+    start = end = 0  # of the open bucket
+
+    def close(*, at_aligned: bool = False) -> None:
+        """Close the open bucket, if it holds a parameter.
+
+        ``at_aligned`` counts the gap before the next start as part of ``numel_unpadded``, as Megatron-Core does for a
+        bucket that a shared embedding cuts short.
+        """
+        nonlocal slots, start, end
+        if slots:
+            unpadded = round_up(end - start, start_multiple) if at_aligned else end - start
+            stop = round_up(end, end_multiple)
+            buckets.append(Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded))
+            slots, start, end = [], stop, stop
+
+    for param in reversed(params):
+        is_alone = isolates and param.shared_embedding
+        if is_alone:
+            close(at_aligned=True)
+        first = round_up(end, start_multiple)
+        end = first + param.numel
+        slots.append(Slot(param.id, first, end))
+        if is_alone or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    close()
+    return tuple(buckets)
 
 
 def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> list[int]:

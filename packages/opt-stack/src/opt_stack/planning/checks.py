@@ -14,6 +14,7 @@ from torch import nn
 
 from opt_config import ConfigError, DynamicScale, Replicated, WholeParams
 from opt_distributed.buffers import (
+    AS_IT_CAME,
     CODED_MULTIPLE,
     BufferPlan,
     DistributedDataParallel,
@@ -23,7 +24,6 @@ from opt_distributed.buffers import (
 )
 from opt_distributed.comm import Axes, Comm, GraphError, group_of
 from opt_distributed.comm import device as devices
-from opt_distributed.layout import AS_IT_CAME
 from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import CentralizeGradient, Hook, bare, hooks_of, shape_problem
 from opt_kernels.quantized import FP8

@@ -14,6 +14,7 @@ from torch import nn
 
 from opt_config import OnDevice, OptimizerConfig, ParamKey
 from opt_distributed.buffers import (
+    AS_IT_CAME,
     CODED_MULTIPLE,
     BufferPlan,
     DistributedDataParallel,
@@ -25,7 +26,6 @@ from opt_distributed.buffers import (
     uses_qk_layernorm,
 )
 from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.layout import AS_IT_CAME
 from opt_distributed.pieces import Numbers
 from opt_kernels.hooks import GivenHooks, bare, hooks_of
 from opt_kernels.rules import Needs, Rule, SOAPMuonRule, SOAPRule
@@ -269,11 +269,11 @@ def with_compute(draft: Draft) -> Plan:
     """
     plan, sizes, units = draft.plan, draft.sizes or WorldSizes.of(draft.roles), []
     shard_of = {  # of parameters that are dealt whole
-        owned.piece.id: rank
+        piece.id: rank
         for buffer in plan.buffers
         if max(sizes.dense_tp, sizes.expert_tp) > 1 and buffer.kind.is_sharded and not buffer.kind.cuts
         for rank in range(buffer.layout.num_shards)
-        for owned in buffer.layout.owned(rank)
+        for _, piece in buffer.layout.owned(rank)
     }
     for unit in plan.units:
         if unit.rule.needs is Needs.MATRICES:

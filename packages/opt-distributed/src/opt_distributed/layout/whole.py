@@ -1,4 +1,4 @@
-"""`ComputeLayout`: which rank computes the update of a matrix that several ranks store parts of. Integers only.
+"""Whole matrices: `whole_layout` assigns them to the ranks that own them, `compute_layout` to those that update them.
 
 Storage and compute differ where a rule needs a whole matrix and a rank stores only a part of it: under tensor
 parallelism, FSDP2, or both. The layout lists matrices in the order that all ranks follow, and says for each which rank
@@ -10,17 +10,134 @@ dim, after the axes before it. So ranks whose coordinates share a prefix store o
     (6, 4) over (2, 2) ranks, dims (0, 1)    (0,): rows 0-2    (0, 1): rows 0-2, cols 2-3    (1, 0): rows 3-5, cols 0-1
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from heapq import heapify, heapreplace
-from itertools import product
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
 
-from opt_distributed.layout.layout import LayoutError
-from opt_distributed.layout.planners import update_cost
+from opt_distributed.layout.layout import (
+    SHARD_MULTIPLE,
+    Bucket,
+    Layout,
+    LayoutError,
+    ParamShape,
+    Slot,
+    bucket_multiple,
+    check_plannable,
+    round_up,
+    start_multiple,
+)
 from opt_paramgroups import ParamId
+
+MIN_LARGEST = 2
+"""A bucket holds this many times the elements of its largest parameter (or `num_shards` times, if that is less).
+
+The owner of this parameter exchanges it in addition to its chunk, while other ranks wait: with 2, for at most half the
+time of the reduction or gather itself. A larger number takes less time, but makes fewer buckets that overlap.
+"""
+
+
+def update_cost(shape: tuple[int, ...]) -> int:
+    """Relative cost of a matrix rule: m·n·min(m, n), the multiplications of a Newton-Schulz product; a vector's numel.
+
+    The cost of a stack of matrices is the cost of one times their number.
+    """
+    if len(shape) < 2:
+        return prod(shape)
+    *stack, m, n = shape
+    return prod(stack) * max(m, n) * min(m, n) ** 2
+
+
+def whole_layout(
+    params: Iterable[ParamShape],
+    *,
+    num_shards: int,
+    bucket_size: int | None = None,  # minimum elements of a bucket; None: one bucket
+    shard_multiple: int = SHARD_MULTIPLE,
+    pad_for_high_busbw: bool = False,
+) -> Layout:
+    """Assign whole parameters to ranks, in reverse registration order, so that all ranks have similar update costs.
+
+    Parameters become a bucket once they hold ``bucket_size`` elements and `MIN_LARGEST` times the largest of them. In
+    a bucket, they are assigned in descending order of cost, each to the rank with the least cost so far (over all
+    buckets) among those that own no more than their share of the elements. So no rank owns more than its share and one
+    parameter. A rank's parameters follow each other; shards differ in size, and many are empty where a bucket has
+    fewer parameters than there are ranks. `imbalance` measures how uneven the costs are. Starts are rounded to 64
+    elements, bucket ends as in `flat_layout`.
+
+    Raises:
+        LayoutError: see `check_plannable`.
+    """
+    shapes = tuple(params)
+    check_plannable(shapes, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=shard_multiple)
+    multiple = start_multiple(shard_multiple)
+    end_multiple = bucket_multiple(num_shards, shard_multiple=shard_multiple, pad_for_high_busbw=pad_for_high_busbw)
+    share = sum(round_up(param.numel, multiple) for param in shapes) / num_shards
+    numels, costs = [0] * num_shards, [0] * num_shards  # of every rank, over the buckets so far
+    cheapest = [(0, rank) for rank in range(num_shards)]  # a heap; ranks that own more than their share leave it
+
+    def owner_of(param: ParamShape) -> int:
+        """Assign a parameter. Of a shared embedding it is rank 0, because pipeline stages that share it must agree."""
+        rank = 0
+        while not param.shared_embedding:  # ends, because not all ranks can own more than their share
+            cost, rank = cheapest[0]
+            if numels[rank] > share:
+                heappop(cheapest)
+            elif cost < costs[rank]:
+                heapreplace(cheapest, (costs[rank], rank))
+            else:
+                break
+        numels[rank] += round_up(param.numel, multiple)
+        costs[rank] += update_cost(param.shape)
+        return rank
+
+    buckets: list[Bucket] = []
+    for chunk in _chunks(shapes, num_shards=num_shards, bucket_size=bucket_size):
+        order = sorted(chunk, key=lambda param: (update_cost(param.shape), param.numel), reverse=True)
+        owners = [owner_of(param) for param in order]
+        position = start = buckets[-1].stop if buckets else 0
+        slots, cuts = [], [start] * (num_shards + 1)
+        for index in sorted(range(len(order)), key=owners.__getitem__):
+            slots.append(Slot(order[index].id, position, position + order[index].numel))
+            position = round_up(slots[-1].stop, multiple)
+            cuts[owners[index] + 1] = position
+        stop = start + round_up(position - start, end_multiple)
+        unpadded = sum(param.numel for param in chunk)
+        bucket = Bucket(slots=tuple(slots), start=start, stop=stop, numel_unpadded=unpadded)
+        cuts = list(accumulate(cuts, max))  # ranks without a parameter have an empty shard
+        if cuts[:-1] != list(bucket.chunk_bounds(num_shards))[:-1]:
+            bucket = replace(bucket, cuts=tuple(cuts))
+        buckets.append(bucket)
+    return Layout(buckets=tuple(buckets), num_shards=num_shards)
+
+
+def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
+    """The largest cost of a shard divided by the mean, 1.0 at best: how much longer updates take than if balanced."""
+    costs = {param.id: update_cost(param.shape) for param in params}
+    loads = [sum(costs[piece.id] for _, piece in layout.owned(rank)) for rank in range(layout.num_shards)]
+    return max(loads) * layout.num_shards / sum(loads) if sum(loads) else 1.0
+
+
+def _chunks(params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None) -> Iterator[list[ParamShape]]:
+    """The parameters of each bucket, in reverse registration order; a shared embedding is alone in its own."""
+    chunk: list[ParamShape] = []
+    numel = largest = 0
+    for param in reversed(params):
+        if chunk and param.shared_embedding:
+            yield chunk
+            chunk, numel, largest = [], 0, 0
+        chunk.append(param)
+        numel, largest = numel + param.numel, max(largest, param.numel)
+        is_full = bucket_size is not None and numel >= max(bucket_size, min(num_shards, MIN_LARGEST) * largest)
+        if is_full or param.shared_embedding:
+            yield chunk
+            chunk, numel, largest = [], 0, 0
+    if chunk:
+        yield chunk
+
 
 Coordinate = tuple[int, ...]
 
