@@ -125,7 +125,7 @@ PROGRAM = """
 import torch
 from opt_distributed import run_threads
 from opt_distributed.buffers import in_order
-from opt_distributed.comm.groups import Axes, Roles
+from opt_distributed.comm import Axes, Roles
 from opt_distributed.comm.collectives import Alone
 from opt_kernels.hooks.values import HalfDecay
 from opt_stack import OptimizerConfig, get_optimizer

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from opt_distributed import ProcessGroupError
 from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of
 from opt_distributed.comm import groups as process_groups
-from opt_distributed.comm.groups import PEERS, peers_of, roles_of
+from opt_distributed.comm.roles import PEERS, peers_of, roles_of
 
 
 @contextmanager

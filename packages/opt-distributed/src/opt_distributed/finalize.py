@@ -1,16 +1,17 @@
 """`finalize_model_grads`: completes the gradients of a parallel model between backward and step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
-from opt_distributed.buffers.peers import Part, marks_of, sum_over_peers_, update_router_biases_
+from opt_distributed.buffers.reduced import Part, sum_over_peers_
 from opt_distributed.buffers.stored import UnusableGradientError
-from opt_distributed.comm.collectives import ALONE, Comm
-from opt_distributed.comm.groups import ProcessGroups, Roles, groups_of_collection, peers_of
+from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
+from opt_distributed.comm.groups import ProcessGroups, groups_of_collection
+from opt_distributed.comm.roles import Roles, marks_of, peers_of
 
 __all__ = ["ROUTER_BIAS_UPDATE_RATE", "finalize_model_grads", "unfinalized"]
 
@@ -158,3 +159,33 @@ def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, 
                         "pass pg_collection=opt_stack.ProcessGroups(...) with it to finalize_model_grads or to "
                         f"DistributedDataParallel ({mark.role}=None if this rank holds the only copy)"
                     )
+
+
+# Load balancing without an auxiliary loss (Wang et al. 2024, arXiv 2408.15664) adds a bias to each expert's score when
+# experts are chosen. The bias follows token counts instead of gradients. Such a router is a module with two tensors of
+# shape (num_experts,): `expert_bias`, floating point and not trained, and `local_tokens_per_expert`, to which its
+# forward adds this rank's token counts.
+@torch.no_grad()
+def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm]) -> None:
+    """Update the `expert_bias` of every router among `modules` and their submodules; reset `local_tokens_per_expert`.
+
+    bias += rate * sign(mean(tokens) - tokens): up where an expert had fewer tokens than the mean, down where it had
+    more. Tokens are summed over `comms`: all ranks that route with the same bias, which are the data-, context- and
+    tensor-parallel ones. All of them call this function, so that their biases stay equal.
+
+    Raises:
+        ValueError: `rate` is below 0.
+    """
+    if rate < 0:
+        raise ValueError(f"router_bias_update_rate={rate}; pass a rate above 0, or 0 to leave biases unchanged")
+    routers = []
+    for inner in (inner for module in modules for inner in module.modules()):
+        bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
+        if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
+            routers.append((bias, tokens))
+    for comm in comms:
+        sum_together_([tokens for _, tokens in routers], comm)
+    for bias, tokens in routers:
+        counts = tokens.to(torch.float32)
+        bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
+        tokens.zero_()

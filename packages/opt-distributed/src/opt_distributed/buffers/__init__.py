@@ -5,7 +5,6 @@ For packages that plan, wrap or compare models. Trainers find `DistributedDataPa
 
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.peers import uses_qk_layernorm
 from opt_distributed.buffers.planner import (
     AS_IT_CAME,
     CODED_MULTIPLE,
@@ -35,6 +34,7 @@ from opt_distributed.buffers.stored import (
     is_bound,
     not_trained,
 )
+from opt_distributed.comm.roles import uses_qk_layernorm
 
 __all__ = [
     "AS_IT_CAME", "CODED_MULTIPLE", "BufferPlan", "DistributedDataParallel", "Metas", "ParamAndGradBuffer", "Params",

@@ -19,7 +19,7 @@ from opt_distributed.buffers.stored import (
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import Device, HostCopy
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.roles import Axes
 from opt_kernels.backends import grad_stats
 from opt_paramgroups import ParamId
 

@@ -20,7 +20,7 @@ from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer, local
 from opt_distributed.buffers.stored import check_apart, check_unbound
 from opt_distributed.buffers.wires import wire_kind
 from opt_distributed.comm.collectives import Comm
-from opt_distributed.comm.groups import Axes, Roles, from_all_replicas
+from opt_distributed.comm.roles import Axes, Roles, from_all_replicas
 from opt_distributed.comm.user_buffers import UserBuffers, user_buffers
 from opt_distributed.layout import LayoutError, Piece
 from opt_paramgroups import ParamId, ParamMeta

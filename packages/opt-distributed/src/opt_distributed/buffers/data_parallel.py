@@ -15,10 +15,9 @@ from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
-from opt_distributed.buffers.peers import is_marked, uses_qk_layernorm
 from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
 from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, describe_stored, not_trained
-from opt_distributed.comm.find import Given, find_roles
+from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 
 
@@ -129,7 +128,7 @@ class DistributedDataParallel(nn.Module):
         )
         self._local_sums = tuple(buffer.sums for buffer in buffers)
         memories = [buffer.memory for buffer in buffers]
-        self.marked = tuple(filter(is_marked, self.metas.values()))
+        self.marked = tuple(meta for meta in self.metas.values() if marks_set(meta, qk_layernorm=True))
         self.qk_layernorm = uses_qk_layernorm(module)  # whether gradients of norms of queries and keys are partial
         self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
         self.is_scaled = False  # whether `scale_gradients` was called in this iteration

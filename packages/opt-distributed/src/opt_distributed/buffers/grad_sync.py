@@ -28,7 +28,7 @@ from opt_distributed.buffers.stored import (
 )
 from opt_distributed.comm.collectives import group_of
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.comm.groups import from_all_replicas
+from opt_distributed.comm.roles import from_all_replicas
 from opt_paramgroups import ParamId
 
 

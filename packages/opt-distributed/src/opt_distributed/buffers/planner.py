@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from opt_config import DistributedDataParallelConfig, Replicated, Sharding, WholeParams
-from opt_distributed.comm.groups import Roles
+from opt_distributed.comm.roles import Roles
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
 from opt_kernels.codecs import BLOCK

@@ -1,8 +1,13 @@
-"""Reduction in the step of gradients that autograd left in `param.grad`: to this rank's shards, or on every rank."""
+"""Reductions in the step of gradients that autograd left in `param.grad`, and sums that complete a gradient.
+
+`ReducedGrads` reduces over replicas, to this rank's shards or on every rank. `sum_over_peers_` sums over peers: ranks
+with other parts of the same model.
+"""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +15,10 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_kind
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
+from opt_distributed.comm.roles import QK_NORMS, Axes
 from opt_distributed.layout import Layout
-from opt_paramgroups import ParamId
+from opt_paramgroups import ParamId, ParamMeta
 
 Grads = Mapping[ParamId, Tensor | None]
 """The gradient of every parameter on this rank; None stands for zeros."""
@@ -127,3 +133,56 @@ def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
         places[id].zero_()
     if there:
         torch._foreach_copy_([places[id] for id in there], [grad for id in there if (grad := grads[id]) is not None])
+
+
+class Part(NamedTuple):
+    """A part of a gradient, which peers hold for their copies of the parameter."""
+
+    meta: ParamMeta
+    value: Tensor  # contiguous, updated
+
+
+def sum_over_peers_(parts: Iterable[Part], peers: Mapping[str, Comm], *, qk_layernorm: bool = False) -> None:
+    """Replace parts of gradients by their sums or means over `peers`, which are groups by role.
+
+    Collective; all peers pass equal parts, in order. Writes the parts of marked parameters: sums of `pipeline_parallel`
+    ones over stages, and over the chunks of a stage; sums of `sequence_parallel` ones over tensor-parallel ranks, or
+    means of `average_gradients_across_tp_domain` ones, which takes precedence, as in Megatron-Core; sums of tied
+    embeddings and position embeddings over their stages.
+
+    Raises:
+        CollectiveError: a sum failed, or exceeded the timeout of its group.
+    """
+    # Stages may hold copies in another order, because the other parameters of a stage decide on its layout.
+    of_model = list(parts)
+    by_shape = sorted(of_model, key=lambda part: (part.meta.shape, part.meta.id.name))
+    copies: dict[str, list[Tensor]] = {}
+    for meta, value in of_model:
+        if meta.pipeline_parallel:
+            copies.setdefault(meta.id.name, []).append(value)
+    try:
+        for first, *others in copies.values():
+            for other in others:
+                first.add_(other)
+        sum_together_([copies[name][0] for name in sorted(copies)], peers.get("pp", ALONE))
+        for first, *others in copies.values():
+            for other in others:
+                other.copy_(first)
+        for is_expert, role in ((False, "tp"), (True, "expt_tp")):
+            comm, of_family = peers.get(role, ALONE), [part for part in of_model if part.meta.is_expert == is_expert]
+            averaged = [value for meta, value in of_family if meta.average_gradients_across_tp]
+            partial = [
+                value
+                for meta, value in of_family
+                if not meta.average_gradients_across_tp
+                and (meta.sequence_parallel or (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS)))
+            ]
+            sum_together_(partial, comm)
+            sum_together_(averaged, comm, scale=1.0 / comm.size)
+        for meta, value in by_shape:
+            if meta.shared_embedding:
+                peers.get("embd", ALONE).all_reduce_(value)
+        positions = [value for meta, value in by_shape if meta.shared_position_embedding]
+        sum_together_(positions, peers.get("pos_embd", ALONE))
+    except Exception as error:  # whatever a backend raises when a peer is gone
+        raise CollectiveError(f"sum of gradients over tensor-parallel ranks and stages: {error}") from error

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from opt_config import ConfigError
 from opt_distributed.buffers.stored import stored_bytes
 from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
-from opt_distributed.comm.groups import Axes, Roles
-from opt_distributed.comm.mesh import mesh_of, replicas_outside, tensor_peers_outside
+from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
+from opt_distributed.comm.roles import Axes, Roles
 from opt_kernels.quantized import quantized
 from opt_paramgroups import ParamId, ParamMeta, describe_untrained
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from opt_config import DistributedDataParallelConfig
 from opt_distributed.comm.collectives import Comm, Pending, Sizes
 from opt_distributed.comm.device import Device, Event
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.roles import Axes
 from opt_distributed.layout import Bucket
 
 SUM_TILE_NUMEL = 1 << 18

@@ -6,9 +6,8 @@ For packages that call collectives, or find groups of a model.
 from opt_distributed.comm import device
 from opt_distributed.comm.collectives import Alone, Comm, HostComm, Op, TorchComm, agree, agreed, group_of
 from opt_distributed.comm.device import GraphError
-from opt_distributed.comm.find import Given, find_roles
-from opt_distributed.comm.groups import Axes, ProcessGroupCollection, ProcessGroups, Roles, from_all_replicas, world
-from opt_distributed.comm.mesh import is_outside, mesh_of, replicas_outside
+from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups, is_outside, mesh_of, replicas_outside
+from opt_distributed.comm.roles import Axes, Given, Roles, find_roles, from_all_replicas, world
 
 __all__ = [
     "Alone", "Axes", "Comm", "Given", "GraphError", "HostComm", "Op", "ProcessGroupCollection", "ProcessGroups",

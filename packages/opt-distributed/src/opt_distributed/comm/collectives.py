@@ -241,17 +241,19 @@ def agreed(comm: Comm, make: Callable[[], Made]) -> Made:
     return made
 
 
-def agree(comm: Comm, error: Exception | None) -> None:
-    """Raise on every rank if any rank has an error: its own error, or a ValueError that quotes the first one.
+def agree(comm: Comm, error: Exception | None, value: Any = None) -> list[Any]:
+    """Return the `value` of every rank. Raise on every rank if any has an error: its own, or one that quotes the first.
 
-    For checks whose result may differ between ranks: a rank that raised alone would miss the next collective.
+    For checks whose result may differ between ranks: a rank that raised alone would miss the next collective. The
+    error that quotes another one is a ValueError.
     """
-    reported = comm.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+    per_rank = comm.gather_objects((None if error is None else f"{type(error).__name__}: {error}", value))
     if error is not None:
         raise error
-    for rank, text in enumerate(reported):
+    for rank, (text, _) in enumerate(per_rank):
         if text is not None:
             raise ValueError(f"rank {rank} refused: {text}")
+    return [of_rank for _, of_rank in per_rank]
 
 
 def sum_together_(tensors: Iterable[Tensor], comm: Comm, *, scale: float = 1.0) -> None:

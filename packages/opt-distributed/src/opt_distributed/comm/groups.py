@@ -1,17 +1,22 @@
-"""`ProcessGroups`: process groups by role, as the caller gives them; `Roles`: the same as the step uses them."""
+"""`ProcessGroups`: process groups by role, as the caller gives them, or from a `DeviceMesh` or Megatron-Core's state.
 
-import math
+No other file of this package reads meshes. A mesh is interpreted through its root, the mesh that it was sliced from:
+`mesh["tp"]` of a tensor-parallel plan does not describe replicas, but its root `("dp", "tp")` does.
+"""
+
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm, comm_of
-from opt_distributed.comm.mesh import groups_of_mesh
+from opt_config import did_you_mean
+from opt_distributed.comm.collectives import Comm, ProcessGroupError, TorchComm, group_of
+from opt_paramgroups import TENSOR_PARALLEL_AXES
 
 ROLES: Mapping[str, str] = MappingProxyType(
     {
@@ -60,7 +65,7 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with named axes that spans the world; see `comm.mesh.AXES`. Collective.
+        """The groups of a mesh with named axes that spans the world; see `AXES`. Collective.
 
         Raises:
             ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
@@ -89,165 +94,186 @@ class ProcessGroups:
 ProcessGroupCollection = ProcessGroups  # Megatron-Core's name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """The groups over which one family of parameters, dense or experts, is distributed."""
+DATA_AXES = ("dp", "dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep")
+AXES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(DATA_AXES, "replicas or shards of the model, which see different samples"),
+        "cp": "context-parallel peers: parts of the same samples",
+        "ep": "expert-parallel peers: other experts, different samples",
+        "tp": "tensor-parallel peers: parts of the same matrices, the same samples",
+        "pp": "pipeline stages",
+    }
+)
+"""The known names of mesh axes, and their meaning."""
+REDUCED_AXES = frozenset({*DATA_AXES, "cp", "ep"})
+"""Axes along which ranks process different tokens, so that dense gradients are averaged over them."""
 
-    dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
-    tp: Comm  # ranks that hold other parts of the same matrices
-    inter: Comm = field(default_factory=Alone)  # the other instances, which hold the same shards
-
-    @property
-    def num_replicas(self) -> int:
-        """Ranks over whose gradients the mean is taken."""
-        return self.dp.size * self.inter.size
-
-
-def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
-    """Gather the values of all replicas, in the same order on every rank, instance by instance."""
-    return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
-    """All groups, as the step uses them."""
-
-    dense: Axes
-    expert: Axes
-    everyone: Comm  # all ranks of the model, which must agree on errors
-    ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
-    instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
-    embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
-    positions: Comm | None = None  # stages that hold the position embedding; None: unknown
-    pp: Comm | None = None  # pipeline stages; None: unknown
-
-    @property
-    def totals(self) -> Comm:
-        """The ranks over which statistics are summed: the instance, or all."""
-        return self.everyone if self.instance is None else self.instance
+# torch has no public API for the mesh that a mesh was sliced from; 2.9 renamed the private one.
+root_of: Callable[[DeviceMesh], DeviceMesh] = (
+    DeviceMesh._get_root_mesh if hasattr(DeviceMesh, "_get_root_mesh") else device_mesh._mesh_resources.get_root_mesh
+)
 
 
-PEERS = ("tp", "expt_tp", "embd", "pos_embd", "pp")
-"""Roles of ranks that hold other parts of the same model, over which gradients may have to be summed."""
+def groups_of_mesh(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
+    """The process groups by role of a mesh that spans the world. Collective: every rank of the world calls it.
 
-
-def peers_of(given: "ProcessGroups | Roles | None") -> dict[str, Comm]:
-    """The groups of `PEERS` that are known. A role that is missing was never set."""
-    if given is None:
-        return {}
-    if isinstance(given, ProcessGroups):
-        return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
-    found = zip(PEERS, (given.dense.tp, given.expert.tp, given.embedding, given.positions, given.pp), strict=True)
-    return {role: comm for role, comm in found if comm is not None}
-
-
-def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
-    """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
-
-    If dp has all ranks, roles that follow from it need not be set: mp and intra_dist_opt, and those of experts if the
-    model has none.
+    Dense parameters are replicated over the data, context and expert axes, experts over the data and context axes.
+    Experts are cut over the tensor axis as dense parameters are.
 
     Raises:
-        ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
-            the world, and intra_dist_opt was not set.
+        ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
     """
-    everyone = world()
-    if groups is None:
-        axes = Axes(dp=everyone, tp=Alone())
-        return Roles(dense=axes, expert=axes, everyone=everyone)
-    groups = _completed(groups, everyone, has_experts=has_experts)
-    groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
-    if groups.cp is not None and groups.cp.size() > 1:
-        groups.require("dp_cp", because="with context parallelism")
-    if sharded:
-        groups.require("intra_dist_opt", because="where optimizer state is sharded")
-    if _size(groups.inter_dist_opt) > 1:
-        groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
-    _check_sizes(groups)
-    inter = comm_of(groups.inter_dist_opt)
-    known = peers_of(groups)
-    dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
-    return Roles(
-        dense=dense,
-        expert=Axes(dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")), tp=comm_of(groups.expt_tp), inter=inter),
-        everyone=everyone,
-        ep=comm_of(groups.ep),
-        instance=_instance(groups, dense, everyone),
-        embedding=known.get("embd"),
-        positions=known.get("pos_embd"),
-        pp=known.get("pp"),
-    )
-
-
-def _completed(groups: ProcessGroups, everyone: Comm, *, has_experts: bool) -> ProcessGroups:
-    """Add the roles that follow from a data-parallel group of all ranks.
-
-    Raises ProcessGroupError if a group that holds other parts of the model has several ranks, too.
-    """
-    replicas = groups.first_of("dp_cp", "dp")
-    if replicas is None or replicas.size() != everyone.size:
-        return groups
-    larger = next((role for role in ("mp", "tp", "pp") if _size(getattr(groups, role)) > 1), None)
-    if larger is not None and everyone.size > 1:
-        raise ProcessGroupError(
-            f"pg_collection has all {everyone.size} ranks in dp (or dp_cp), and {larger} of "
-            f"{_size(getattr(groups, larger))} ranks; the ranks of {larger} hold other parts of the model, so they "
-            "are not replicas; leave them out of dp"
-        )
-    certain: dict[str, dist.ProcessGroup | None] = {"mp": None}
-    if not has_experts:
-        certain |= {"expt_dp": replicas, "tp_ep_pp": None}
-    if _size(groups.inter_dist_opt) == 1:
-        certain["intra_dist_opt"] = replicas
-    given = {role: getattr(groups, role) for role in groups.roles}
-    return ProcessGroups(**{**certain, **given})
-
-
-def _check_sizes(groups: ProcessGroups) -> None:
-    """Raise ProcessGroupError if sizes contradict each other: no reduction would reach some of the replicas."""
-    instances = _size(groups.inter_dist_opt)
-    replicas = _size(groups.first_of("dp_cp", "dp"))
-    products = {
-        "dp_cp": ({"dp": _size(groups.dp), "cp": _size(groups.cp)}, replicas),
-        "dp_cp or dp": ({"intra_dp_cp": _size(groups.intra_dp_cp), "inter_dist_opt": instances}, replicas),
-        "expt_dp": (
-            {"intra_expt_dp": _size(groups.intra_expt_dp), "inter_dist_opt": instances},
-            _size(groups.expt_dp),
-        ),
+    root = root_of(mesh)
+    if problem := mesh_problem(root):
+        raise problem
+    data = [axis for axis in names_of(root) if axis in DATA_AXES]
+    return {
+        "dp": _along(root, *data, "ep"),
+        "dp_cp": _along(root, *data, "ep", "cp"),
+        "expt_dp": _along(root, *data, "cp"),
+        "mp": _along(root, "tp", "pp"),
+        "tp_ep_pp": _along(root, "tp", "ep", "pp"),
+        "tp": _along(root, "tp"),
+        "expt_tp": _along(root, "tp"),
+        "pp": _along(root, "pp"),
+        "cp": _along(root, "cp"),
+        "ep": _along(root, "ep"),
+        "embd": _ends_of(_along(root, "pp")),
+        "intra_dist_opt": dist.group.WORLD,
     }
-    for whole, (factors, size) in products.items():
-        if all(factor in groups.roles for factor in factors) and math.prod(factors.values()) != size:
-            sizes = " and ".join(f"{role} of {ranks}" for role, ranks in factors.items())
-            raise ProcessGroupError(
-                f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
-                "(None stands for one rank)"
-            )
 
 
-def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None:
-    """The group over which statistics are summed: it must contain every rank of the model once."""
-    if groups.intra_dist_opt is not None:
-        return comm_of(groups.intra_dist_opt)
-    ranks = dense.num_replicas * _size(groups.mp)
-    if ranks in (1, everyone.size):
-        return Alone() if ranks == 1 else None
-    raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of these "
-        "ranks, over which norms are summed"
-    )
+def mesh_problem(mesh: DeviceMesh) -> ProcessGroupError | None:
+    """Return the error unless the root mesh spans the world along axes with known names."""
+    known = ", ".join(AXES)
+    root = root_of(mesh)
+    unknown = [axis for axis in names_of(root) if axis not in AXES]
+    if not root.mesh_dim_names:
+        return ProcessGroupError(f"the axes of {root} have no names; pass mesh_dim_names chosen from {known}")
+    if unknown:
+        return ProcessGroupError(
+            f"mesh axis {unknown[0]!r} is unknown; allowed are {known}.{did_you_mean(unknown[0], AXES)} Rename the "
+            "axis, or pass the groups by role as pg_collection=opt_stack.ProcessGroups(...)"
+        )
+    if root.size() != dist.get_world_size():
+        return ProcessGroupError(
+            f"the mesh {root} has {root.size()} of the world's {dist.get_world_size()} ranks; pass one that has all of "
+            "them, or pass the groups by role as pg_collection=opt_stack.ProcessGroups(...)"
+        )
+    return None
 
 
-def world() -> Comm:
-    """All ranks of `torch.distributed`; a world of one if it is not initialised."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return Alone()
-    group = dist.group.WORLD
-    assert group is not None
-    return TorchComm(group)
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The names of the mesh's axes; empty if they have none."""
+    return tuple(mesh.mesh_dim_names or ())
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
+    """Whether `comm` has several ranks, of which this one is the only one in the mesh."""
+    group = group_of(comm)
+    if group is None:
+        return comm.size > 1
+    return comm.size > 1 and len(set(dist.get_process_group_ranks(group)).intersection(_ranks(mesh))) == 1
+
+
+def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:
+    """The groups of `replicas` over which the gradient of a DTensor parameter must still be averaged, in order.
+
+    torch reduces gradients only along the axes of the parameter's own mesh. A mesh that was sliced from a larger one,
+    such as the `"tp"` of `("dp", "tp")`, leaves replicas out.
+
+    Raises:
+        ProcessGroupError: the mesh contains a part of a data-parallel group, and its root does not explain which part.
+    """
+    mesh = mesh_of(param)
+    if mesh.size() == dist.get_world_size():
+        return ()
+    outside: list[Comm] = []
+    for comm in replicas:
+        group = group_of(comm)
+        if is_outside(comm, mesh):
+            outside.append(comm)
+        elif group is not None and not set(dist.get_process_group_ranks(group)) <= _ranks(mesh):
+            return _along_root(mesh, name)
+    return tuple(outside)
+
+
+def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
+    """Groups of tensor-parallel ranks outside of a DTensor's mesh, which hold copies of this rank's part of it.
+
+    `peers` is the group that the caller knows; the root of the mesh may have others.
+    """
+    mesh = mesh_of(param)
+    if is_outside(peers, mesh):
+        return (peers,)
+    root = root_of(mesh)
+    names, spanned = names_of(root), _spanned(root, mesh)
+    left_out = [axis for axis, name in enumerate(names) if name in TENSOR_PARALLEL_AXES and axis not in spanned]
+    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if root.size(axis) > 1)
+
+
+def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
+    """The groups along the data axes of the root over which the mesh does not extend."""
+    root = root_of(mesh)
+    spanned = _spanned(root, mesh)
+    left_out = [axis for axis in range(root.ndim) if axis not in spanned and root.size(axis) > 1]
+    names = names_of(root)
+    unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
+    if unknown or root.size() != dist.get_world_size():
+        raise ProcessGroupError(
+            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}), "
+            "and it is unknown whether the others hold replicas of it; slice its mesh from one over the whole world, "
+            f"with axes named from {', '.join(AXES)}, and pass that as mesh=..."
+        )
+    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
+
+
+def _spanned(root: DeviceMesh, mesh: DeviceMesh) -> set[int]:
+    """The axes of the root along which the mesh extends, even if it is flattened."""
+    of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
+    places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
+    return {axis for axis in range(root.ndim) if len({at[axis] for at in places}) > 1}
+
+
+def _ranks(mesh: DeviceMesh) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
+
+
+def _along(root: DeviceMesh, *axes: str) -> dist.ProcessGroup | None:
+    """The group of ranks that differ from this one along these axes only; None if it is one rank."""
+    chosen = tuple(axis for axis in names_of(root) if axis in axes and root.size(names_of(root).index(axis)) > 1)
+    if not chosen:
+        return None
+    if len(chosen) == 1:
+        return root.get_group(chosen[0])
+    if root[chosen].size() == dist.get_world_size():
+        return dist.group.WORLD
+    return root[chosen]._flatten().get_group()
+
+
+def _ends_of(stages: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The first and the last pipeline stage, which share a tied embedding; None on the others."""
+    if stages is None or stages.size() <= 2:
+        return stages
+    ranks = dist.get_process_group_ranks(stages)
+    ends = [ranks[0], ranks[-1]]
+    return dist.new_group(ends, use_local_synchronization=True) if dist.get_rank() in ends else None
+
+
+def mesh_of(param: Tensor) -> DeviceMesh:
+    """The mesh of a DTensor."""
+    mesh: DeviceMesh = param.device_mesh  # type: ignore[attr-defined]
+    return mesh
+
+
+def meshes_of(params: Sequence[Tensor]) -> Iterator[DeviceMesh]:
+    """The meshes of those parameters that are DTensors, each once."""
+    seen: list[DeviceMesh] = []
+    for param in params:
+        mesh = getattr(param, "device_mesh", None)
+        if isinstance(mesh, DeviceMesh) and mesh not in seen:
+            seen.append(mesh)
+            yield mesh
 
 
 # Megatron-Core is never imported here: if its state is initialised, its module is loaded already.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import sharded_like
 from opt_distributed.comm.collectives import TorchComm
-from opt_distributed.comm.mesh import root_of
+from opt_distributed.comm.groups import root_of
 from opt_paramgroups import TENSOR_PARALLEL_AXES
 
 

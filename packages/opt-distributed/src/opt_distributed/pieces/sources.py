@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
-from opt_distributed.buffers.peers import Part, marks_of, sum_over_peers_
-from opt_distributed.buffers.reduced import ReducedGrads
+from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm
-from opt_distributed.comm.groups import Axes, Roles, peers_of
-from opt_distributed.comm.mesh import tensor_peers_outside
+from opt_distributed.comm.groups import tensor_peers_outside
+from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
 from opt_distributed.pieces.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId, ParamMeta
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.roles import Axes
 from opt_distributed.pieces.piece import Kind, Ready, kinds_of
 from opt_distributed.pieces.sources import BufferedGrads, Source
 from opt_distributed.step.verdict import Limits, times

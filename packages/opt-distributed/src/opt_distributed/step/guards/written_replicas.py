@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
-from opt_distributed.comm.groups import Axes
+from opt_distributed.comm.roles import Axes
 from opt_distributed.step.verdict import Outcome
 
 

@@ -1,0 +1,398 @@
+"""`Roles`: the groups of a step, from those that the caller passed or that the model's parameters imply. No guesses."""
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from opt_config import ConfigError
+from opt_distributed.comm.collectives import ALONE, Alone, Comm, ProcessGroupError, TorchComm, agree, agreed, comm_of
+from opt_distributed.comm.groups import (
+    ProcessGroups,
+    groups_of_collection,
+    groups_of_parallel_state,
+    megatron_is_initialized,
+    mesh_problem,
+    meshes_of,
+    names_of,
+    root_of,
+)
+from opt_paramgroups import ParamMeta, describe, describe_untrained, parameters_by_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The groups over which one family of parameters, dense or experts, is distributed."""
+
+    dp: Comm  # ranks among which state is sharded or replicated, and gradients are reduced
+    tp: Comm  # ranks that hold other parts of the same matrices
+    inter: Comm = field(default_factory=Alone)  # the other instances, which hold the same shards
+
+    @property
+    def num_replicas(self) -> int:
+        """Ranks over whose gradients the mean is taken."""
+        return self.dp.size * self.inter.size
+
+
+def from_all_replicas(axes: Axes, value: Any) -> list[Any]:
+    """Gather the values of all replicas, in the same order on every rank, instance by instance."""
+    return [one for instance in axes.inter.gather_objects(axes.dp.gather_objects(value)) for one in instance]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """All groups, as the step uses them."""
+
+    dense: Axes
+    expert: Axes
+    everyone: Comm  # all ranks of the model, which must agree on errors
+    ep: Comm = field(default_factory=Alone)  # ranks that hold other experts
+    instance: Comm | None = None  # all ranks of one optimizer instance, over which a step's statistics are summed
+    embedding: Comm | None = None  # stages that hold the tied embedding; None: unknown
+    positions: Comm | None = None  # stages that hold the position embedding; None: unknown
+    pp: Comm | None = None  # pipeline stages; None: unknown
+
+    @property
+    def totals(self) -> Comm:
+        """The ranks over which statistics are summed: the instance, or all."""
+        return self.everyone if self.instance is None else self.instance
+
+
+PEERS = ("tp", "expt_tp", "embd", "pos_embd", "pp")
+"""Roles of ranks that hold other parts of the same model, over which gradients may have to be summed."""
+
+
+def peers_of(given: ProcessGroups | Roles | None) -> dict[str, Comm]:
+    """The groups of `PEERS` that are known. A role that is missing was never set."""
+    if given is None:
+        return {}
+    if isinstance(given, ProcessGroups):
+        return {role: comm_of(getattr(given, role)) for role in PEERS if role in given.roles}
+    found = zip(PEERS, (given.dense.tp, given.expert.tp, given.embedding, given.positions, given.pp), strict=True)
+    return {role: comm for role, comm in found if comm is not None}
+
+
+def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool = True) -> Roles:
+    """Derive the groups of a step. None: all ranks of `torch.distributed` are data parallel.
+
+    If dp has all ranks, roles that follow from it need not be set: mp and intra_dist_opt, and those of experts if the
+    model has none.
+
+    Raises:
+        ProcessGroupError: a required role was never set; group sizes contradict each other; or dp and mp do not make up
+            the world, and intra_dist_opt was not set.
+    """
+    everyone = world()
+    if groups is None:
+        axes = Axes(dp=everyone, tp=Alone())
+        return Roles(dense=axes, expert=axes, everyone=everyone)
+    groups = _completed(groups, everyone, has_experts=has_experts)
+    groups.require("dp", "expt_dp", "mp", "tp_ep_pp", because="always")
+    if groups.cp is not None and groups.cp.size() > 1:
+        groups.require("dp_cp", because="with context parallelism")
+    if sharded:
+        groups.require("intra_dist_opt", because="where optimizer state is sharded")
+    if _size(groups.inter_dist_opt) > 1:
+        groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
+    _check_sizes(groups)
+    inter = comm_of(groups.inter_dist_opt)
+    known = peers_of(groups)
+    dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
+    return Roles(
+        dense=dense,
+        expert=Axes(dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")), tp=comm_of(groups.expt_tp), inter=inter),
+        everyone=everyone,
+        ep=comm_of(groups.ep),
+        instance=_instance(groups, dense, everyone),
+        embedding=known.get("embd"),
+        positions=known.get("pos_embd"),
+        pp=known.get("pp"),
+    )
+
+
+def _completed(groups: ProcessGroups, everyone: Comm, *, has_experts: bool) -> ProcessGroups:
+    """Add the roles that follow from a data-parallel group of all ranks.
+
+    Raises ProcessGroupError if a group that holds other parts of the model has several ranks, too.
+    """
+    replicas = groups.first_of("dp_cp", "dp")
+    if replicas is None or replicas.size() != everyone.size:
+        return groups
+    larger = next((role for role in ("mp", "tp", "pp") if _size(getattr(groups, role)) > 1), None)
+    if larger is not None and everyone.size > 1:
+        raise ProcessGroupError(
+            f"pg_collection has all {everyone.size} ranks in dp (or dp_cp), and {larger} of "
+            f"{_size(getattr(groups, larger))} ranks; the ranks of {larger} hold other parts of the model, so they "
+            "are not replicas; leave them out of dp"
+        )
+    certain: dict[str, dist.ProcessGroup | None] = {"mp": None}
+    if not has_experts:
+        certain |= {"expt_dp": replicas, "tp_ep_pp": None}
+    if _size(groups.inter_dist_opt) == 1:
+        certain["intra_dist_opt"] = replicas
+    given = {role: getattr(groups, role) for role in groups.roles}
+    return ProcessGroups(**{**certain, **given})
+
+
+def _check_sizes(groups: ProcessGroups) -> None:
+    """Raise ProcessGroupError if sizes contradict each other: no reduction would reach some of the replicas."""
+    instances = _size(groups.inter_dist_opt)
+    replicas = _size(groups.first_of("dp_cp", "dp"))
+    products = {
+        "dp_cp": ({"dp": _size(groups.dp), "cp": _size(groups.cp)}, replicas),
+        "dp_cp or dp": ({"intra_dp_cp": _size(groups.intra_dp_cp), "inter_dist_opt": instances}, replicas),
+        "expt_dp": (
+            {"intra_expt_dp": _size(groups.intra_expt_dp), "inter_dist_opt": instances},
+            _size(groups.expt_dp),
+        ),
+    }
+    for whole, (factors, size) in products.items():
+        if all(factor in groups.roles for factor in factors) and math.prod(factors.values()) != size:
+            sizes = " and ".join(f"{role} of {ranks}" for role, ranks in factors.items())
+            raise ProcessGroupError(
+                f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
+                "(None stands for one rank)"
+            )
+
+
+def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None:
+    """The group over which statistics are summed: it must contain every rank of the model once."""
+    if groups.intra_dist_opt is not None:
+        return comm_of(groups.intra_dist_opt)
+    ranks = dense.num_replicas * _size(groups.mp)
+    if ranks in (1, everyone.size):
+        return Alone() if ranks == 1 else None
+    raise ProcessGroupError(
+        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of these "
+        "ranks, over which norms are summed"
+    )
+
+
+def world() -> Comm:
+    """All ranks of `torch.distributed`; a world of one if it is not initialised."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Alone()
+    group = dist.group.WORLD
+    assert group is not None
+    return TorchComm(group)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+QK_NORMS = ("q_layernorm", "k_layernorm")
+"""Parts of the names of norms that every tensor-parallel rank applies to its own heads."""
+
+
+class Mark(NamedTuple):
+    """Why a gradient is complete only after a sum or mean over peers."""
+
+    attr: str  # of the parameter
+    role: str  # of the process group
+    comm: Comm | None  # None: the groups do not say which ranks are the peers
+
+
+def uses_qk_layernorm(chunk: nn.Module) -> bool:
+    """Whether a model says, by `config.qk_layernorm` as Megatron-Core's models, that it norms queries and keys."""
+    modules = (module for module in chunk.modules() if hasattr(module, "config"))
+    return any(getattr(module.config, "qk_layernorm", None) is True for module in modules)
+
+
+def marks_set(meta: ParamMeta, *, qk_layernorm: bool) -> list[tuple[str, str]]:
+    """The marks for which a gradient may be incomplete on its replicas, each with the role of the peers."""
+    tp = "expt_tp" if meta.is_expert else "tp"
+    found = (
+        (meta.sequence_parallel, "sequence_parallel", tp),
+        (meta.average_gradients_across_tp, "average_gradients_across_tp_domain", tp),
+        (qk_layernorm and any(norm in meta.id.name for norm in QK_NORMS), "qk_layernorm", tp),
+        (meta.shared_embedding, "shared_embedding", "embd"),
+        (meta.shared_position_embedding, "shared_position_embedding", "pos_embd"),
+        (meta.pipeline_parallel, "pipeline_parallel", "pp"),
+    )
+    return [(attr, role) for is_set, attr, role in found if is_set]
+
+
+def marks_of(meta: ParamMeta, roles: Roles, *, qk_layernorm: bool = False, num_chunks: int = 1) -> list[Mark]:
+    """Why the gradient of a parameter must be summed or averaged over other ranks; empty if it must not."""
+    peers = peers_of(roles)
+    over_stages = roles.everyone.size > roles.dense.num_replicas * roles.dense.tp.size  # there are other stages
+    found = [
+        Mark(attr, role, peers.get(role))
+        for attr, role in marks_set(meta, qk_layernorm=qk_layernorm)
+        if (peers[role].size > 1 if role in peers else over_stages)
+    ]
+    if meta.pipeline_parallel and num_chunks > 1 and not found:
+        found.append(Mark("pipeline_parallel", "pp", ALONE))  # the chunks of this rank hold copies
+    return found
+
+
+Given = ProcessGroups | Roles | Any | None
+"""What a caller may pass as groups: `ProcessGroups`, `Roles`, or an object with Megatron-Core's attributes."""
+
+
+def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh | None = None, sharded: bool) -> Roles:
+    """Find the groups of a step. Collective: every rank of the world calls it.
+
+    The first of these that exists: `groups`; `mesh`; the groups of Megatron-Core's initialised `parallel_state`; the
+    mesh that DTensor parameters were sliced from, if its axes have known names; all ranks that hold parameters, as
+    data-parallel replicas. The last is refused if a parameter is marked as different on each rank.
+
+    If a launcher announces several ranks and `torch.distributed` is not initialised, it is initialised first.
+
+    Raises:
+        ConfigError (a ValueError), on every rank: groups are missing, unknown or contradictory; both `groups` and
+            `mesh` were given; or it is unknown which ranks hold replicas of a tensor-parallel parameter or an expert.
+    """
+    if groups is None:
+        join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
+    everyone = groups.everyone if isinstance(groups, Roles) else world()
+    kind = "Roles" if isinstance(groups, Roles) else "no groups" if groups is None else "process groups"
+    problem = None if mesh is None else mesh_problem(mesh)
+    if mesh is not None and groups is not None:
+        problem = ProcessGroupError("both pg_collection and mesh were given; pass one of them")
+    kinds = agree(everyone, problem, "a mesh" if mesh is not None else kind)
+    if len(set(kinds)) > 1:
+        raise ProcessGroupError(f"ranks were given different kinds of groups: {kinds}, by rank; pass the same on all")
+    if isinstance(groups, Roles):
+        return groups
+    if groups is None and mesh is None:
+        return _roles_of_model(chunks, everyone, sharded=sharded)
+    given = ProcessGroups.from_mesh(mesh) if mesh is not None else groups
+    return agreed(everyone, lambda: _roles_given(chunks, given, sharded=sharded))
+
+
+class _Mark(NamedTuple):
+    """Why a parameter may differ between ranks."""
+
+    param: str
+    reason: str
+    axis: str  # the mesh axis along which it would differ
+
+
+class _Facts(NamedTuple):
+    """What one rank knows about its model."""
+
+    has_params: bool
+    has_megatron: bool
+    marked: _Mark | None  # of the first parameter that may differ between ranks
+    mesh: tuple[tuple[str, ...], tuple[int, ...]] | None  # names and sizes of the axes of a root mesh
+
+
+def _roles_given(chunks: Sequence[nn.Module], given: Given, *, sharded: bool) -> Roles:
+    groups = given if isinstance(given, ProcessGroups) else groups_of_collection(given)
+    metas = describe(chunks).values()
+    has_peers = groups.mp is not None and groups.mp.size() > 1
+    for meta in metas if has_peers else ():
+        marks = {
+            "tensor parallel": meta.tensor_parallel,
+            "marked sequence_parallel": meta.sequence_parallel,
+            "marked average_gradients_across_tp_domain": meta.average_gradients_across_tp,
+        }
+        mark = next((mark for mark, is_set in marks.items() if is_set), "")
+        if mark and not meta.is_dtensor:
+            role = "expt_tp" if meta.is_expert else "tp"
+            groups.require(role, because=f"because parameter {str(meta.id)!r} is {mark}")
+    return roles_of(groups, sharded=sharded, has_experts=any(meta.is_expert for meta in metas))
+
+
+def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: bool) -> Roles:
+    """The groups if the caller passed none."""
+    if everyone.size == 1:
+        return roles_of(None, sharded=sharded)
+    params = list(parameters_by_id(chunks).values())
+    root = next((root_of(mesh) for mesh in meshes_of(params) if mesh_problem(mesh) is None), None)
+    facts = agreed(everyone, lambda: _facts(chunks, root))
+    per_rank: list[_Facts] = everyone.gather_objects(facts)
+    if all(rank.has_megatron for rank in per_rank):
+        return agreed(everyone, lambda: roles_of(groups_of_parallel_state(), sharded=sharded))
+    if root is not None and all(rank.mesh == facts.mesh for rank in per_rank):
+        _check_marks(per_rank, {"tp", "ep"}.intersection(names_of(root)))
+        return roles_of(ProcessGroups.from_mesh(root), sharded=sharded)
+    _check_marks(per_rank, set())
+    # A rank without parameters gets a world of one: it reduces and updates nothing, and contributes zeros to the
+    # statistics of all ranks, so that its step has the same result. If no rank holds parameters, all are replicas.
+    members = [number for number, rank in enumerate(per_rank) if rank.has_params]
+    if len(members) in (0, everyone.size):
+        return roles_of(None, sharded=False)
+    group = dist.new_group(members)  # every rank calls it, whether it belongs or not
+    axes = Axes(dp=comm_of(group) if everyone.rank in members else Alone(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=everyone)
+
+
+def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
+    untrained = [one.meta for one in describe_untrained(chunks).values()]
+    marked = next(filter(None, map(_mark, [*describe(chunks).values(), *untrained])), None)
+    mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
+    return _Facts(bool(parameters_by_id(chunks)), megatron_is_initialized(), marked, mesh)
+
+
+def _mark(meta: ParamMeta) -> _Mark | None:
+    """None for a replicated parameter, and for a DTensor, whose mesh describes it."""
+    if meta.is_dtensor:
+        return None
+    if meta.is_expert:
+        return _Mark(str(meta.id), "an expert (allreduce=False)", "ep")
+    if meta.tensor_parallel:
+        return _Mark(str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
+    return None
+
+
+def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
+    """Raise ProcessGroupError, the same on every rank, if it is unknown which ranks hold replicas of a parameter."""
+    for rank, facts in enumerate(per_rank):
+        if facts.marked is not None and facts.marked.axis not in known_axes:
+            raise ProcessGroupError(
+                f"parameter {facts.marked.param!r} is {facts.marked.reason} on rank {rank} of {len(per_rank)}, and "
+                "neither process groups nor a mesh were given: "
+                "which ranks hold its replicas is unknown; pass pg_collection=opt_stack.ProcessGroups(dp=..., tp=..., "
+                "expt_dp=..., ...) or mesh=init_device_mesh(device, sizes, mesh_dim_names=('dp', 'tp')), or initialise "
+                "Megatron-Core's parallel_state (DistributedDataParallel takes the groups as groups=...)"
+            )
+
+
+logger = logging.getLogger("opt_distributed")
+
+WORLD = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The variables that torchrun sets, and that torch's `env://` rendezvous reads."""
+
+
+def join_launched_world(devices: Iterable[str]) -> None:
+    """Initialise `torch.distributed` if a launcher started several processes and it is not initialised yet.
+
+    `devices` are the device types of this rank's model; a backend is chosen for each of them and for the CPU.
+
+    Raises:
+        ConfigError: `WORLD_SIZE` is not a positive number, or is above 1 and other variables of the rendezvous are
+            missing.
+    """
+    if not dist.is_available() or dist.is_initialized():
+        return
+    size = os.environ.get("WORLD_SIZE") or "1"
+    if not size.isdecimal() or int(size) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE={size!r} in the environment; it must be a number of ranks, 1 or more: correct or unset it"
+        )
+    if int(size) == 1:
+        return
+    missing = [name for name in WORLD if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE={size} in the environment, but torch.distributed is not initialised and "
+            f"these variables are not set: {', '.join(missing)}; start the script with torchrun, call "
+            "torch.distributed.init_process_group first, or unset WORLD_SIZE to train in one process"
+        )
+    backends = {kind: dist.get_default_backend_for_device(kind) for kind in dict.fromkeys(("cpu", *devices))}
+    dist.init_process_group(",".join(f"{kind}:{backend}" for kind, backend in backends.items()))
+    logger.info(
+        "initialised torch.distributed as rank %d of %d (%s) from the launcher's environment",
+        dist.get_rank(),
+        dist.get_world_size(),
+        ", ".join(backends.values()),
+    )
