@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError
-from opt_distributed.buffers.stored import SparseGradientError
+from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer, release_gradients
 

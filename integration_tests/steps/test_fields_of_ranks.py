@@ -15,7 +15,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_config import DistributedDataParallelConfig as Config
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.buffers.stored import main_grad
+from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm

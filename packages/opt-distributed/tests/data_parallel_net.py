@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed import ParamAndGradBuffer
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 
 Config = DistributedDataParallelConfig
@@ -43,6 +44,19 @@ def batch(iteration: int, size: int) -> Tensor:
 def over(comm: Comm, across: Comm | None = None) -> Roles:
     axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
     return Roles(dense=axes, expert=axes, everyone=comm)
+
+
+def bucket_of(memory: ParamAndGradBuffer, index: int) -> Tensor:
+    """The parameters of a bucket, padding included."""
+    bucket = memory.layout.buckets[index]
+    assert memory.param_data is not None
+    return memory.param_data[bucket.start : bucket.stop]
+
+
+def shard_of(memory: ParamAndGradBuffer, index: int, rank: int) -> Tensor:
+    """Rank `rank`'s shard of the parameters of a bucket."""
+    assert memory.param_data is not None
+    return memory.param_data[memory.layout.buckets[index].shard(rank, memory.layout.num_shards)]
 
 
 class Case(NamedTuple):

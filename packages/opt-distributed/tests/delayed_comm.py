@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from data_parallel_net import bucket_of, shard_of
 from torch import Tensor
 
 from opt_distributed.buffers import DistributedDataParallel
@@ -93,6 +94,6 @@ def publish(ddp: DistributedDataParallel, value: float) -> None:
     """Write and publish this rank's shards, as a step does. The other half is NaN until it is awaited."""
     for buffer in ddp.synced_buffers:
         for index in range(len(buffer.plan.layout.buckets)):
-            buffer.memory.param_bucket(index).fill_(float("nan"))
-            buffer.memory.param_shard(index, 0).fill_(value)
+            bucket_of(buffer.memory, index).fill_(float("nan"))
+            shard_of(buffer.memory, index, 0).fill_(value)
         buffer.publish_()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from data_parallel_net import shard_of
 from processes import join_world
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -44,7 +45,7 @@ def descend(ddp: DistributedDataParallel) -> None:
     """A plain gradient step on what this rank owns, published as a step does."""
     for buffer in ddp.synced_buffers:
         for index, result in enumerate(buffer.results()):
-            buffer.memory.param_shard(index, buffer.axes.dp.rank).add_(result, alpha=-0.1)
+            shard_of(buffer.memory, index, buffer.axes.dp.rank).add_(result, alpha=-0.1)
         buffer.publish_()
 
 

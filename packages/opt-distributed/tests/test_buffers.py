@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from data_parallel_net import bucket_of, shard_of
 from torch import Tensor, nn
 
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, main_grad, take_grad_
+from opt_distributed.buffers.main_grad import begin_accumulation, bind_main_grad, main_grad, take_grad_
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending, Sizes
@@ -72,8 +73,7 @@ def test_replicated_parameters_stay_where_they_are() -> None:
     before = params[ParamId(0, "p0")].data_ptr()
     buffer = make_buffer(params, sharded=False)
     assert params[ParamId(0, "p0")].data_ptr() == before
-    with pytest.raises(StorageError, match="its parameters are not sharded"):
-        buffer.param_bucket(0)
+    assert buffer.param_data is None
 
 
 def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
@@ -170,9 +170,9 @@ def test_a_reduction_sums_over_all_replicas_and_a_gather_shows_every_shard(shard
             assert buffer.param_data is not None
             expected = buffer.param_data.clone()
             for index in range(len(buffer.layout.buckets)):
-                mine = buffer.param_shard(index, axes.dp.rank).clone()
-                buffer.param_bucket(index).fill_(float("nan"))
-                buffer.param_shard(index, axes.dp.rank).copy_(mine)
+                mine = shard_of(buffer, index, axes.dp.rank).clone()
+                bucket_of(buffer, index).fill_(float("nan"))
+                shard_of(buffer, index, axes.dp.rank).copy_(mine)
             buffer.gather_(axes.dp)
             assert torch.equal(buffer.param_data, expected)
 
@@ -219,12 +219,12 @@ def test_owners_of_whole_parameters_exchange_one_chunk_more_than_owners_of_equal
         assert buffer.param_data is not None
         values, recorded.sent = buffer.param_data.clone(), 0
         for index in range(len(buckets)):
-            mine = buffer.param_shard(index, axes.dp.rank).clone()
-            buffer.param_bucket(index).fill_(float("nan"))
-            buffer.param_shard(index, axes.dp.rank).copy_(mine)
+            mine = shard_of(buffer, index, axes.dp.rank).clone()
+            bucket_of(buffer, index).fill_(float("nan"))
+            shard_of(buffer, index, axes.dp.rank).copy_(mine)
         buffer.gather_(axes.dp)
         assert torch.equal(buffer.param_data, values)  # padding is zero again
-        shards = [buffer.param_shard(index, axes.dp.rank).numel() for index in range(len(buckets))]
+        shards = [shard_of(buffer, index, axes.dp.rank).numel() for index in range(len(buckets))]
         chunks = sum(bucket.numel for bucket in buckets) // size
         assert recorded.sent <= 4 * ((size - 1) * chunks + sum(shards))
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, batch, over
+from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, batch, over, shard_of
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, default_bucket_size
-from opt_distributed.buffers.stored import main_grad
+from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_paramgroups import ParamId
@@ -280,7 +280,7 @@ def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
         ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), optimizer_config=case.optimizer_config)
         for buffer in ddp.synced_buffers:
             for index in range(len(buffer.plan.layout.buckets)):
-                buffer.memory.param_shard(index, comm.rank).mul_(1.5)
+                shard_of(buffer.memory, index, comm.rank).mul_(1.5)
             buffer.publish_()
         assert torch.equal(ddp(tokens), expected)
         torch.testing.assert_close(ddp.state_dict(), changed.state_dict(), rtol=0, atol=0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_parallel_net import bucket_of, shard_of
 from delayed_comm import DELAY, DelayedComm, Timeline, publish
 from recording_comm import RecordingComm
 from torch import Tensor, nn
@@ -213,8 +214,8 @@ def test_a_buffer_that_is_published_alone_is_complete_before_use() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH, dtype=torch.float64))
     ddp = wrapped(model)
     linear, norm = ddp.synced_buffers
-    linear.memory.param_bucket(0).fill_(float("nan"))
-    linear.memory.param_shard(0, 0).fill_(0.5)
+    bucket_of(linear.memory, 0).fill_(float("nan"))
+    shard_of(linear.memory, 0, 0).fill_(0.5)
     linear.publish_()
     assert model[0](torch.ones(1, WIDTH)).isfinite().all()
     assert norm.memory.param_data is not None
@@ -288,7 +289,7 @@ def test_a_gather_can_be_requested(force: bool) -> None:
     ddp = wrapped(nn.Linear(WIDTH, WIDTH))
     params = list(ddp.parameters())
     for buffer in ddp.synced_buffers:
-        buffer.memory.param_shard(0, 0).fill_(2.0)
+        shard_of(buffer.memory, 0, 0).fill_(2.0)
     ddp.start_param_sync(force_sync=force)
     assert all(bool((param == 2.0).all()) for param in params) == force
     ddp.finish_param_sync()

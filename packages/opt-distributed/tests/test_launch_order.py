@@ -12,6 +12,7 @@ from weakref import ref
 import pytest
 import torch
 from chunk_sums import REPLICATED, SHARDED, Sums, Visit, check_owned, configs, factor
+from data_parallel_net import shard_of
 from recording_comm import RecordingComm
 
 from opt_config import DistributedDataParallelConfig
@@ -95,7 +96,7 @@ def publish(chunk: DistributedDataParallel, iteration: int) -> None:
     for number, buffer in enumerate(chunk.synced_buffers):
         if buffer.memory.param_data is not None:
             for index in range(len(buffer.plan.layout.buckets)):
-                shard = buffer.memory.param_shard(index, buffer.axes.dp.rank)
+                shard = shard_of(buffer.memory, index, buffer.axes.dp.rank)
                 shard.fill_(1000 * iteration + 100 * number + index)
         buffer.publish_()
 

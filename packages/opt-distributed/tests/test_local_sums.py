@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.buffers.stored import main_grad
+from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm.threads import ThreadComm, World
 

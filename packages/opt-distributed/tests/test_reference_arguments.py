@@ -12,7 +12,7 @@ from torch import nn
 
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.stored import main_grad
+from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm.threads import ThreadComm
 
 CONFIGS = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_net import shard_of
 from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
@@ -145,7 +146,7 @@ def test_training_in_registered_memory_gives_the_same_bits(double: Double) -> No
             ddp.finish_grad_sync()
             for buffer in ddp.synced_buffers:
                 for index, result in enumerate(buffer.results()):
-                    buffer.memory.param_shard(index, 0).add_(result, alpha=-0.1)
+                    shard_of(buffer.memory, index, 0).add_(result, alpha=-0.1)
                 buffer.publish_()
             ddp.zero_grad_buffer()
         return ddp.module.weight.detach().clone()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import opt_stack
 import opt_stack.megatron as megatron
 from opt_distributed import run_threads
-from opt_distributed.buffers.stored import main_grad
+from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import ConfigError, GradientError, OptimizerConfig, get_optimizer

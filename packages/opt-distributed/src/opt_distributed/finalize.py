@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel
+from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.reduced import Part, sum_over_peers_
-from opt_distributed.buffers.stored import UnusableGradientError
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.groups import ProcessGroups, groups_of_collection
 from opt_distributed.comm.roles import Roles, marks_of, peers_of

@@ -4,9 +4,9 @@
 """
 
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
-from opt_distributed.buffers.replicas import ReplicaError
+from opt_distributed.buffers.main_grad import GradientError, UnusableGradientError
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import GradientError, StorageError, UnusableGradientError
+from opt_distributed.buffers.stored import ReplicaError, StorageError
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm
 from opt_distributed.comm.groups import ProcessGroupCollection, ProcessGroups

@@ -5,6 +5,7 @@ For packages that plan, wrap or compare models. Trainers find `DistributedDataPa
 
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
 from opt_distributed.buffers.data_parallel import DistributedDataParallel, share_launch_order
+from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.buffers.planner import (
     AS_IT_CAME,
     CODED_MULTIPLE,
@@ -15,21 +16,18 @@ from opt_distributed.buffers.planner import (
     short,
 )
 from opt_distributed.buffers.reduced import ReducedGrads
-from opt_distributed.buffers.replicas import (
+from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
+from opt_distributed.buffers.stored import (
     Metas,
     Params,
     ReplicaError,
+    StorageError,
     broadcast_replicas_,
+    check_apart,
     check_replicas,
     check_untrained,
     checksums,
     compare_copies,
-)
-from opt_distributed.buffers.storage import ParamAndGradBuffer, matches
-from opt_distributed.buffers.stored import (
-    StorageError,
-    UnusableGradientError,
-    check_apart,
     describe_stored,
     is_bound,
     not_trained,

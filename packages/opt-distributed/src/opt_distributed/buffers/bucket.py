@@ -8,14 +8,14 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import (
+from opt_distributed.buffers.main_grad import (
     GradientError,
     UnusableGradientError,
     adopt_main_grad_,
     bind_main_grad,
     is_rebound,
 )
+from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
 from opt_distributed.comm.device import Device, HostCopy

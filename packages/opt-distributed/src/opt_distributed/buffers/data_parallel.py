@@ -14,9 +14,9 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
+from opt_distributed.buffers.main_grad import begin_accumulation, bind_main_grad
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
-from opt_distributed.buffers.replicas import broadcast_replicas_, check_untrained
-from opt_distributed.buffers.stored import begin_accumulation, bind_main_grad, describe_stored, not_trained
+from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
 from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.bucket import BucketState, GradBucket, LargeGrads
-from opt_distributed.buffers.stored import (
+from opt_distributed.buffers.main_grad import (
     GradientError,
     SparseGradientError,
     UnusableGradientError,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_distributed.buffers.param_wires import GatherInPlace, ParamWire, move_fp8_in, through_grads
-from opt_distributed.buffers.stored import Converted, Left, StorageError, address, check_apart, stored_dtype
+from opt_distributed.buffers.stored import Moved, StorageError, check_apart, stored_dtype
 from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import Allocate, Comm, zeros
@@ -109,8 +109,7 @@ class ParamAndGradBuffer:
             self.wire = through_grads(layout, self.params, self.grad_data)
         elif sharded:
             self.param_data, self.wire = self._move_params_in(allocate)
-        self._converted = Converted(self.params, dtype=param_dtype, device=device)
-        self._left = Left(self.params)
+        self._moved = Moved(self.params, dtype=param_dtype, device=device, fixed=self.param_data is not None)
 
     def grad_view(self, id: ParamId) -> Tensor:
         """The gradient of a parameter, in its shape. A view."""
@@ -135,15 +134,6 @@ class ParamAndGradBuffer:
         """The result of a bucket's reduction on rank `rank`: its shard, or all of it if there is one shard. A view."""
         return self.grad_shard(index, rank if self.layout.num_shards > 1 else 0)
 
-    def param_bucket(self, index: int) -> Tensor:
-        """(bucket.numel,) The parameters of a bucket, padding included. A view."""
-        bucket = self.layout.buckets[index]
-        return self._param_data()[bucket.start : bucket.stop]
-
-    def param_shard(self, index: int, rank: int) -> Tensor:
-        """Rank `rank`'s shard of a bucket's parameters. A view."""
-        return self._param_data()[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
-
     @torch.no_grad()
     def gather_(self, comm: Comm) -> None:
         """Write the shards of all ranks to `param_data`, if the buffer has one. Parameters are complete on return.
@@ -163,7 +153,11 @@ class ParamAndGradBuffer:
         Raises:
             LayoutError: the layout was planned for another number of ranks.
         """
-        self._check_shards(comm)
+        if self.layout.num_shards not in (1, comm.size):
+            raise LayoutError(
+                f"the layout was planned for {self.layout.num_shards} shards, but the group has {comm.size} ranks; "
+                "plan it for the group that shares the buffer"
+            )
         assert self.wire is not None
         stages = self.wire.stages(index, comm)
         is_staged = self.wire.is_staged or bool(self.layout.buckets[index].cuts)
@@ -193,29 +187,16 @@ class ParamAndGradBuffer:
 
         Fast enough for every step: one comparison of integers, or of dtype and device, for each parameter.
         """
-        return self._converted.first() if self.param_data is None else self._left.first()
+        return self._moved.first()
 
     def check_in_place(self) -> None:
         """Raise StorageError if a parameter has left the buffer, so that updates would not reach it."""
-        for id, param in self.params.items():
-            data = self.param_data
-            moved = data is not None and address(param) != self._param_view(data, id).data_ptr()
-            if moved or param.device != self.device or stored_dtype(param) != self.param_dtype:
-                raise StorageError(
-                    f"{id} has left its buffer ({self.param_dtype} on {self.device}) and is now {param.dtype} "
-                    f"on {param.device}; convert and move the model before wrapping it"
-                )
-
-    def _check_shards(self, comm: Comm) -> None:
-        if self.layout.num_shards not in (1, comm.size):
-            raise LayoutError(
-                f"the layout was planned for {self.layout.num_shards} shards, but the group has {comm.size} ranks; "
-                "plan it for the group that shares the buffer"
+        if (id := self.moved()) is not None:
+            param = self.params[id]
+            raise StorageError(
+                f"{id} has left its buffer ({self.param_dtype} on {self.device}) and is now {param.dtype} "
+                f"on {param.device}; convert and move the model before wrapping it"
             )
-
-    def _param_view(self, data: Tensor, id: ParamId) -> Tensor:
-        slot = self._slot_of[id]
-        return data[slot.start : slot.stop].view(self.params[id].shape)
 
     @torch.no_grad()
     def _move_params_in(self, allocate: Allocate) -> tuple[Tensor, ParamWire]:
@@ -224,15 +205,11 @@ class ParamAndGradBuffer:
             return fp8.codes, fp8
         data = allocate(self.layout.numel, dtype=self.param_dtype, device=self.device)
         for id, param in self.params.items():
-            view = self._param_view(data, id)
+            slot = self._slot_of[id]
+            view = data[slot.start : slot.stop].view(param.shape)
             view.copy_(param)
             param.data = view
         return data, GatherInPlace(self.layout, data)
-
-    def _param_data(self) -> Tensor:
-        if self.param_data is None:
-            raise StorageError("this buffer holds gradients only; its parameters are not sharded")
-        return self.param_data
 
 
 def _check(

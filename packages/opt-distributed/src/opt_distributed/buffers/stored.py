@@ -1,127 +1,44 @@
-"""Parameters as a buffer meets them: the bound `main_grad`, the stored form, and checks of the memory."""
+"""Parameters as ranks store them: checks of their memory, and of the copies that ranks hold.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+Copies start from bitwise equal values: trained parameters, frozen ones and persistent buffers are compared or
+broadcast.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opt_config import ConfigError
+from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
+from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
+from opt_distributed.comm.roles import Axes, Roles
 from opt_kernels.quantized import FP8, is_quantized, quantized
-from opt_paramgroups import ParamId, ParamMeta, describe, parameters_by_id
+from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
 
-
-class GradientError(RuntimeError):
-    """A gradient arrived at the wrong time or in the wrong tensor, or a check rejected it."""
-
-
-class UnusableGradientError(GradientError):
-    """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
-
-
-class SparseGradientError(UnusableGradientError, ValueError):
-    """A gradient is sparse."""
-
-    def __init__(self, name: str, layout: torch.layout):
-        super().__init__(
-            f"gradient of {name!r} is {layout}; dense (torch.strided) gradients are allowed: build nn.Embedding "
-            "and nn.EmbeddingBag with sparse=False"
-        )
-
-
-# Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. Such a kernel adds its product
-# directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and returns an arbitrary gradient to
-# autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel also set
-# ``param.zero_out_wgrad = True`` because it is zero, added.
-def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
-    """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
-    param.main_grad = view  # type: ignore[attr-defined]
-    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-
-
-def main_grad(param: nn.Parameter) -> Tensor:
-    """The bound gradient of a parameter."""
-    view: Tensor = param.main_grad  # type: ignore[attr-defined]
-    return view
-
-
-def is_bound(param: nn.Parameter) -> bool:
-    """Whether the gradient accumulates in a buffer, so that ``param.grad`` stays None."""
-    return getattr(param, "main_grad", None) is not None
-
-
-def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
-    """Raise ValueError if a gradient accumulates in another buffer already: it would be added to both."""
-    bound = [str(id) for id, param in params.items() if is_bound(param)]
-    if bound:
-        raise ValueError(
-            f"gradients of {bound[0]!r} (and {len(bound) - 1} more) accumulate in a buffer already: a model chunk is "
-            "wrapped once; use that wrapper, or a new model"
-        )
-
-
-def begin_accumulation(param: nn.Parameter, view: Tensor) -> None:
-    """Bind `view` again; reset the flag of fused kernels, and ``param.grad``, which a failed backward may have left."""
-    param.grad = None
-    bind_main_grad(param, view)
-
-
-def is_rebound(param: nn.Parameter, view: Tensor) -> bool:
-    """Whether ``param.main_grad`` is a tensor other than the view of the buffer."""
-    return getattr(param, "main_grad", None) is not view
-
-
-@torch.no_grad()
-def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
-    """If the caller bound another tensor to ``param.main_grad``, copy it to `view`, and bind `view` again.
-
-    Callers of Megatron-Core rescale with ``param.main_grad = param.main_grad * factor``. Reductions use the buffer, so
-    the value must be copied there.
-
-    Raises:
-        GradientError: ``param.main_grad`` is not a tensor of the parameter's shape.
-    """
-    current = getattr(param, "main_grad", None)
-    if current is view:
-        return
-    if not isinstance(current, Tensor) or current.shape != view.shape:
-        given = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
-        raise GradientError(
-            f"main_grad of {name} was replaced by {given}; it must be a tensor of shape {tuple(view.shape)}: write "
-            "into it (param.main_grad.mul_(2)), or assign a tensor of that shape"
-        )
-    view.copy_(current.detach().clone())  # a clone: `current` may be another view of the same memory
-    param.main_grad = view  # type: ignore[attr-defined]
-
-
-@torch.no_grad()
-def take_grad_(param: nn.Parameter, name: str) -> None:
-    """Add ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drop ``param.grad``.
-
-    Autograd does not record the sum, even if ``backward(create_graph=True)`` gave the gradient a graph.
-
-    Raises:
-        SparseGradientError: the gradient is sparse.
-    """
-    grad = param.grad
-    if grad is None:
-        return
-    if grad.layout is not torch.strided:
-        raise SparseGradientError(name, grad.layout)
-    fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
-    if not fused:
-        main_grad(param).add_(grad)
-    param.grad = None
-
-
+CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+
+Params = Mapping[ParamId, nn.Parameter]
+Metas = Mapping[ParamId, ParamMeta]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class StorageError(ValueError):
     """Parameters cannot be stored in one buffer, or have left the memory that updates write to."""
+
+
+class ReplicaError(ConfigError):
+    """Ranks that should hold copies of a parameter hold different values."""
 
 
 def stored_dtype(param: Tensor) -> torch.dtype:
@@ -133,16 +50,6 @@ def address(param: Tensor) -> int:
     """The address of its values or codes."""
     found = quantized(param)
     return param.data_ptr() if found is None else found.codes.data_ptr()
-
-
-def stored_bytes(param: Tensor) -> Tensor | None:
-    """(n,) uint8: a copy of everything that is stored of an fp8 parameter; None for others."""
-    found = quantized(param)
-    if found is None:
-        return None
-    return torch.cat(
-        [part.reshape(-1).view(torch.uint8) for part in (found.codes, found.scales, *found.extra().values())]
-    )
 
 
 def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: int = 0) -> dict[ParamId, ParamMeta]:
@@ -160,6 +67,21 @@ def describe_stored(model_chunks: Sequence[nn.Module], *, model_chunk_offset: in
                 "work with bf16, fp16 and fp32 parameters: use use_distributed_optimizer=True for fp8 ones"
             )
     return {id: replace(meta, codes=FP8) if is_quantized(params[id]) else meta for id, meta in metas.items()}
+
+
+def is_bound(param: nn.Parameter) -> bool:
+    """Whether the gradient accumulates in a buffer, so that ``param.grad`` stays None."""
+    return getattr(param, "main_grad", None) is not None
+
+
+def check_unbound(params: Mapping[ParamId, nn.Parameter]) -> None:
+    """Raise ValueError if a gradient accumulates in another buffer already: it would be added to both."""
+    bound = [str(id) for id, param in params.items() if is_bound(param)]
+    if bound:
+        raise ValueError(
+            f"gradients of {bound[0]!r} (and {len(bound) - 1} more) accumulate in a buffer already: a model chunk is "
+            "wrapped once; use that wrapper, or a new model"
+        )
 
 
 class _Range(NamedTuple):
@@ -227,15 +149,21 @@ def _range(name: str, stored: Tensor, *, is_param: bool) -> _Range:
     return _Range(start, start + (last + 1) * stored.element_size(), name, is_param)
 
 
-class Converted:
-    """Detects a parameter that no longer has this dtype or device."""
+class Moved:
+    """Detects a parameter that was converted or moved since, or, if they are `fixed`, has left its address."""
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device):
+    def __init__(self, params: Params, *, dtype: torch.dtype, device: torch.device, fixed: bool = False):
         self._params, self._dtype, self._device = params, dtype, device
+        self._addresses = [address(param) for param in params.values()] if fixed else None
 
     def first(self) -> ParamId | None:
-        """The first such parameter; None if there is none."""
-        values = self._params.values()
+        """The first such parameter; None if there is none. One comparison or two for each, if there is none."""
+        values = list(self._params.values())
+        if self._addresses is not None:
+            if set(map(type, values)) <= {nn.Parameter} and list(map(Tensor.data_ptr, values)) == self._addresses:
+                return None
+            addresses = zip(self._params.items(), self._addresses, strict=True)
+            return next((id for (id, param), before in addresses if address(param) != before), None)
         if set(map(_DTYPE, values)) <= {self._dtype} and set(map(_DEVICE, values)) <= {self._device}:
             return None
         moved = (id for id, param in self._params.items() if param.device != self._device)
@@ -243,17 +171,231 @@ class Converted:
         return next(moved, None) or next(other, None)
 
 
-class Left:
-    """Detects later whether a parameter has left its present address."""
+def check_replicas(params: Params, metas: Metas, roles: Roles) -> None:
+    """Compare the weights of all ranks that hold copies. Collective: every rank calls it.
 
-    def __init__(self, params: Mapping[ParamId, nn.Parameter]):
-        self._params = params
-        self._addresses = [address(param) for param in params.values()]
+    One small exchange for each group of ranks that hold copies. NaNs and signs of zeros are compared by their bits.
 
-    def first(self) -> ParamId | None:
-        """The first such parameter; None if there is none."""
-        values = list(self._params.values())
-        if set(map(type, values)) <= {nn.Parameter} and list(map(Tensor.data_ptr, values)) == self._addresses:
-            return None
-        addresses = zip(self._params.items(), self._addresses, strict=True)
-        return next((id for (id, param), before in addresses if address(param) != before), None)
+    Raises:
+        ReplicaError, on every rank: a parameter differs, or some of the ranks do not train it. Names the first such
+            parameter and the ranks.
+    """
+    agree(roles.everyone, compare_copies(_sums(params), params, metas, roles))
+
+
+@torch.no_grad()
+def check_untrained(
+    chunks: Sequence[nn.Module], roles: Roles, *, broadcast: bool = False, model_chunk_offset: int = 0
+) -> None:
+    """Compare frozen parameters and persistent buffers of all ranks that hold copies, after a broadcast if `broadcast`.
+
+    Collective. Names that only some of these ranks have are ignored.
+
+    Raises:
+        ReplicaError, on every rank: a tensor differs. Names the first one and the ranks.
+    """
+    if roles.everyone.size == 1:
+        return
+    found = describe_untrained(chunks, model_chunk_offset=model_chunk_offset)
+    tensors = {id: untrained.tensor for id, untrained in found.items()}
+    metas = {id: untrained.meta for id, untrained in found.items()}
+    if broadcast:
+        broadcast_replicas_(tensors, metas, roles, ignore_missing=True)
+    agree(roles.everyone, compare_copies(_sums(tensors), tensors, metas, roles, ignore_missing=True))
+
+
+def compare_copies(
+    sums: Mapping[ParamId, object],
+    tensors: Mapping[ParamId, Tensor],
+    metas: Metas,
+    roles: Roles,
+    *,
+    ignore_missing: bool = False,
+) -> ReplicaError | None:
+    """Compare checksums of what ranks with copies of a tensor hold. Collective: every rank calls it.
+
+    Tensors that `sums` lacks are not compared. Returns the error of this rank's groups, or None.
+    """
+    error = None
+    for comm, ids in _copies_by_comm(tensors, metas, roles).items():
+        local = {str(id): sums[id] for id in ids if id in sums}
+        per_rank = comm.gather_objects(sha256(repr(sorted(local.items())).encode()).hexdigest())
+        if any(digest != per_rank[0] for digest in per_rank):
+            found = _difference(local, comm, ignore_missing=ignore_missing)  # collective, so also after an error
+            error = error or found[1]
+    return error
+
+
+@torch.no_grad()
+def broadcast_replicas_(
+    tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles, *, ignore_missing: bool = False
+) -> None:
+    """Copy every tensor from the first rank that holds a copy to the others. Collective: every rank calls it.
+
+    Raises:
+        ReplicaError, on every rank: some of the ranks lack a tensor, unless `ignore_missing`, or have it with another
+            shape or dtype. Names the first one and the ranks.
+    """
+    parts = {str(id): list(_parts(tensor)) for id, tensor in tensors.items()}
+    names: dict[Comm, list[str]] = {}
+    error = None
+    for comm, ids in _copies_by_comm(tensors, metas, roles).items():
+        local = {str(id): _shapes(parts[str(id)]) for id in ids}
+        names[comm], found = _difference(local, comm, ignore_missing=ignore_missing)
+        error = error or found
+    agree(roles.everyone, error)
+    for comm, of_comm in names.items():
+        for part in (part for name in of_comm for part in parts[name]):
+            _broadcast_(part, comm)
+    for tensor in tensors.values():
+        if (fp8 := quantized(tensor)) is not None:  # derive what it computes from the codes and scales received
+            fp8.forget_initial()
+            fp8.finish_()
+
+
+def _sums(tensors: Mapping[ParamId, Tensor]) -> dict[ParamId, list[object]]:
+    """The shapes of each tensor's parts, because zeros of any shape have the same sum, and their checksums."""
+    parts = {id: list(_parts(tensor)) for id, tensor in tensors.items()}
+    sums: dict[ParamId, list[object]] = {id: [_shapes(of_tensor)] for id, of_tensor in parts.items()}
+    bits = {(id, number): _bits(part) for id, of_tensor in parts.items() for number, part in enumerate(of_tensor)}
+    for (id, _), checksum in checksums(bits).items():
+        sums[id].append(checksum)
+    return sums
+
+
+def _shapes(parts: Iterable[Tensor]) -> str:
+    return str([(part.dtype, part.shape) for part in parts])
+
+
+def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
+    """A 64-bit checksum of the bits of each tensor, in their order. One host read for each device."""
+    by_device: dict[torch.device, list[Key]] = {}
+    for id, tensor in tensors.items():
+        if not tensor.is_meta:
+            by_device.setdefault(tensor.device, []).append(id)
+    found = dict.fromkeys(tensors, 0)
+    for device, ids in by_device.items():
+        longest = min(CHUNK_NUMEL, max(1, *(tensors[id].numel() for id in ids)))
+        weights = _odd_weights(longest, device)
+        found.update(zip(ids, torch.stack([_checksum(tensors[id], weights) for id in ids]).tolist(), strict=True))
+    return found
+
+
+def _odd_weights(numel: int, device: torch.device) -> Tensor:
+    """(numel,) int64: pseudo-random odd numbers, so that no simple pattern of differences cancels."""
+    weights = torch.arange(numel, device=device).mul_(_GOLDEN)
+    weights ^= weights >> 29
+    weights *= _GOLDEN
+    weights ^= weights >> 32
+    return weights.mul_(2).add_(1)
+
+
+def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
+    """0-d int64. Products wrap around; odd weights lose no bit."""
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in torch.split(bits, CHUNK_NUMEL):
+        wide = chunk.to(torch.int64)
+        wide = wide ^ (wide >> 32)  # the sign of a float64 must not stay in the highest bit, where two of them cancel
+        total = total * _GOLDEN + (wide * weights[: chunk.numel()]).sum()
+    return total
+
+
+def _copies_by_comm(params: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
+    """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
+    same: dict[object, Comm] = {}
+    found: dict[Comm, list[ParamId]] = {}
+
+    def ids_over(comm: Comm) -> list[ParamId]:
+        key: object = comm.group if isinstance(comm, TorchComm) else comm
+        return found.setdefault(same.setdefault(key, comm), [])
+
+    for axes in (roles.dense, roles.expert):
+        for comm in _copies((axes.dp, axes.inter, axes.tp)):
+            ids_over(comm)
+    for id, param in params.items():
+        for comm in _comms(param, metas[id], roles):
+            ids_over(comm).append(id)
+    return found
+
+
+def _comms(param: Tensor, meta: ParamMeta, roles: Roles) -> tuple[Comm, ...]:
+    """The groups along which the parameter is copied."""
+    axes = roles.expert if meta.is_expert else roles.dense
+    if meta.is_dtensor:
+        return tuple(_copies(_comms_of_dtensor(param, meta, axes)))
+    return tuple(_copies((axes.dp, axes.inter, Alone() if meta.tensor_parallel else axes.tp)))
+
+
+def _comms_of_dtensor(param: Tensor, meta: ParamMeta, axes: Axes) -> Iterator[Comm]:
+    mesh = mesh_of(param)
+    for number, placed in enumerate(meta.placements):
+        if placed.shard_dim is None:
+            yield TorchComm(mesh.get_group(number))
+    yield from replicas_outside(param, (axes.dp, axes.inter), name=str(meta.id))
+    yield from tensor_peers_outside(param, axes.tp)
+
+
+def _copies(comms: Iterable[Comm]) -> Iterator[Comm]:
+    return (comm for comm in comms if comm.size > 1)
+
+
+def _difference(
+    local: Mapping[str, object], comm: Comm, *, ignore_missing: bool
+) -> tuple[list[str], ReplicaError | None]:
+    """The names that all ranks have, and the error for the first value that differs or is missing. Collective."""
+    per_rank: list[Mapping[str, object]] = comm.gather_objects(local)
+    group = group_of(comm)
+    numbers = list(range(comm.size)) if group is None else dist.get_process_group_ranks(group)
+    common = dict.fromkeys(name for name in per_rank[0] if all(name in values for values in per_rank))
+    every = dict.fromkeys(name for values in per_rank for name in values)
+    if not ignore_missing and (lacking := next((name for name in every if name not in common), None)) is not None:
+        without = [number for number, values in zip(numbers, per_rank, strict=True) if lacking not in values]
+        return list(common), ReplicaError(
+            f"{lacking!r} is not trained on ranks {without} of {numbers}, which hold copies of each other's "
+            "parameters; pass it on all of these ranks with the same requires_grad, or set "
+            "tensor_model_parallel=True on it where each rank holds another part"
+        )
+    for name in common:
+        others = [n for n, values in zip(numbers, per_rank, strict=True) if values[name] != per_rank[0][name]]
+        if others:
+            return list(common), ReplicaError(
+                f"ranks hold different values of {name!r}: {others} differ from rank {numbers[0]}, but copies must "
+                "start equal; call torch.manual_seed with the same seed on all ranks before the model is made, load "
+                "the same checkpoint, or pass broadcast_params=True to get_optimizer (or DistributedDataParallel) to "
+                "start from the first rank's values"
+            )
+    return list(common), None
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors in which a tensor is stored on this rank."""
+    if (fp8 := quantized(tensor)) is not None:
+        yield from (fp8.codes, fp8.scales, *fp8.extra().values())
+    elif is_traceable_wrapper_subclass(tensor):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for part in inner:
+            if isinstance(part, Tensor):  # a DTensor of newer versions of torch names its mesh, too
+                yield from _parts(part)
+    elif tensor.is_quantized:
+        yield tensor.dequantize()  # a copy, so that these are compared after a broadcast, but not broadcast
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor.detach()._indices(), tensor.detach()._values())
+    elif tensor.layout is torch.strided and not tensor.is_meta:
+        yield tensor.detach()
+
+
+def _bits(part: Tensor) -> Tensor:
+    """The values in a dtype whose bits are compared."""
+    value = part.resolve_conj().resolve_neg()
+    return torch.view_as_real(value) if value.is_complex() else value
+
+
+def _broadcast_(part: Tensor, comm: Comm) -> None:
+    value = _bits(part).contiguous()
+    comm.broadcast_(value.view(-1).view(torch.uint8))  # in bytes: no backend sends every dtype
+    if comm.rank != 0:
+        received = torch.view_as_complex(value) if part.is_complex() else value
+        for dim in (dim for dim, stride in enumerate(part.stride()) if stride == 0 and part.shape[dim]):
+            part, received = part.narrow(dim, 0, 1), received.narrow(dim, 0, 1)  # an expanded tensor is written once
+        part.copy_(received)

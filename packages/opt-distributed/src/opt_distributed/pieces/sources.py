@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import ConfigError
+from opt_distributed.buffers.main_grad import GradientError, SparseGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
-from opt_distributed.buffers.stored import Converted, GradientError, SparseGradientError, stored_dtype
+from opt_distributed.buffers.stored import Moved, stored_dtype
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm
@@ -75,7 +76,7 @@ class Settled:
     def __init__(self, params: Mapping[ParamId, nn.Parameter], *, grad_scale: float = 1.0):
         self.params, self.grad_scale = params, grad_scale
         first = next(iter(params.values()))
-        self._converted = Converted(params, dtype=stored_dtype(first), device=first.device)
+        self._converted = Moved(params, dtype=stored_dtype(first), device=first.device)
 
     def reduce_(self) -> None:
         return None

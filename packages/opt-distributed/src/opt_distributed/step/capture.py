@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.stored import UnusableGradientError
+from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
 from opt_distributed.pieces.piece import Groups, Ready

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.stored import SparseGradientError
+from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
 from opt_distributed.pieces.mains import CodedMain, OpenedMain
 from opt_distributed.pieces.offload import HostSide

@@ -11,7 +11,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from opt_distributed.buffers.stored import StorageError, UnusableGradientError
+from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.stored import StorageError
 from opt_distributed.buffers.wires import CollectiveError
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.pieces.piece import Groups

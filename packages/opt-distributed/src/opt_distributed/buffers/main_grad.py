@@ -1,0 +1,92 @@
+"""`param.main_grad`: the view of a buffer in which the gradient of a parameter accumulates."""
+
+import torch
+from torch import Tensor, nn
+
+
+class GradientError(RuntimeError):
+    """A gradient arrived at the wrong time or in the wrong tensor, or a check rejected it."""
+
+
+class UnusableGradientError(GradientError):
+    """Gradients must not be used. Their reduction is complete, so that no rank waits for the one that raises."""
+
+
+class SparseGradientError(UnusableGradientError, ValueError):
+    """A gradient is sparse."""
+
+    def __init__(self, name: str, layout: torch.layout):
+        super().__init__(
+            f"gradient of {name!r} is {layout}; dense (torch.strided) gradients are allowed: build nn.Embedding "
+            "and nn.EmbeddingBag with sparse=False"
+        )
+
+
+# Attributes of parameters: `main_grad`, and the flags of fused weight-gradient kernels. Such a kernel adds its product
+# directly to ``param.main_grad``, sets ``param.grad_added_to_main_grad = True`` and returns an arbitrary gradient to
+# autograd, so that hooks still run. The returned gradient is dropped, or, if the kernel also set
+# ``param.zero_out_wgrad = True`` because it is zero, added.
+def bind_main_grad(param: nn.Parameter, view: Tensor) -> None:
+    """Set ``param.main_grad`` to a view of a gradient buffer, in which the gradient accumulates."""
+    param.main_grad = view  # type: ignore[attr-defined]
+    param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+
+
+def main_grad(param: nn.Parameter) -> Tensor:
+    """The bound gradient of a parameter."""
+    view: Tensor = param.main_grad  # type: ignore[attr-defined]
+    return view
+
+
+def begin_accumulation(param: nn.Parameter, view: Tensor) -> None:
+    """Bind `view` again; reset the flag of fused kernels, and ``param.grad``, which a failed backward may have left."""
+    param.grad = None
+    bind_main_grad(param, view)
+
+
+def is_rebound(param: nn.Parameter, view: Tensor) -> bool:
+    """Whether ``param.main_grad`` is a tensor other than the view of the buffer."""
+    return getattr(param, "main_grad", None) is not view
+
+
+@torch.no_grad()
+def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
+    """If the caller bound another tensor to ``param.main_grad``, copy it to `view`, and bind `view` again.
+
+    Callers of Megatron-Core rescale with ``param.main_grad = param.main_grad * factor``. Reductions use the buffer, so
+    the value must be copied there.
+
+    Raises:
+        GradientError: ``param.main_grad`` is not a tensor of the parameter's shape.
+    """
+    current = getattr(param, "main_grad", None)
+    if current is view:
+        return
+    if not isinstance(current, Tensor) or current.shape != view.shape:
+        given = f"a tensor of shape {tuple(current.shape)}" if isinstance(current, Tensor) else repr(current)
+        raise GradientError(
+            f"main_grad of {name} was replaced by {given}; it must be a tensor of shape {tuple(view.shape)}: write "
+            "into it (param.main_grad.mul_(2)), or assign a tensor of that shape"
+        )
+    view.copy_(current.detach().clone())  # a clone: `current` may be another view of the same memory
+    param.main_grad = view  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def take_grad_(param: nn.Parameter, name: str) -> None:
+    """Add ``param.grad`` to ``param.main_grad``, unless a fused kernel has done so, and drop ``param.grad``.
+
+    Autograd does not record the sum, even if ``backward(create_graph=True)`` gave the gradient a graph.
+
+    Raises:
+        SparseGradientError: the gradient is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return
+    if grad.layout is not torch.strided:
+        raise SparseGradientError(name, grad.layout)
+    fused = getattr(param, "grad_added_to_main_grad", False) and not getattr(param, "zero_out_wgrad", False)
+    if not fused:
+        main_grad(param).add_(grad)
+    param.grad = None
