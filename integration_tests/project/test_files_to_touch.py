@@ -105,10 +105,9 @@ ADDITIONS = {
         Edit("opt_distributed/buffers/in_order.py", "", WIRE),
         Edit(
             "opt_distributed/buffers/wires.py",
-            "WIRES = (\n",
-            "from opt_distributed.buffers.in_order import SumInOrder\n\nWIRES = (\n    WireKind(\n"
-            '        name="sum in order", make=lambda axes: SumInOrder(axes.dp), costs="a bucket for each rank",\n'
-            "        applies=lambda config, num_shards: num_shards == 1,\n    ),\n",
+            "    return SumEverywhere(",
+            "    from opt_distributed.buffers.in_order import SumInOrder\n\n    return SumInOrder(axes.dp)\n"
+            "    return SumEverywhere(",
         ),
     ),
     "a field of the configuration": (

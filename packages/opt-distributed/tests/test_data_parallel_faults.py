@@ -104,7 +104,7 @@ def test_a_parameter_that_is_laid_out_already_is_refused_on_every_rank(mesh: Dev
     refused = "is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
     other, own = errors_of(2, rank_main)
     assert own == f"LayoutError: weight {refused}"
-    assert other == f"LayoutError: data-parallel rank 1 refused: weight {refused}"
+    assert other == f"LayoutError: rank 1 refused: LayoutError: weight {refused}"
 
 
 def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None:
@@ -115,7 +115,7 @@ def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None
         DistributedDataParallel(SHARDED, model, groups=over(comm))
 
     first, second = errors_of(2, rank_main)
-    assert first.startswith("LayoutError: data-parallel rank 1 refused: bias and weight share memory")
+    assert first.startswith("LayoutError: rank 1 refused: StorageError: bias and weight share memory")
     assert second.startswith("StorageError: bias and weight share memory")
 
 
@@ -124,7 +124,7 @@ def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
     "fp32 sums of replicas": (
         lambda: wrap(Config(reduce_scatter_with_fp32_accumulation=True)),
-        "reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True",
+        "reduce_scatter_with_fp32_accumulation=True: excludes use_distributed_optimizer=False, because it sums",
     ),
     "instances without groups": (
         lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),

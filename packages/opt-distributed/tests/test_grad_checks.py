@@ -75,13 +75,13 @@ def test_large_finite_gradients_are_finite() -> None:
 
 
 def it_is_read_in_backward(patch: pytest.MonkeyPatch) -> None:
-    init = bucket.NonfiniteGrads.__init__
+    init = bucket.GradChecks.__init__
 
     def reading(check: Any, *args: Any, **kwargs: Any) -> None:
         init(check, *args, **kwargs)
-        check._value.item()
+        check._largest[0].item()
 
-    patch.setattr(bucket.NonfiniteGrads, "__init__", reading)
+    patch.setattr(bucket.GradChecks, "__init__", reading)
 
 
 def the_verdict_is_read_too_early(patch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_a_second_finish_gives_the_same_verdict_and_learns_nothing() -> None:
         ddp.zero_grad_buffer()
 
 
-def test_a_bucket_sends_one_number_more_and_backward_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_sends_two_numbers_more_and_backward_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = RecordingComm(Alone())
     ddp = wrap(recording, **OVERLAP)
     iterate(ddp, 1.0)
@@ -213,5 +213,5 @@ def test_a_bucket_sends_one_number_more_and_backward_reads_nothing(monkeypatch: 
         patch.setattr(Tensor, "item", refuse)
         patch.setattr(Tensor, "tolist", refuse)
         ddp(torch.ones(1, SIZE)).sum().backward()
-    assert [(call.kind, call.numel) for call in recording.calls] == [("all_reduce", 1), ("all_reduce", 128)]
+    assert [(call.kind, call.numel) for call in recording.calls] == [("all_reduce", 2), ("all_reduce", 128)]
     ddp.finish_grad_sync()

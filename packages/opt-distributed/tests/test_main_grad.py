@@ -261,4 +261,4 @@ def test_any_error_of_one_rank_while_building_reaches_every_rank(
     error = make_error()
     other, failed = run_threads(2, rank_main)
     assert failed == f"{type(error).__name__}: {error}"
-    assert other == f"LayoutError: data-parallel rank 1 refused: {failed}"
+    assert other == f"LayoutError: rank 1 refused: {failed}"

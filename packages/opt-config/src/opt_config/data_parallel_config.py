@@ -135,6 +135,7 @@ def _fp32_accumulation(config: DistributedDataParallelConfig) -> Iterator[Proble
     obstacles = {
         "grad_reduce_in_fp32=True, which already sends fp32": config.grad_reduce_in_fp32,
         "average_in_collective=True, because it can only sum": config.average_in_collective,
+        "use_distributed_optimizer=False, because it sums to shards": not config.use_distributed_optimizer,
         "more than one distributed optimizer instance": config.num_distributed_optimizer_instances > 1,
     }
     for obstacle, present in obstacles.items():

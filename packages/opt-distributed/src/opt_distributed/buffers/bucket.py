@@ -1,6 +1,6 @@
 """One bucket of gradients in an iteration: accumulating, then being reduced, then reduced; checks before its sum."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from opt_distributed.buffers.main_grad import (
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending
-from opt_distributed.comm.device import Device, HostCopy
+from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.roles import Axes
 from opt_kernels.backends import grad_stats
 from opt_paramgroups import ParamId
@@ -26,14 +26,32 @@ from opt_paramgroups import ParamId
 _NO_SUMS: Mapping[ParamId, Tensor] = MappingProxyType({})
 
 
-class LargestOverReplicas:
-    """The largest of one number over all replicas. Its reduction starts on construction, with that of a bucket, so that
-    all ranks launch both in one order."""
+NUM_ITERATIONS = 100
+THRESHOLD = 10.0
 
-    def __init__(self, value: Tensor, axes: Axes, what: str, *, device: Device):
-        self._value = value  # (1,)
-        self._is_staged = axes.inter.size > 1
-        self._flight = InFlight(self._stages(axes), what, device=device, is_staged=self._is_staged)
+
+class GradChecks:
+    """Numbers of a bucket's gradients before their reduction, over all replicas: whether any is not finite, and a norm.
+
+    Their reduction starts on construction, with that of the bucket, so that all ranks launch both in one order.
+    """
+
+    def __init__(self, bucket: "GradBucket", full: Tensor):
+        reduction, device, views = bucket.reduction, bucket.memory.queues, bucket.views
+        self._name, self._device = bucket.name, device
+        self._ids = [id for id, view in views.items() if view.numel()] if reduction.check_for_nan else []
+        self._flags = torch.zeros(1, dtype=torch.float64, device=full.device)  # of each parameter: not finite
+        # On a CPU one reduction over the bucket is enough, unless a parameter must be named.
+        if self._ids and (device.is_asynchronous or not torch.stack(full.aminmax()).isfinite().all()):
+            largest = torch.stack(torch._foreach_norm([views[id] for id in self._ids], torch.inf))
+            self._flags = (~largest.isfinite()).to(torch.float64)
+        norm = self._flags.new_zeros(())
+        if reduction.check_for_large:  # infinite and NaN norms count as 0
+            norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0)
+        self._largest = torch.stack([self._flags.amax(), norm])
+        self._is_staged = reduction.axes.inter.size > 1
+        what, stages = f"check of {bucket.name}", self._stages(reduction.axes)
+        self._flight = InFlight(stages, what, device=device, is_staged=self._is_staged)
 
     def advance(self) -> None:
         """Start the reduction over other optimizer instances, if there are any."""
@@ -41,28 +59,9 @@ class LargestOverReplicas:
             self._flight.advance()
 
     def finish(self) -> Tensor:
-        """Return (1,), on the device of the gradients."""
+        """Return (2,) float64: 1 if a gradient of any rank is not finite, and the largest norm of a rank."""
         self._flight.finish()
-        return self._value
-
-    def _stages(self, axes: Axes) -> Iterator[Pending]:
-        yield axes.dp.all_reduce_(self._value, op=Op.MAX, async_op=True)
-        if self._is_staged:
-            yield axes.inter.all_reduce_(self._value, op=Op.MAX, async_op=True)
-
-
-class NonfiniteGrads(LargestOverReplicas):
-    """Which gradients of a bucket are not finite on this rank, and, as fp32 1 or 0, whether any is not on any rank."""
-
-    def __init__(self, full: Tensor, views: Mapping[ParamId, Tensor], axes: Axes, name: str, *, device: Device):
-        self._name, self._device = name, device
-        self._ids = [id for id, view in views.items() if view.numel()]
-        self._flags = torch.zeros(1, dtype=torch.float32, device=full.device)
-        # On a CPU one reduction over the bucket is enough, unless a parameter must be named.
-        if self._ids and (device.is_asynchronous or not torch.stack(full.aminmax()).isfinite().all()):
-            largest = torch.stack(torch._foreach_norm([views[id] for id in self._ids], torch.inf))
-            self._flags = (~largest.isfinite()).to(torch.float32)
-        super().__init__(self._flags.amax(0, keepdim=True), axes, f"check of {name}", device=device)
+        return self._largest
 
     def problem(self) -> UnusableGradientError:
         """The error, given that some gradient is not finite. The host waits for the flags of this rank."""
@@ -72,9 +71,10 @@ class NonfiniteGrads(LargestOverReplicas):
             return UnusableGradientError(f"gradients of {', '.join(bad)} are not finite on this rank")
         return UnusableGradientError(f"gradients in {self._name} are not finite on another rank")
 
-
-NUM_ITERATIONS = 100
-THRESHOLD = 10.0
+    def _stages(self, axes: Axes) -> Iterator[Pending]:
+        yield axes.dp.all_reduce_(self._largest, op=Op.MAX, async_op=True)
+        if self._is_staged:
+            yield axes.inter.all_reduce_(self._largest, op=Op.MAX, async_op=True)
 
 
 class LargeGrads:
@@ -84,31 +84,23 @@ class LargeGrads:
     the largest norm of a bucket in the first hundred iterations. Here the norms are the largest over ranks, so that all
     ranks have one limit and one verdict, and the limit counts iterations rather than buckets. It is not saved: after a
     resume it is learned again. Infinite and NaN norms are ignored, because `check_for_nan_in_grad` and loss scaling
-    detect them.
+    detect them. Iterations without gradients are not counted.
     """
 
-    def __init__(self, buckets: Sequence["GradBucket"]):
-        self.buckets = tuple(buckets)
+    def __init__(self) -> None:
         self._num_seen = 0
-        self.largest = 0.0  # norm in the first iterations
+        self._largest = 0.0  # norm in the first iterations
 
-    def verdict(self) -> UnusableGradientError | None:
-        """Return the error if a norm of the reduced iteration is too large. The same on all ranks that reduced it.
-
-        The host reads one number, in the step. Iterations without gradients are not counted.
-        """
-        norms = [bucket.norm for bucket in self.buckets if bucket.norm is not None]
-        if not norms:
-            return None
-        value, index = (found.item() for found in torch.cat(norms).max(0))
-        if self._num_seen >= NUM_ITERATIONS and value > THRESHOLD * self.largest:
+    def verdict(self, norm: float, name: str) -> UnusableGradientError | None:
+        """Return the error if the largest norm of the reduced iteration, of bucket `name`, is too large."""
+        if self._num_seen >= NUM_ITERATIONS and norm > THRESHOLD * self._largest:
             return UnusableGradientError(
-                f"gradients in {self.buckets[int(index)].name} are unexpectedly large: their norm on a rank is "
-                f"{value:.6g}, and {self.largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
+                f"gradients in {name} are unexpectedly large: their norm on a rank is {norm:.6g}, and "
+                f"{self._largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
             )
-        if value > 0 and self._num_seen < NUM_ITERATIONS:
+        if norm > 0 and self._num_seen < NUM_ITERATIONS:
             self._num_seen += 1
-            self.largest = max(self.largest, value)
+            self._largest = max(self._largest, norm)
         return None
 
 
@@ -154,9 +146,7 @@ class GradBucket:
         self.arrivals: dict[ParamId, int] = {}  # gradients added in the last microbatch
         self.expected: Mapping[ParamId, int] = dict.fromkeys(self.ids, 1)
         self.problem: UnusableGradientError | None = None  # why this iteration's gradients must not be used
-        self.norm: Tensor | None = None  # (1,) the largest over ranks, in float64, if large gradients are refused
-        self._largest_norm: LargestOverReplicas | None = None
-        self.nonfinite: NonfiniteGrads | None = None  # of this iteration, if they are refused
+        self.checks: GradChecks | None = None  # of this iteration, if there are any
         self._flight: InFlight | None = None
         self._missing = len(self.ids)  # parameters with fewer arrivals than expected
 
@@ -239,25 +229,21 @@ class GradBucket:
             bind_main_grad(self.memory.params[id], self.views[id])
         full = self.memory.grad_bucket(self.index)
         self.state = BucketState.IN_FLIGHT
-        axes, device = self.reduction.axes, self.memory.queues
-        if self.reduction.check_for_nan:
-            self.nonfinite = NonfiniteGrads(full, self.views, axes, self.name, device=device)
+        if self.reduction.check_for_nan or self.reduction.check_for_large:
+            self.checks = GradChecks(self, full)
         if self.memory.local_squares is not None:
             self.memory.local_squares[self.index] = torch.linalg.vector_norm(full, dtype=torch.float64).square()
-        if self.reduction.check_for_large:  # infinite and NaN norms count as 0
-            norm = grad_stats([full], count_zeros=False).sum_of_squares.sqrt().nan_to_num(nan=0.0, posinf=0.0).view(1)
-            self._largest_norm = LargestOverReplicas(norm, axes, f"norm of {self.name}", device=device)
         if self.reduction.scale_before != 1.0:
             full.mul_(self.reduction.scale_before)
         what = f"gradient reduction {iteration} of {self.name}"
         wire = self.wire
-        self._flight = InFlight(wire.stages(full, self.result), what, device=device, is_staged=wire.is_staged)
+        stages = wire.stages(full, self.result)
+        self._flight = InFlight(stages, what, device=self.memory.queues, is_staged=wire.is_staged)
 
     def advance(self) -> None:
         """Wait for the present stage of a reduction in several stages and start the next, if one is pending."""
-        for check in (self._largest_norm, self.nonfinite):
-            if check is not None:
-                check.advance()
+        if self.checks is not None:
+            self.checks.advance()
         if self._flight is not None and self.wire.is_staged:
             self._flight.advance()
 
@@ -294,7 +280,7 @@ class GradBucket:
         self._land()
         self.state = BucketState.ACCUMULATING
         self.memory.reduces_everywhere = False
-        self.problem = self.norm = self.nonfinite = None
+        self.problem = self.checks = None
         self.arrivals = {}
         self._missing = len(self.ids)
 
@@ -357,11 +343,8 @@ class GradBucket:
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None
-        norm, self._largest_norm = self._largest_norm, None
-        if norm is not None:
-            self.norm = norm.finish()
-        if self.nonfinite is not None:
-            self.nonfinite.finish()
+        if self.checks is not None:
+            self.checks.finish()
         if flight is not None:
             flight.finish()
 

@@ -4,8 +4,8 @@
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,219 +16,37 @@ from opt_distributed.buffers.grad_sync import GradSync
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
 from opt_distributed.buffers.planner import BufferPlan, WorldSizes, plan_buffers, wrapped_bucket_size
-from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer, local_sums
+from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
 from opt_distributed.buffers.stored import check_apart, check_unbound
-from opt_distributed.buffers.wires import wire_kind
-from opt_distributed.comm.collectives import Comm
+from opt_distributed.buffers.wires import wire_of
+from opt_distributed.comm.collectives import Comm, agree
 from opt_distributed.comm.roles import Axes, Roles, from_all_replicas
 from opt_distributed.comm.user_buffers import UserBuffers, user_buffers
 from opt_distributed.layout import LayoutError, Piece
 from opt_paramgroups import ParamId, ParamMeta
 
 
-def agree_on(
-    families: Sequence[tuple[Axes, Mapping[str, str]]], error: Exception | None, *, peers: Sequence[Comm]
-) -> None:
-    """Raise on all ranks that are connected through `families` or `peers` if one of them has an error, or facts differ.
-
-    `families`: for dense parameters and for experts, the values that must be equal on all replicas, by name. Every rank
-    forwards refusals before it raises, so that no rank waits for one that has raised.
-
-    Raises:
-        LayoutError: quotes the error of another rank, or says what differs on which ranks. If this rank has an error,
-            that is raised instead.
-    """
-    own = None if error is None else str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    refusal: str | None = None
-    for axes, facts in families:
-        per_rank: list[tuple[str | None, str | None, dict[str, str]]]  # error of the rank, what it forwards, facts
-        per_rank = from_all_replicas(axes, (own, refusal, dict(facts)))
-        refused = [f"data-parallel rank {rank} refused: {text}" for rank, (text, _, _) in enumerate(per_rank) if text]
-        refused += [forwarded for _, forwarded, _ in per_rank if forwarded]
-        first = per_rank[0][2]
-        different = [rank for rank, (_, _, other) in enumerate(per_rank) if other != first]
-        if different and not refused:
-            other = per_rank[different[0]][2]
-            name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
-            refused.append(
-                f"data-parallel ranks {different} laid their buffers out differently from rank 0; model and "
-                f"configuration must be equal on all ranks that share parameters; {name} is "
-                f"{first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {different[0]}"
-            )
-        refusal = refusal or next(iter(refused), None)
-    for comm in peers:
-        refusals = comm.gather_objects(refusal)
-        refusal = refusal or next((found for found in refusals if found is not None), None)
-    if error is not None:
-        raise error
-    if refusal is not None:
-        raise LayoutError(refusal)
-
-
-class ChunkBuffer(NamedTuple):
-    """One buffer of a chunk."""
-
-    plan: BufferPlan
-    memory: ParamAndGradBuffer
-    reduction: Reduction
-    sums: LocalSums
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSpec:
-    """Everything that determines how the gradients and parameters of a chunk are stored and reduced."""
-
-    config: DistributedDataParallelConfig
-    params: Mapping[ParamId, nn.Parameter]
-    metas: Mapping[ParamId, ParamMeta]
-    others: Sequence[tuple[str, Tensor]]  # frozen parameters, and buffers of the module, with their names
-    roles: Roles
-    chunk: int  # its number
-    sharding: Sharding
-    calculate_per_token_loss: bool
-
-
-def sharding_of(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
-    """Return how the chunk is sharded: as the optimizer's configuration says, or flat if there is none."""
-    if not config.use_distributed_optimizer:
-        return Replicated()
-    if optimizer_config is not None and not isinstance(optimizer_config.sharding, Replicated):
-        return optimizer_config.sharding
-    return FlatShards(overlap_gather=config.overlap_param_gather, overlap_gather_with_step=False)
-
-
-def make_buffers(spec: ChunkSpec) -> tuple[ChunkBuffer, ...]:
-    """Create the buffers of a chunk. Collective: an error on one rank, or a difference, is raised on every rank.
-
-    Raises:
-        LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
-    """
-    config, roles = spec.config, spec.roles
-    buffers: tuple[ChunkBuffer, ...] = ()
-    pools: dict[tuple[bool, str], UserBuffers | None] = {}
-    error = None
-    try:
-        _check_config(spec)
-        check_unbound(spec.params)
-        check_apart(spec.params, spec.others)
-        check_gathered_in_fp8(config, spec.metas)
-        planned = _plans(spec)
-        if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
-            for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
-                axes, symmetric = _axes(spec, is_expert), not config.disable_symmetric_registration
-                groups = (axes.dp, axes.inter)
-                pools[is_expert, name] = user_buffers(groups, device=torch.device(name), symmetric=symmetric)
-        buffers = tuple(
-            _make_buffer(spec, plan, pools.get((plan.is_expert, str(_device(spec, plan))))) for plan in planned
-        )
-        for pool in filter(None, pools.values()):
-            pool.check()
-    except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
-        error = caught
-    settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
-    settings["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
-    families = []
-    for is_expert in (False, True):
-        plans = [buffer.plan for buffer in buffers if buffer.plan.is_expert == is_expert]
-        layouts = {f"layout of {plan.name}": plan.layout.fingerprint()[:16] for plan in plans}
-        order = {"order of buffers": ", ".join(plan.name for plan in plans)}
-        families.append((_axes(spec, is_expert), settings | order | layouts))
-    agree_on(families, error, peers=(roles.dense.tp, roles.expert.tp))
-    for pool in filter(None, pools.values()):
-        pool.register()
-    return buffers
-
-
-def _check_config(spec: ChunkSpec) -> None:
-    """Raise ValueError if a field of the configuration contradicts another one, the groups, or the loss."""
-    config, instances = spec.config, spec.roles.dense.inter.size
-    config.validate()  # fields may have been assigned since it was built
-    if config.num_distributed_optimizer_instances != instances:
-        raise ValueError(
-            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
-            f"{instances}; pass an inter_dist_opt group of that size"
-        )
-    if config.average_in_collective and spec.calculate_per_token_loss:
-        raise ValueError(
-            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
-        )
-
-
-def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
-    """Plan the buffers. Without overlap, every buffer has one bucket."""
-    for meta in spec.metas.values():
-        if meta.is_dtensor:
-            raise LayoutError(
-                f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
-            )
-    config, num_ranks = spec.config, spec.roles.dense.num_replicas
-    return plan_buffers(
-        spec.metas,
-        sharding=spec.sharding,
-        sizes=WorldSizes.of(spec.roles),
-        needs_whole=lambda meta: isinstance(spec.sharding, WholeParams) and meta.moved_as_matrix,
-        grad_dtype=lambda meta: torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
-        bucket_size=lambda numel: wrapped_bucket_size(config, numel=numel, num_ranks=num_ranks),
-        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
-        chunk=spec.chunk,
-    )
-
-
-def _device(spec: ChunkSpec, plan: BufferPlan) -> torch.device:
-    return spec.params[plan.params[0].id].device
-
-
-def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
-    return spec.roles.expert if is_expert else spec.roles.dense
-
-
-def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> ChunkBuffer:
-    config, axes, device = spec.config, _axes(spec, plan.is_expert), _device(spec, plan)
-    memory = ParamAndGradBuffer(
-        plan.layout,
-        {shape.id: spec.params[shape.id] for shape in plan.params},
-        param_dtype=plan.dtype,
-        grad_dtype=plan.grad_dtype,
-        device=device,
-        sharded=plan.kind.is_sharded,
-        allocate=axes.dp.allocate if pool is None else pool,
-        reuses_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
-    )
-    patterns = config.param_name_patterns_for_fp32_local_accumulation
-    mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
-    reduction = Reduction(
-        name=plan.name,
-        wire=wire_kind(config, num_shards=plan.layout.num_shards).make(axes),
-        axes=axes,
-        is_expert=plan.is_expert,
-        scale_before=1.0 if config.average_in_collective else mean,
-        scale_after=mean if config.average_in_collective else 1.0,
-        check_for_nan=config.check_for_nan_in_grad,
-        check_for_large=config.check_for_large_grads,
-    )
-    sums = local_sums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
-    return ChunkBuffer(plan, memory, reduction, sums)
-
-
 class SyncedBuffer:
     """One buffer of a wrapped chunk: a `Source` whose gradients are means already.
 
-    A parameter without a gradient has zeros in the buffer, on every rank.
+    A parameter without a gradient has zeros in the buffer, on every rank. `attach` connects it to the reductions and
+    gathers of its chunk.
     """
 
     grad_scale = 1.0
 
-    def __init__(
+    def __init__(self, plan: BufferPlan, memory: ParamAndGradBuffer, reduction: Reduction, sums: LocalSums):
+        self.plan, self.memory, self.reduction, self.sums = plan, memory, reduction, sums
+        self.axes = reduction.axes
+
+    def attach(
         self,
-        plan: BufferPlan,
-        memory: ParamAndGradBuffer,
-        axes: Axes,
-        finish: Callable[[], None],  # the chunk's reductions
+        finish: Callable[[], None],  # completes the chunk's reductions
         grad_sync: GradSync,
         param_sync: ParamSync,
         together: Sequence[ParamAndGradBuffer],  # the buffers that a step publishes, including this one
-    ):
-        self.plan, self.memory, self.axes = plan, memory, axes
+    ) -> None:
+        """Let the step reduce and publish the buffer with the others of its chunk."""
         self._finish, self._grad_sync, self._param_sync = finish, grad_sync, param_sync
         self._together = together
 
@@ -288,11 +106,177 @@ class SyncedBuffer:
 
         Gathers of dense buffers do not wait for experts: replicas without experts would start them earlier than others.
         """
-        together = [one.memory for one in buffers if one.plan.is_expert == self.plan.is_expert]
-        syncs = self._finish, self._grad_sync, self._param_sync
-        return SyncedBuffer(self.plan, self.memory, self.axes, *syncs, together)
+        found = copy(self)
+        found._together = [other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert]
+        return found
 
     def results(self) -> Iterator[Tensor]:
         """This rank's part of the reduced gradients: a view for each bucket."""
         for index in range(len(self.plan.layout.buckets)):
             yield self.memory.result(index, self.axes.dp.rank)
+
+
+def agree_on(families: Sequence[tuple[Axes, Mapping[str, str]]], error: Exception | None, everyone: Comm) -> None:
+    """Raise on all ranks of the model if one of them has an error, or facts differ between replicas.
+
+    `families`: for dense parameters and for experts, the values that must be equal on all replicas, by name.
+
+    Raises:
+        LayoutError: quotes the error of another rank, or says what differs on which ranks. If this rank has an error,
+            that is raised instead.
+    """
+    try:
+        agree(everyone, error)
+        for axes, facts in families:
+            per_rank: list[dict[str, str]] = from_all_replicas(axes, dict(facts))
+            first = per_rank[0]
+            different = [rank for rank, other in enumerate(per_rank) if other != first]
+            if different and error is None:
+                other = per_rank[different[0]]
+                name = next(name for name in (*first, *other) if first.get(name) != other.get(name))
+                error = LayoutError(
+                    f"data-parallel ranks {different} laid their buffers out differently from rank 0; model and "
+                    f"configuration must be equal on all ranks that share parameters; {name} is "
+                    f"{first.get(name, 'missing')} on rank 0 and {other.get(name, 'missing')} on rank {different[0]}"
+                )
+        agree(everyone, error)
+    except ValueError as refusal:
+        if refusal is error:
+            raise
+        raise LayoutError(str(refusal)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSpec:
+    """Everything that determines how the gradients and parameters of a chunk are stored and reduced."""
+
+    config: DistributedDataParallelConfig
+    params: Mapping[ParamId, nn.Parameter]
+    metas: Mapping[ParamId, ParamMeta]
+    others: Sequence[tuple[str, Tensor]]  # frozen parameters, and buffers of the module, with their names
+    roles: Roles
+    chunk: int  # its number
+    sharding: Sharding
+    calculate_per_token_loss: bool
+
+
+def sharding_of(config: DistributedDataParallelConfig, optimizer_config: OptimizerConfig | None) -> Sharding:
+    """Return how the chunk is sharded: as the optimizer's configuration says, or flat if there is none."""
+    if not config.use_distributed_optimizer:
+        return Replicated()
+    if optimizer_config is not None and not isinstance(optimizer_config.sharding, Replicated):
+        return optimizer_config.sharding
+    return FlatShards(overlap_gather=config.overlap_param_gather, overlap_gather_with_step=False)
+
+
+def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
+    """Create the buffers of a chunk. Collective: an error on one rank, or a difference, is raised on every rank.
+
+    Raises:
+        LayoutError, StorageError, ValueError: see `DistributedDataParallel`.
+    """
+    config = spec.config
+    buffers: tuple[SyncedBuffer, ...] = ()
+    pools: dict[tuple[bool, str], UserBuffers | None] = {}
+    error = None
+    try:
+        _check_config(spec)
+        check_unbound(spec.params)
+        check_apart(spec.params, spec.others)
+        check_gathered_in_fp8(config, spec.metas)
+        planned = _plans(spec)
+        if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
+            for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
+                axes, symmetric = _axes(spec, is_expert), not config.disable_symmetric_registration
+                groups = (axes.dp, axes.inter)
+                pools[is_expert, name] = user_buffers(groups, device=torch.device(name), symmetric=symmetric)
+        buffers = tuple(
+            _make_buffer(spec, plan, pools.get((plan.is_expert, str(_device(spec, plan))))) for plan in planned
+        )
+        for pool in filter(None, pools.values()):
+            pool.check()
+    except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
+        error = caught
+    settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+    settings["calculate_per_token_loss"] = repr(spec.calculate_per_token_loss)
+    families = []
+    for is_expert in (False, True):
+        plans = [buffer.plan for buffer in buffers if buffer.plan.is_expert == is_expert]
+        layouts = {f"layout of {plan.name}": plan.layout.fingerprint()[:16] for plan in plans}
+        order = {"order of buffers": ", ".join(plan.name for plan in plans)}
+        families.append((_axes(spec, is_expert), settings | order | layouts))
+    agree_on(families, error, spec.roles.everyone)
+    for pool in filter(None, pools.values()):
+        pool.register()
+    return buffers
+
+
+def _check_config(spec: ChunkSpec) -> None:
+    """Raise ValueError if a field of the configuration contradicts another one, the groups, or the loss."""
+    config, instances = spec.config, spec.roles.dense.inter.size
+    config.validate()  # fields may have been assigned since it was built
+    if config.num_distributed_optimizer_instances != instances:
+        raise ValueError(
+            f"num_distributed_optimizer_instances={config.num_distributed_optimizer_instances}, but the groups make up "
+            f"{instances}; pass an inter_dist_opt group of that size"
+        )
+    if config.average_in_collective and spec.calculate_per_token_loss:
+        raise ValueError(
+            "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False"
+        )
+
+
+def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
+    """Plan the buffers. Without overlap, every buffer has one bucket."""
+    for meta in spec.metas.values():
+        if meta.is_dtensor:
+            raise LayoutError(
+                f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
+            )
+    config, num_ranks = spec.config, spec.roles.dense.num_replicas
+    return plan_buffers(
+        spec.metas,
+        sharding=spec.sharding,
+        sizes=WorldSizes.of(spec.roles),
+        needs_whole=lambda meta: isinstance(spec.sharding, WholeParams) and meta.moved_as_matrix,
+        grad_dtype=lambda meta: torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
+        bucket_size=lambda numel: wrapped_bucket_size(config, numel=numel, num_ranks=num_ranks),
+        pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
+        chunk=spec.chunk,
+    )
+
+
+def _device(spec: ChunkSpec, plan: BufferPlan) -> torch.device:
+    return spec.params[plan.params[0].id].device
+
+
+def _axes(spec: ChunkSpec, is_expert: bool) -> Axes:
+    return spec.roles.expert if is_expert else spec.roles.dense
+
+
+def _make_buffer(spec: ChunkSpec, plan: BufferPlan, pool: UserBuffers | None) -> SyncedBuffer:
+    config, axes, device = spec.config, _axes(spec, plan.is_expert), _device(spec, plan)
+    memory = ParamAndGradBuffer(
+        plan.layout,
+        {shape.id: spec.params[shape.id] for shape in plan.params},
+        param_dtype=plan.dtype,
+        grad_dtype=plan.grad_dtype,
+        device=device,
+        sharded=plan.kind.is_sharded,
+        allocate=axes.dp.allocate if pool is None else pool,
+        reuses_grads=config.reuse_grad_buf_for_mxfp8_param_ag,
+    )
+    patterns = config.param_name_patterns_for_fp32_local_accumulation
+    mean = 1.0 if spec.calculate_per_token_loss else 1.0 / spec.roles.dense.num_replicas
+    reduction = Reduction(
+        name=plan.name,
+        wire=wire_of(config, axes, num_shards=plan.layout.num_shards),
+        axes=axes,
+        is_expert=plan.is_expert,
+        scale_before=1.0 if config.average_in_collective else mean,
+        scale_after=mean if config.average_in_collective else 1.0,
+        check_for_nan=config.check_for_nan_in_grad,
+        check_for_large=config.check_for_large_grads,
+    )
+    sums = LocalSums(plan.params, patterns, grad_dtype=plan.grad_dtype, device=device)
+    return SyncedBuffer(plan, memory, reduction, sums)

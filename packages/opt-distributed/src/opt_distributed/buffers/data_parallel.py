@@ -94,7 +94,8 @@ class DistributedDataParallel(nn.Module):
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
         self.metas: Mapping[ParamId, ParamMeta] = describe_stored([module], model_chunk_offset=chunk)
-        buffers = make_buffers(
+        self._chunk = chunk
+        self.synced_buffers: tuple[SyncedBuffer, ...] = make_buffers(
             ChunkSpec(
                 config=config,
                 params=self._params,
@@ -106,14 +107,10 @@ class DistributedDataParallel(nn.Module):
                 calculate_per_token_loss=calculate_per_token_loss,
             )
         )
-        self._chunk = chunk
-        if broadcast_params:
-            broadcast_replicas_(self._params, self.metas, self.roles)
-            check_untrained([module], self.roles, broadcast=True, model_chunk_offset=chunk)
-        buckets = [(buffer, at) for buffer in buffers for at in range(len(buffer.plan.layout.buckets))]
+        buckets = [(buffer, at) for buffer in self.synced_buffers for at in range(len(buffer.plan.layout.buckets))]
         self.param_sync = ParamSync(  # without buckets if parameters are replicated
             [
-                ParamBucket(buffer.memory, at, buffer.reduction.axes.dp)
+                ParamBucket(buffer.memory, at, buffer.axes.dp)
                 for buffer, at in (buckets if config.use_distributed_optimizer else ())
             ],
             gathers=Gathers.IN_STEP,
@@ -126,24 +123,15 @@ class DistributedDataParallel(nn.Module):
             number=chunk,
             before_launch=lambda: self.param_sync.gather_order.start_all(),
         )
-        self._local_sums = tuple(buffer.sums for buffer in buffers)
-        memories = [buffer.memory for buffer in buffers]
+        memories = [buffer.memory for buffer in self.synced_buffers]
+        for buffer in self.synced_buffers:
+            buffer.attach(self.finish_grad_sync, self.grad_sync, self.param_sync, memories)
+        if broadcast_params:
+            self.broadcast_params()
         self.marked = tuple(meta for meta in self.metas.values() if marks_set(meta, qk_layernorm=True))
         self.qk_layernorm = uses_qk_layernorm(module)  # whether gradients of norms of queries and keys are partial
         self.num_finalized = 0  # chunks that `finalize_model_grads` completed in one call with this one; 0: none yet
         self.is_scaled = False  # whether `scale_gradients` was called in this iteration
-        self.synced_buffers = tuple(
-            SyncedBuffer(
-                buffer.plan,
-                buffer.memory,
-                buffer.reduction.axes,
-                self.finish_grad_sync,
-                self.grad_sync,
-                self.param_sync,
-                memories,
-            )
-            for buffer in buffers
-        )
         self._optimizers: WeakKeyDictionary[object, frozenset[ParamId]] = WeakKeyDictionary()
         self._zeroed: WeakSet[object] = WeakSet()  # optimizers that asked for it since the last `zero_grad_buffer`
         self._use_hooks: UseHooks | None = None
@@ -220,8 +208,7 @@ class DistributedDataParallel(nn.Module):
         self._zeroed.clear()
         for buffer in self.synced_buffers:
             buffer.memory.zero_grads_()
-        for sums in self._local_sums:
-            sums.zero_()
+            buffer.sums.zero_()
         for bucket in self.grad_sync.buckets:
             for id, accumulator in bucket.accumulators.items():
                 begin_accumulation(self._params[id], accumulator)
@@ -264,8 +251,7 @@ class DistributedDataParallel(nn.Module):
             bucket.state = BucketState.AWAY
         for buffer in self.synced_buffers:
             buffer.memory.release_grads_()
-        for sums in self._local_sums:
-            sums.release_()
+            buffer.sums.release_()
         if empty_cache:
             for device in {buffer.memory.device for buffer in self.synced_buffers}:
                 if device.type not in ("cpu", "meta"):

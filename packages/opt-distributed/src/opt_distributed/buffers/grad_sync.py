@@ -185,11 +185,7 @@ class GradSync:
         self.groups = [  # of the reductions: process groups, or a `Comm` that has none
             group_of(comm) or comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1
         ]
-        self.large_grads = [
-            LargeGrads([self.buckets[at] for at in family])
-            for family in self._families
-            if self.buckets[family[0]].reduction.check_for_large
-        ]
+        self._large_grads = [LargeGrads() for _ in self._families]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self._has_run = False  # whether a pass of this iteration may have launched buckets on some rank
@@ -290,8 +286,7 @@ class GradSync:
         if self._has_to_learn and not self._finished:
             self._learn()
         if not self._finished:
-            self._refused = [problem for large in self.large_grads if (problem := large.verdict()) is not None]
-            self._judge_nonfinite()
+            self._judge()
         self._finished = True
         problems = [self.buckets[index].problem for index in self.order]
         for problem in (*problems, *self._refused):
@@ -330,14 +325,20 @@ class GradSync:
                     "training forward on all ranks, and evaluate on one rank with model.eval() or torch.no_grad()"
                 )
 
-    def _judge_nonfinite(self) -> None:
-        """Refuse buckets with gradients that are not finite on some rank. The host waits once for all of them."""
-        checked = [(bucket, bucket.nonfinite) for bucket in self.buckets if bucket.nonfinite is not None]
-        if checked:
-            found = HostCopy(torch.cat([check.finish() for _, check in checked]), checked[0][0].memory.queues).wait()
-            for (bucket, check), is_bad in zip(checked, found.tolist(), strict=True):
-                if is_bad:
-                    bucket.problem = bucket.problem or check.problem()
+    def _judge(self) -> None:
+        """Refuse buckets whose checks say so, the same on all ranks. The host waits once for all of them."""
+        checked = {at: bucket.checks for at, bucket in enumerate(self.buckets) if bucket.checks is not None}
+        if not checked:
+            return
+        numbers = torch.stack([checks.finish() for checks in checked.values()])
+        numbers_of = dict(zip(checked, HostCopy(numbers, self.buckets[0].memory.queues).wait().tolist(), strict=True))
+        for at, checks in checked.items():
+            if numbers_of[at][0]:
+                self.buckets[at].problem = self.buckets[at].problem or checks.problem()
+        for family, large in zip(self._families, self._large_grads, strict=True):
+            norms = [(numbers_of[at][1], self.buckets[at].name) for at in family if at in checked]
+            problem = large.verdict(*max(norms)) if norms else None
+            self._refused += [problem] if problem is not None else []
 
     def _key(self, index: int, *, time: float = 0.0, is_late: bool = False) -> LaunchKey:
         is_expert = self.buckets[index].reduction.is_expert

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_kind
+from opt_distributed.buffers.wires import CollectiveError, InFlight, to_owners, wire_of
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm, sum_together_
 from opt_distributed.comm.roles import QK_NORMS, Axes
@@ -67,7 +67,7 @@ class ReducedGrads:
         ]
         self._pieces = {piece.id: self._results[at][piece.of_shard] for at, piece in layout.owned(rank)}
         self._shapes = {id: param.shape for id, param in params.items()}
-        self._kind = wire_kind(DistributedDataParallelConfig(), num_shards=layout.num_shards)
+        self._wire = wire_of(DistributedDataParallelConfig(), axes, num_shards=layout.num_shards)
         self._queues = devices.device_of(device)
         for scratch in self._scratch:
             self._queues.release_(scratch)
@@ -95,7 +95,7 @@ class ReducedGrads:
         return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
 
     def _start(self, index: int) -> InFlight:
-        wire = to_owners(self._kind.make(self.axes), self.layout.buckets[index], self.axes.dp)
+        wire = to_owners(self._wire, self.layout.buckets[index], self.axes.dp)
         stages = wire.stages(self._buckets[index], self._results[index])
         return InFlight(stages, f"gradient bucket {index}", device=self._queues, is_staged=wire.is_staged)
 

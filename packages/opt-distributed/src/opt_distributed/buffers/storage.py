@@ -27,13 +27,19 @@ def matches(name: str, patterns: Collection[str]) -> bool:
 
 
 class LocalSums:
-    """One fp32 tensor in which the gradients of many parameters accumulate: `views`, in their shapes.
+    """One fp32 tensor in which gradients of parameters whose names match accumulate: `views`, in their shapes.
+
+    It has none of them if their gradient buffer, of `grad_dtype`, is fp32 or wider.
 
     Before the reduction, each gradient is rounded once to the dtype of the buffer. This only improves sums over
     microbatches: a single backward pass gives the same bits as accumulation in the buffer.
     """
 
-    def __init__(self, params: Sequence[ParamShape], device: torch.device):
+    def __init__(
+        self, params: Sequence[ParamShape], patterns: Collection[str], *, grad_dtype: torch.dtype, device: torch.device
+    ):
+        is_narrow = torch.finfo(grad_dtype).bits < 32
+        params = [param for param in params if is_narrow and matches(param.id.name, patterns)]
         self._data = torch.zeros(sum(param.numel for param in params), dtype=torch.float32, device=device)
         self._queues = devices.device_of(device)
         self._is_released = False
@@ -55,14 +61,6 @@ class LocalSums:
         if not self._is_released:
             self._is_released = True
             self._queues.release_(self._data)
-
-
-def local_sums(
-    params: Sequence[ParamShape], patterns: Collection[str], *, grad_dtype: torch.dtype, device: torch.device
-) -> LocalSums:
-    """Create the sums of parameters whose names match; of none if their gradient buffer is fp32 or wider."""
-    is_narrow = torch.finfo(grad_dtype).bits < 32
-    return LocalSums([param for param in params if is_narrow and matches(param.id.name, patterns)], device)
 
 
 class ParamAndGradBuffer:

@@ -1,13 +1,13 @@
-"""Wires: how the gradients of a bucket are summed over its replicas. `WIRES` is the table.
+"""Wires: how the gradients of a bucket are summed over its replicas. `wire_of` chooses.
 
 A wire is a generator of stages: it starts a collective, yields it, and continues once it is complete. `InFlight` runs
 the generator, so that the stages of a bucket overlap with compute. To add a wire, write it in a file of this folder,
-and a row in the table. The first row that applies is used.
+and a line in `wire_of`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -189,50 +189,10 @@ class InFlight:
             raise CollectiveError(f"{self._what}: {error}") from error
 
 
-class WireKind(NamedTuple):
-    """A row of the table."""
-
-    name: str
-    make: Callable[[Axes], Wire]
-    applies: Callable[[DistributedDataParallelConfig, int], bool]  # given the number of shards
-    costs: str  # on the wire of each rank, and in memory
-    problem: Callable[[DistributedDataParallelConfig], str] = lambda config: ""  # why it is refused; empty if it is not
-
-
-WIRES = (
-    WireKind(
-        name="16 bits, summed in fp32",
-        make=lambda axes: SumInFp32(axes.dp),
-        applies=lambda config, num_shards: config.reduce_scatter_with_fp32_accumulation,
-        costs="a bucket once; memory of a second bucket",
-        problem=lambda config: (
-            ""
-            if config.use_distributed_optimizer
-            else "reduce_scatter_with_fp32_accumulation=True needs use_distributed_optimizer=True: it sums to shards"
-        ),
-    ),
-    WireKind(
-        name="sum to shards",
-        make=lambda axes: SumToShards(axes.dp, axes.inter),
-        applies=lambda config, num_shards: num_shards > 1,
-        costs="a bucket once; a shard twice with several instances",
-    ),
-    WireKind(
-        name="sum on every rank",
-        make=lambda axes: SumEverywhere(axes.dp, axes.inter),
-        applies=lambda config, num_shards: True,
-        costs="a bucket twice",
-    ),
-)
-
-
-def wire_kind(config: DistributedDataParallelConfig, *, num_shards: int) -> WireKind:
-    """Return the first wire that applies.
-
-    Raises:
-        ValueError: the configuration asks for a wire that it excludes.
-    """
-    kind = next(kind for kind in WIRES if kind.applies(config, num_shards))
-    if problem := kind.problem(config):
-        raise ValueError(problem)
-    return kind
+def wire_of(config: DistributedDataParallelConfig, axes: Axes, *, num_shards: int) -> Wire:
+    """Return the wire of a buffer."""
+    if config.reduce_scatter_with_fp32_accumulation:
+        return SumInFp32(axes.dp)
+    if num_shards > 1:
+        return SumToShards(axes.dp, axes.inter)
+    return SumEverywhere(axes.dp, axes.inter)

@@ -4,6 +4,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -285,22 +286,13 @@ class HostComm(Comm):
         return self._back(x, there)
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
-        there = self.device.upload(full)
-        part = there.new_empty(shard.numel())
-        self.comm.reduce_scatter_(part, there)
-        return self._back(shard, part)
+        return self._through(self.comm.reduce_scatter_, shard, full)
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        part = self.device.upload(shard)
-        there = part.new_empty(full.numel())
-        self.comm.all_gather_(there, part)
-        return self._back(full, there)
+        return self._through(self.comm.all_gather_, full, shard)
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        sent = self.device.upload(x)
-        received = sent.new_empty(out.numel())
-        self.comm.all_to_all_(received, sent, sizes=sizes)
-        return self._back(out, received)
+        return self._through(partial(self.comm.all_to_all_, sizes=sizes), out, x)
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         there = self.device.upload(x)
@@ -309,6 +301,12 @@ class HostComm(Comm):
 
     def gather_objects(self, value: Any) -> list[Any]:
         return self.comm.gather_objects(value)
+
+    def _through(self, collective: Callable[[Tensor, Tensor], Pending], out: Tensor, x: Tensor) -> Pending:
+        sent = self.device.upload(x)
+        received = sent.new_empty(out.numel())
+        collective(received, sent)
+        return self._back(out, received)
 
     def _back(self, x: Tensor, there: Tensor) -> Pending:
         x.view(-1).copy_(self.device.to_host(there).view(-1))
