@@ -88,7 +88,7 @@ def test_shards_of_a_bucket_are_the_bucket() -> None:
     buffer = make_buffer(make_params(*SHAPES), num_shards=4)
     buffer.grad_data.copy_(torch.arange(buffer.layout.numel))
     for index in range(len(buffer.layout.buckets)):
-        shards = [buffer.grad_shard(index, rank) for rank in range(4)]
+        shards = [buffer.result(index, rank) for rank in range(4)]
         assert torch.equal(torch.cat(shards), buffer.grad_bucket(index))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opt_distributed.buffers import ReducedGrads, reduced
 from opt_distributed.buffers.bucket import GradBucket
-from opt_distributed.buffers.param_sync import ParamBucket
+from opt_distributed.buffers.param_sync import ParamBucket, ParamSync
 from opt_distributed.buffers.reduced import Grads, _all_finished, _fill_
 from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToOwners, SumToShards
 from opt_distributed.comm import device as devices
@@ -37,7 +37,11 @@ def nobody_waits_for_gradients(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits_for_parameters(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ParamBucket, "wait", lambda bucket: setattr(bucket, "_flight", None))
+    def forget(sync: ParamSync, bucket: ParamBucket) -> None:
+        sync._incomplete.pop(bucket, None)
+        sync.is_pending = bool(sync._incomplete)
+
+    patch.setattr(ParamSync, "_wait_for", forget)
 
 
 def a_stage_does_not_wait_for_the_one_before(patch: pytest.MonkeyPatch) -> None:

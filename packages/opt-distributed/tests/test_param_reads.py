@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from opt_config import DistributedDataParallelConfig
-from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
 from opt_distributed.buffers.param_sync import ParamBucket
-from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 
 WIDTH = 16  # a weight of 256 elements is cut in halves; smaller ones belong to one rank
 CONFIG = DistributedDataParallelConfig(
@@ -254,14 +254,14 @@ def test_steps_without_a_read_between_them_leave_the_last_values(hooks: bool, mo
     ddp = wrap(Model())
     if not hooks:
         ddp.disable_forward_pre_hook()
-    start = ParamBucket.start
+    start = ParamAndGradBuffer.start_gather
     under_way: list[bool] = []
 
-    def noted(bucket: ParamBucket) -> None:
-        under_way.append(bucket._flight is not None)
-        start(bucket)
+    def noted(memory: ParamAndGradBuffer, index: int, comm: Comm) -> Any:
+        under_way.append(ParamBucket(memory, index, comm) in ddp.param_sync._incomplete)
+        return start(memory, index, comm)
 
-    monkeypatch.setattr(ParamBucket, "start", noted)
+    monkeypatch.setattr(ParamAndGradBuffer, "start_gather", noted)
     for value in (0.25, 0.5):
         publish(ddp, value)
     assert are(ddp.module.parameters(), 0.5)

@@ -78,7 +78,10 @@ def finalize_model_grads(
                 f"num_tokens was given, but model chunk {index} averages gradients; wrap it with "
                 "calculate_per_token_loss=True"
             )
-    peers = _peers(chunks[0].roles if pg_collection is None and chunks else pg_collection)
+    given: Any = chunks[0].roles if pg_collection is None and chunks else pg_collection
+    if not (given is None or isinstance(given, Mapping | ProcessGroups | Roles)):
+        given = groups_of_collection(given)
+    peers = given if isinstance(given, Mapping) else peers_of(given)
     if qk_layernorm is None:
         qk_layernorm = any(chunk.qk_layernorm for chunk in chunks)
     _check_peers(chunks, peers, qk_layernorm=qk_layernorm)
@@ -118,13 +121,9 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
     """
     for chunk in chunks:
         for meta in chunk.marked if chunk.num_finalized < len(chunks) else ():
-            qk_layernorm, num_chunks = chunk.qk_layernorm, len(chunks)
-            of_both = [
-                mark
-                for known in (roles, chunk.roles)
-                for mark in marks_of(meta, known, qk_layernorm=qk_layernorm, num_chunks=num_chunks)
-            ]
-            mark = of_both[0] if of_both else None
+            qk, num_chunks = chunk.qk_layernorm, len(chunks)
+            marks = [marks_of(meta, of, qk_layernorm=qk, num_chunks=num_chunks) for of in (roles, chunk.roles)]
+            mark = next(iter(marks[0] or marks[1]), None)
             if mark is not None and (not chunk.num_finalized or meta.pipeline_parallel):
                 return UnusableGradientError(
                     f"the gradient of {str(meta.id)!r} is not complete, because it is marked {mark.attr}: its copies "
@@ -139,12 +138,6 @@ def unfinalized(chunks: Sequence[DistributedDataParallel], roles: Roles) -> Unus
                 "chunk.scale_gradients(1.0), if the losses were divided)"
             )
     return None
-
-
-def _peers(given: Any) -> Mapping[str, Comm]:
-    if isinstance(given, Mapping):
-        return given
-    return peers_of(given if given is None or isinstance(given, ProcessGroups | Roles) else groups_of_collection(given))
 
 
 def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, Comm], *, qk_layernorm: bool) -> None:

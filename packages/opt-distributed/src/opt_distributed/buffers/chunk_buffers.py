@@ -15,7 +15,7 @@ from opt_distributed.buffers.bucket import Reduction
 from opt_distributed.buffers.grad_sync import GradSync
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.buffers.param_wires import Fp8ThroughGrads, check_gathered_in_fp8
-from opt_distributed.buffers.planner import BufferPlan, WorldSizes, plan_buffers, wrapped_bucket_size
+from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_bucket_size, plan_buffers
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
 from opt_distributed.buffers.stored import check_apart, check_unbound
 from opt_distributed.buffers.wires import wire_of
@@ -233,14 +233,22 @@ def _plans(spec: ChunkSpec) -> tuple[BufferPlan, ...]:
             raise LayoutError(
                 f"{meta.id} is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
             )
-    config, num_ranks = spec.config, spec.roles.dense.num_replicas
+    config = spec.config
+
+    def bucket_size(numel: int) -> int | None:
+        if not (config.overlap_grad_reduce or config.overlap_param_gather):
+            return None
+        if config.num_buckets is not None:
+            return max(-(-numel // config.num_buckets), 1)
+        return config.bucket_size or default_bucket_size(spec.roles.dense.num_replicas)
+
     return plan_buffers(
         spec.metas,
         sharding=spec.sharding,
         sizes=WorldSizes.of(spec.roles),
         needs_whole=lambda meta: isinstance(spec.sharding, WholeParams) and meta.moved_as_matrix,
         grad_dtype=lambda meta: torch.float32 if config.grad_reduce_in_fp32 else meta.dtype,
-        bucket_size=lambda numel: wrapped_bucket_size(config, numel=numel, num_ranks=num_ranks),
+        bucket_size=bucket_size,
         pad_for_high_busbw=config.pad_buckets_for_high_nccl_busbw,
         chunk=spec.chunk,
     )

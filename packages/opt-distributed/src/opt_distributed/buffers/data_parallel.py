@@ -121,7 +121,7 @@ class DistributedDataParallel(nn.Module):
             in_backward=config.overlap_grad_reduce,
             learns=config.overlap_grad_reduce or config.overlap_param_gather,
             number=chunk,
-            before_launch=lambda: self.param_sync.gather_order.start_all(),
+            before_launch=lambda: self.param_sync.start_all(),
         )
         memories = [buffer.memory for buffer in self.synced_buffers]
         for buffer in self.synced_buffers:
@@ -281,7 +281,7 @@ class DistributedDataParallel(nn.Module):
         if self.param_sync.gathers is Gathers.WHEN_ASKED and not (force_sync or force_dispatch):
             self.param_sync.start_asked()
             return
-        self.param_sync.gather_order.start_all()
+        self.param_sync.start_all()
         self.param_sync.start()
         if force_sync or not self.config.overlap_param_gather:
             self.param_sync.wait()

@@ -1,6 +1,6 @@
 """`ParamSync`: gathers updated parameters in the step, or in the background until they are read.
 
-With `align_param_gather`, a pipeline's schedule starts the gathers, in one order on all ranks (`GatherOrder`).
+With `align_param_gather`, a pipeline's schedule starts the gathers, in one order on all ranks (`gather_order`).
 Megatron-Core's schedules call `start_param_sync` of a chunk at the same time on all pipeline stages, so that no stage
 waits for another one that is slowed by a gather. The first request, by a schedule, a read of a parameter or a
 reduction, starts the pending gathers of all chunks up to the requested one, in ascending order of the chunks. All
@@ -11,7 +11,7 @@ requests come at different times.
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,29 +23,11 @@ from opt_distributed.buffers.wires import CollectiveError, InFlight
 from opt_distributed.comm.collectives import Comm
 
 
-class GatherOrder:
-    """The gathers of the chunks of one model."""
-
-    def __init__(self, chunks: Sequence["ParamSync"]):
-        self.chunks = tuple(sorted(chunks, key=lambda chunk: chunk.number))
-
-    def start_through(self, last: "ParamSync") -> None:
-        """Start the pending gathers of all chunks up to `last`."""
-        for chunk in self.chunks[: self.chunks.index(last) + 1]:
-            chunk.start_due()
-
-    def start_all(self) -> None:
-        """Start the pending gathers of all chunks."""
-        for chunk in self.chunks:
-            if chunk.is_due:
-                chunk.start_due()
-
-
 def share_gather_order(chunks: Iterable["ParamSync"]) -> None:
     """Give one order of gathers to `chunks` and to all chunks that share an order with one of them."""
-    linked = {id(other): other for chunk in chunks for other in chunk.gather_order.chunks}
-    order = GatherOrder(list(linked.values()))
-    for chunk in order.chunks:
+    linked = {id(other): other for chunk in chunks for other in chunk.gather_order}
+    order = tuple(sorted(linked.values(), key=lambda chunk: chunk.number))
+    for chunk in order:
         chunk.gather_order = order
 
 
@@ -57,39 +39,17 @@ class Gathers(Enum):
     WHEN_ASKED = auto()  # before they are read; gathers start when a schedule requests them, or at the first read
 
 
-class ParamBucket:
-    """One bucket of a sharded parameter buffer, which is gathered in place."""
+class ParamBucket(NamedTuple):
+    """One bucket of a sharded parameter buffer."""
 
-    def __init__(self, memory: ParamAndGradBuffer, index: int, comm: Comm):
-        self.memory, self.index, self.comm = memory, index, comm
-        self.ids = tuple(slot.id for slot in memory.layout.buckets[index].slots)
-        self._flight: InFlight | None = None
-        self.error: CollectiveError | None = None  # of the last gather; until the next one starts, every wait raises it
+    memory: ParamAndGradBuffer
+    index: int
+    comm: Comm
 
-    def start(self) -> None:
-        """Start the gather, or start it again after it failed.
-
-        Raises:
-            CollectiveError: it could not be started.
-        """
-        self.error = None
-        self._flight = self.memory.start_gather(self.index, self.comm)
-
-    def wait(self) -> None:
-        """Wait until the parameters are complete.
-
-        Raises:
-            CollectiveError: the gather failed, or exceeded the timeout of its group.
-        """
-        if self.error is not None:
-            raise self.error
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            try:
-                flight.finish()
-            except CollectiveError as error:
-                self.error = error
-                raise
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters in the bucket."""
+        return [self.memory.params[slot.id] for slot in self.memory.layout.buckets[self.index].slots]
 
 
 class ParamSync:
@@ -108,15 +68,10 @@ class ParamSync:
         self.order: Sequence[int] = range(len(self.buckets))  # indices in `buckets`, in the order of use
         self._published: set[int] = set()  # buffers, by identity of their memory
         self.is_pending = False  # whether a parameter may be incomplete; read by compiled code, so a plain attribute
-        self._incomplete: set[ParamBucket] = set()  # with a gather that is pending or has failed
+        self._incomplete: dict[ParamBucket, InFlight | CollectiveError] = {}  # gathers that are pending or have failed
         # By identity of the parameter, because tensors compare elementwise.
-        self._bucket_of = {id(bucket.memory.params[one]): bucket for bucket in self.buckets for one in bucket.ids}
-        self.gather_order = GatherOrder([self])
-
-    @property
-    def is_due(self) -> bool:
-        """Whether shards have been written whose gathers have not started."""
-        return bool(self._published)
+        self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
+        self.gather_order: tuple[ParamSync, ...] = (self,)  # the chunks of the model
 
     def publish(self, memory: ParamAndGradBuffer, *, together: Collection[ParamAndGradBuffer]) -> None:
         """Report that this rank's shards of a buffer were written. Gathers start with the last buffer of `together`."""
@@ -133,32 +88,34 @@ class ParamSync:
 
     def start_asked(self) -> None:
         """With `Gathers.WHEN_ASKED`: start the pending gathers of this chunk and of chunks before it."""
-        self.gather_order.start_through(self)
+        for chunk in self.gather_order[: self.gather_order.index(self) + 1]:
+            chunk.start_due()
+
+    def start_all(self) -> None:
+        """Start the pending gathers of all chunks of the model."""
+        self.gather_order[-1].start_asked()
 
     def wait(self) -> None:
         """Start pending gathers, and wait until every parameter is complete."""
-        self._start_what_is_read()
-        for bucket in self.buckets:
-            self._wait_for(bucket)
+        self._wait_for_all(self.buckets)
 
     def wait_for(self, params: Iterable[nn.Parameter | None]) -> None:
         """Start pending gathers, and wait until these parameters are complete."""
-        self._start_what_is_read()
-        for param in params:
-            bucket = self._bucket_of.get(id(param))
-            if bucket is not None:
-                self._wait_for(bucket)
+        found = (self._bucket_of.get(id(param)) for param in params)
+        self._wait_for_all(bucket for bucket in found if bucket is not None)
 
     def start_due(self) -> None:
         """Start the gathers of buffers that were published."""
         if self._published:
             self._start(self._published)
 
-    def _start_what_is_read(self) -> None:
+    def _wait_for_all(self, buckets: Iterable[ParamBucket]) -> None:
         if self.gathers is Gathers.WHEN_ASKED:
             self.start_asked()
         else:
             self.start_due()
+        for bucket in buckets:
+            self._wait_for(bucket)
 
     def _start(self, memories: Collection[int]) -> None:
         self._published = set()
@@ -166,21 +123,26 @@ class ParamSync:
         for number, bucket in enumerate(due):
             with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)
-            self._incomplete.add(bucket)
             try:
-                bucket.start()
+                self._incomplete[bucket] = bucket.memory.start_gather(bucket.index, bucket.comm)
             except CollectiveError as error:
-                for other in due[number:]:  # shards of other ranks are out of date in all of these
-                    other.error = error
-                    self._incomplete.add(other)
+                self._incomplete |= dict.fromkeys(due[number:], error)  # shards of other ranks are out of date in these
                 self.is_pending = True
                 raise
         self.is_pending = bool(self._incomplete)
 
     def _wait_for(self, bucket: ParamBucket) -> None:
-        if bucket in self._incomplete:
-            bucket.wait()
-            self._incomplete.discard(bucket)
+        """Wait for a bucket. A gather that has failed raises its error in every wait, until it is started again."""
+        found = self._incomplete.get(bucket)
+        if isinstance(found, CollectiveError):
+            raise found
+        if found is not None:
+            try:
+                found.finish()
+            except CollectiveError as error:
+                self._incomplete[bucket] = error
+                raise
+            del self._incomplete[bucket]
             self.is_pending = bool(self._incomplete)
 
 
@@ -287,7 +249,8 @@ def _ignore(module: nn.Module, args: Any) -> None:
 
 def _with_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
     """Modules that wait before they run, and whether they are blocks."""
-    if _is_compiled(model) or not any(isinstance(below, _CONTAINERS) for below in model.modules()):
+    is_compiled = isinstance(model, torch._dynamo.OptimizedModule)
+    if is_compiled or not any(isinstance(below, _CONTAINERS) for below in model.modules()):
         yield model, True
         return
     yield model, False
@@ -296,10 +259,6 @@ def _with_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             yield child, True
         else:
             yield from _with_blocks(child)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def _params_below(module: nn.Module) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from opt_config import DistributedDataParallelConfig, Replicated, Sharding, WholeParams
+from opt_config import Replicated, Sharding, WholeParams
 from opt_distributed.comm.roles import Roles
 from opt_distributed.layout import Layout, ParamShape, flat_layout, replicated_layout, whole_layout
 from opt_distributed.layout.layout import SHARD_MULTIPLE
@@ -180,12 +180,3 @@ def plan_buffers(
         )
         plans.append(plan)
     return tuple(plans)
-
-
-def wrapped_bucket_size(config: DistributedDataParallelConfig, *, numel: int, num_ranks: int) -> int | None:
-    """Return the elements after which a bucket of a wrapped chunk closes; None: never, because nothing overlaps."""
-    if not (config.overlap_grad_reduce or config.overlap_param_gather):
-        return None
-    if config.num_buckets is not None:
-        return max(-(-numel // config.num_buckets), 1)
-    return config.bucket_size if config.bucket_size is not None else default_bucket_size(num_ranks)

@@ -119,10 +119,6 @@ class ParamAndGradBuffer:
         bucket = self.layout.buckets[index]
         return self.grad_data[bucket.start : bucket.stop]
 
-    def grad_shard(self, index: int, rank: int) -> Tensor:
-        """Rank `rank`'s shard of a bucket's gradients. A view."""
-        return self.grad_data[self.layout.buckets[index].shard(rank, self.layout.num_shards)]
-
     def grad_piece(self, id: ParamId, of_param: slice) -> Tensor:
         """The gradient of flat elements of a parameter, in its shape if they are all of it. A view."""
         grad = self.grad_view(id)
@@ -130,7 +126,8 @@ class ParamAndGradBuffer:
 
     def result(self, index: int, rank: int) -> Tensor:
         """The result of a bucket's reduction on rank `rank`: its shard, or all of it if there is one shard. A view."""
-        return self.grad_shard(index, rank if self.layout.num_shards > 1 else 0)
+        shard = self.layout.buckets[index].shard(rank if self.layout.num_shards > 1 else 0, self.layout.num_shards)
+        return self.grad_data[shard]
 
     @torch.no_grad()
     def gather_(self, comm: Comm) -> None:
@@ -164,21 +161,16 @@ class ParamAndGradBuffer:
     @torch.no_grad()
     def zero_grads_(self) -> None:
         """Write zeros to `grad_data`, padding included. Allocates it again if it was freed."""
-        self.restore_grads_()
-        self.grad_data.zero_()
-
-    def release_grads_(self) -> None:
-        """Free the memory of `grad_data`. Its views must not be used until `restore_grads_`."""
-        if not self._is_released:
-            self._is_released = True
-            self.queues.release_(self.grad_data)
-
-    def restore_grads_(self) -> None:
-        """Allocate `grad_data` again, as zeros, if it was freed."""
         if self._is_released:
             self._is_released = False
             self.queues.take_back_(self.grad_data)
-            self.grad_data.zero_()
+        self.grad_data.zero_()
+
+    def release_grads_(self) -> None:
+        """Free the memory of `grad_data`. Its views must not be used until `zero_grads_`."""
+        if not self._is_released:
+            self._is_released = True
+            self.queues.release_(self.grad_data)
 
     def moved(self) -> ParamId | None:
         """The first parameter that was converted or has left the buffer, so that updates miss it; None if none.

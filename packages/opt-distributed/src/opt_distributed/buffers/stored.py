@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from opt_config import ConfigError
-from opt_distributed.comm.collectives import Alone, Comm, TorchComm, agree, group_of
+from opt_distributed.comm.collectives import Comm, TorchComm, agree, group_of
 from opt_distributed.comm.groups import mesh_of, replicas_outside, tensor_peers_outside
-from opt_distributed.comm.roles import Axes, Roles
+from opt_distributed.comm.roles import Roles
 from opt_kernels.quantized import FP8, is_quantized, quantized
 from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, parameters_by_id
 
@@ -301,7 +301,7 @@ def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _copies_by_comm(params: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
+def _copies_by_comm(tensors: Mapping[ParamId, Tensor], metas: Metas, roles: Roles) -> dict[Comm, list[ParamId]]:
     """The parameters that are compared over each group, in one order on all ranks. Groups may have none on a rank."""
     same: dict[object, Comm] = {}
     found: dict[Comm, list[ParamId]] = {}
@@ -311,33 +311,25 @@ def _copies_by_comm(params: Mapping[ParamId, Tensor], metas: Metas, roles: Roles
         return found.setdefault(same.setdefault(key, comm), [])
 
     for axes in (roles.dense, roles.expert):
-        for comm in _copies((axes.dp, axes.inter, axes.tp)):
-            ids_over(comm)
-    for id, param in params.items():
-        for comm in _comms(param, metas[id], roles):
+        for comm in (axes.dp, axes.inter, axes.tp):
+            if comm.size > 1:
+                ids_over(comm)
+    for id, tensor in tensors.items():
+        for comm in _comms(tensor, metas[id], roles):
             ids_over(comm).append(id)
     return found
 
 
-def _comms(param: Tensor, meta: ParamMeta, roles: Roles) -> tuple[Comm, ...]:
-    """The groups along which the parameter is copied."""
+def _comms(tensor: Tensor, meta: ParamMeta, roles: Roles) -> list[Comm]:
+    """The groups along which the tensor is copied."""
     axes = roles.expert if meta.is_expert else roles.dense
+    comms = [axes.dp, axes.inter, *(() if meta.tensor_parallel else (axes.tp,))]
     if meta.is_dtensor:
-        return tuple(_copies(_comms_of_dtensor(param, meta, axes)))
-    return tuple(_copies((axes.dp, axes.inter, Alone() if meta.tensor_parallel else axes.tp)))
-
-
-def _comms_of_dtensor(param: Tensor, meta: ParamMeta, axes: Axes) -> Iterator[Comm]:
-    mesh = mesh_of(param)
-    for number, placed in enumerate(meta.placements):
-        if placed.shard_dim is None:
-            yield TorchComm(mesh.get_group(number))
-    yield from replicas_outside(param, (axes.dp, axes.inter), name=str(meta.id))
-    yield from tensor_peers_outside(param, axes.tp)
-
-
-def _copies(comms: Iterable[Comm]) -> Iterator[Comm]:
-    return (comm for comm in comms if comm.size > 1)
+        mesh, placements = mesh_of(tensor), enumerate(meta.placements)
+        comms = [TorchComm(mesh.get_group(number)) for number, placed in placements if placed.shard_dim is None]
+        comms += replicas_outside(tensor, (axes.dp, axes.inter), name=str(meta.id))
+        comms += tensor_peers_outside(tensor, axes.tp)
+    return [comm for comm in comms if comm.size > 1]
 
 
 def _difference(

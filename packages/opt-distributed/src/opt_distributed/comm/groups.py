@@ -5,7 +5,7 @@ No other file of this package reads meshes. A mesh is interpreted through its ro
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -264,16 +264,6 @@ def mesh_of(param: Tensor) -> DeviceMesh:
     """The mesh of a DTensor."""
     mesh: DeviceMesh = param.device_mesh  # type: ignore[attr-defined]
     return mesh
-
-
-def meshes_of(params: Sequence[Tensor]) -> Iterator[DeviceMesh]:
-    """The meshes of those parameters that are DTensors, each once."""
-    seen: list[DeviceMesh] = []
-    for param in params:
-        mesh = getattr(param, "device_mesh", None)
-        if isinstance(mesh, DeviceMesh) and mesh not in seen:
-            seen.append(mesh)
-            yield mesh
 
 
 # Megatron-Core is never imported here: if its state is initialised, its module is loaded already.

@@ -19,7 +19,6 @@ from opt_distributed.comm.groups import (
     groups_of_parallel_state,
     megatron_is_initialized,
     mesh_problem,
-    meshes_of,
     names_of,
     root_of,
 )
@@ -306,8 +305,9 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
     """The groups if the caller passed none."""
     if everyone.size == 1:
         return roles_of(None, sharded=sharded)
-    params = list(parameters_by_id(chunks).values())
-    root = next((root_of(mesh) for mesh in meshes_of(params) if mesh_problem(mesh) is None), None)
+    found = (getattr(param, "device_mesh", None) for param in parameters_by_id(chunks).values())
+    meshes = dict.fromkeys(mesh for mesh in found if isinstance(mesh, DeviceMesh))
+    root = next((root_of(mesh) for mesh in meshes if mesh_problem(mesh) is None), None)
     facts = agreed(everyone, lambda: _facts(chunks, root))
     per_rank: list[_Facts] = everyone.gather_objects(facts)
     if all(rank.has_megatron for rank in per_rank):
@@ -327,21 +327,16 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
 
 
 def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
-    untrained = [one.meta for one in describe_untrained(chunks).values()]
-    marked = next(filter(None, map(_mark, [*describe(chunks).values(), *untrained])), None)
+    marked = None
+    for meta in (*describe(chunks).values(), *(untrained.meta for untrained in describe_untrained(chunks).values())):
+        if meta.is_dtensor or marked is not None:  # the mesh of a DTensor describes it
+            continue
+        if meta.is_expert:
+            marked = _Mark(str(meta.id), "an expert (allreduce=False)", "ep")
+        elif meta.tensor_parallel:
+            marked = _Mark(str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
     return _Facts(bool(parameters_by_id(chunks)), megatron_is_initialized(), marked, mesh)
-
-
-def _mark(meta: ParamMeta) -> _Mark | None:
-    """None for a replicated parameter, and for a DTensor, whose mesh describes it."""
-    if meta.is_dtensor:
-        return None
-    if meta.is_expert:
-        return _Mark(str(meta.id), "an expert (allreduce=False)", "ep")
-    if meta.tensor_parallel:
-        return _Mark(str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
-    return None
 
 
 def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:

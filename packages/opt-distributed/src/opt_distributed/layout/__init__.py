@@ -17,13 +17,12 @@ from opt_distributed.layout.whole import (
     ComputeSlot,
     SplitMatrix,
     compute_layout,
-    imbalance,
     update_cost,
     whole_layout,
 )
 
 __all__ = [
     "Block", "Bucket", "ComputeLayout", "ComputeSlot", "Computes", "Layout", "LayoutError", "ParamShape", "Piece",
-    "Slot", "SplitMatrix", "compute_layout", "flat_layout", "imbalance", "replicated_layout", "update_cost",
+    "Slot", "SplitMatrix", "compute_layout", "flat_layout", "replicated_layout", "update_cost",
     "whole_layout",
 ]  # fmt: skip

@@ -65,7 +65,7 @@ def whole_layout(
     a bucket, they are assigned in descending order of cost, each to the rank with the least cost so far (over all
     buckets) among those that own no more than their share of the elements. So no rank owns more than its share and one
     parameter. A rank's parameters follow each other; shards differ in size, and many are empty where a bucket has
-    fewer parameters than there are ranks. `imbalance` measures how uneven the costs are. Starts are rounded to 64
+    fewer parameters than there are ranks. Starts are rounded to 64
     elements, bucket ends as in `flat_layout`.
 
     Raises:
@@ -112,13 +112,6 @@ def whole_layout(
             bucket = replace(bucket, cuts=tuple(cuts))
         buckets.append(bucket)
     return Layout(buckets=tuple(buckets), num_shards=num_shards)
-
-
-def imbalance(layout: Layout, params: Iterable[ParamShape]) -> float:
-    """The largest cost of a shard divided by the mean, 1.0 at best: how much longer updates take than if balanced."""
-    costs = {param.id: update_cost(param.shape) for param in params}
-    loads = [sum(costs[piece.id] for _, piece in layout.owned(rank)) for rank in range(layout.num_shards)]
-    return max(loads) * layout.num_shards / sum(loads) if sum(loads) else 1.0
 
 
 def _chunks(params: Sequence[ParamShape], *, num_shards: int, bucket_size: int | None) -> Iterator[list[ParamShape]]:
