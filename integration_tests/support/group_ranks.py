@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.comm import TorchComm, world
+from opt_distributed.comm import Alone, Axes, Roles, TorchComm, world
 from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
 from opt_stack.planning.plan import Draft
 from opt_stack.planning.ranks import check_devices
@@ -209,6 +209,11 @@ class OfMegatron:
         vars(self).update(groups)
 
 
+def _roles_on_rank_1() -> Roles | None:
+    axes = Axes(dp=world(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=world()) if dist.get_rank() == 1 else None
+
+
 def _wrapped(model: nn.Module, **given: Any) -> Any:
     return DistributedDataParallel(DistributedDataParallelConfig(), model, **given)
 
@@ -220,6 +225,7 @@ BUILDS: Mapping[str, Callable[[], Any]] = {
     "an expert on one rank, wrapped": lambda: _wrapped(_expert_on_rank_1()),
     "unknown axis": lambda: get_optimizer(config(), [Mlp()], mesh=_mesh_of("dp", "model")),
     "both": lambda: get_optimizer(config(), [Mlp()], mesh=_mesh_of("dp", "tp"), pg_collection=ProcessGroups(dp=None)),
+    "groups on one rank": lambda: get_optimizer(config(), [Mlp()], pg_collection=_roles_on_rank_1()),
     "a mesh of its own": lambda: get_optimizer(config(), [_pairs(Mlp())]),
     "tp without its group": lambda: get_optimizer(
         config(),

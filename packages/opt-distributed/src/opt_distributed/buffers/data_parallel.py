@@ -207,7 +207,7 @@ class DistributedDataParallel(nn.Module):
         self.num_finalized, self.is_scaled = 0, False
         self._zeroed.clear()
         for buffer in self.synced_buffers:
-            buffer.memory.zero_grads_()
+            buffer.memory.grads.zero_()
             buffer.sums.zero_()
         for bucket in self.grad_sync.buckets:
             for id, accumulator in bucket.accumulators.items():
@@ -250,7 +250,7 @@ class DistributedDataParallel(nn.Module):
         for bucket in self.grad_sync.buckets:
             bucket.state = BucketState.AWAY
         for buffer in self.synced_buffers:
-            buffer.memory.release_grads_()
+            buffer.memory.grads.release_()
             buffer.sums.release_()
         if empty_cache:
             for device in {buffer.memory.device for buffer in self.synced_buffers}:

@@ -24,11 +24,9 @@ class ParamWire(Protocol):
     @property
     def is_staged(self) -> bool:
         """Whether work is left after the first collective."""
-        ...
 
     def stages(self, index: int, comm: Comm) -> Iterator[Pending]:
         """Write the parameters of bucket `index`: the shards of all ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,41 +26,47 @@ def matches(name: str, patterns: Collection[str]) -> bool:
     return any(pattern == ALL or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class LocalSums:
-    """One fp32 tensor in which gradients of parameters whose names match accumulate: `views`, in their shapes.
+class Sums:
+    """A tensor in which gradients accumulate, and whose memory can be freed between iterations."""
 
-    It has none of them if their gradient buffer, of `grad_dtype`, is fp32 or wider.
+    def __init__(self, data: Tensor):
+        self.data = data
+        self._queues = devices.device_of(data.device)
+        self._is_released = False
 
-    Before the reduction, each gradient is rounded once to the dtype of the buffer. This only improves sums over
-    microbatches: a single backward pass gives the same bits as accumulation in the buffer.
+    @torch.no_grad()
+    def zero_(self) -> None:
+        """Begin an iteration with zeros, padding included. Allocates the memory again if it was freed."""
+        if self._is_released:
+            self._is_released = False
+            self._queues.take_back_(self.data)
+        self.data.zero_()
+
+    def release_(self) -> None:
+        """Free the memory until `zero_`. Views of it must not be used until then."""
+        if not self._is_released:
+            self._is_released = True
+            self._queues.release_(self.data)
+
+
+class LocalSums(Sums):
+    """fp32 sums of those gradients whose parameters' names match: `views`, in their shapes.
+
+    There are none if their gradient buffer, of `grad_dtype`, is fp32 or wider. Before the reduction, each gradient is
+    rounded once to the dtype of the buffer. This only improves sums over microbatches: a single backward pass gives the
+    same bits as accumulation in the buffer.
     """
 
     def __init__(
         self, params: Sequence[ParamShape], patterns: Collection[str], *, grad_dtype: torch.dtype, device: torch.device
     ):
         is_narrow = torch.finfo(grad_dtype).bits < 32
-        params = [param for param in params if is_narrow and matches(param.id.name, patterns)]
-        self._data = torch.zeros(sum(param.numel for param in params), dtype=torch.float32, device=device)
-        self._queues = devices.device_of(device)
-        self._is_released = False
-        parts = torch.split(self._data, [param.numel for param in params])
+        summed = [param for param in params if is_narrow and matches(param.id.name, patterns)]
+        super().__init__(torch.zeros(sum(param.numel for param in summed), dtype=torch.float32, device=device))
+        parts = torch.split(self.data, [param.numel for param in summed])
         self.views: Mapping[ParamId, Tensor] = {
-            param.id: part.view(param.shape) for param, part in zip(params, parts, strict=True)
+            param.id: part.view(param.shape) for param, part in zip(summed, parts, strict=True)
         }
-
-    @torch.no_grad()
-    def zero_(self) -> None:
-        """Begin an iteration with zeros. Allocates the memory again if it was freed."""
-        if self._is_released:
-            self._is_released = False
-            self._queues.take_back_(self._data)
-        self._data.zero_()
-
-    def release_(self) -> None:
-        """Free the memory until `zero_`. The views must not be used until then."""
-        if not self._is_released:
-            self._is_released = True
-            self._queues.release_(self._data)
 
 
 class ParamAndGradBuffer:
@@ -96,8 +102,8 @@ class ParamAndGradBuffer:
         self._allocate = allocate  # a pool must live as long as its memory
         self._slot_of = {slot.id: slot for slot in layout.slots()}
         _check(self._slot_of, self.params, dtype=param_dtype, device=device)
-        self.grad_data = allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device)
-        self._is_released = False  # whether the memory of `grad_data` is freed
+        self.grads = Sums(allocate(layout.numel if holds_grads else 0, dtype=grad_dtype, device=device))
+        self.grad_data = self.grads.data
         self.reduces_everywhere = False  # whether this iteration's reduction gives every rank the whole gradients
         # Of each bucket before its reduction: the sum of squares of this rank's gradients. None: not computed.
         self.local_squares: dict[int, Tensor] | None = None
@@ -158,20 +164,6 @@ class ParamAndGradBuffer:
         is_staged = self.wire.is_staged or bool(self.layout.buckets[index].cuts)
         return InFlight(stages, f"parameter bucket {index}", device=self.queues, is_staged=is_staged)
 
-    @torch.no_grad()
-    def zero_grads_(self) -> None:
-        """Write zeros to `grad_data`, padding included. Allocates it again if it was freed."""
-        if self._is_released:
-            self._is_released = False
-            self.queues.take_back_(self.grad_data)
-        self.grad_data.zero_()
-
-    def release_grads_(self) -> None:
-        """Free the memory of `grad_data`. Its views must not be used until `zero_grads_`."""
-        if not self._is_released:
-            self._is_released = True
-            self.queues.release_(self.grad_data)
-
     def moved(self) -> ParamId | None:
         """The first parameter that was converted or has left the buffer, so that updates miss it; None if none.
 
@@ -205,14 +197,13 @@ class ParamAndGradBuffer:
 def _check(
     slots: Mapping[ParamId, Slot], params: Mapping[ParamId, nn.Parameter], *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if slots.keys() != params.keys():
-        unmatched = ", ".join(sorted(str(id) for id in slots.keys() ^ params.keys()))
+    planned, given = {id: slot.numel for id, slot in slots.items()}, {id: p.numel() for id, p in params.items()}
+    if planned != given:
+        differing = sorted(str(id) for id in planned.keys() | given.keys() if planned.get(id) != given.get(id))
         raise LayoutError(
-            f"layout and parameters differ in: {unmatched}; make the layout from exactly these parameters"
+            f"layout and parameters differ in: {', '.join(differing)}; make the layout from exactly these parameters"
         )
     for id, param in params.items():
-        if param.numel() != slots[id].numel:
-            raise LayoutError(f"{id} has {param.numel()} elements, but {slots[id].numel} in the layout; plan it again")
         if stored_dtype(param) != dtype:
             raise StorageError(
                 f"{id} is {stored_dtype(param)} in a buffer of {dtype}; parameters of one dtype share a buffer"

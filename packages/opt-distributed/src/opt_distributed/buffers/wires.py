@@ -28,11 +28,9 @@ class Wire(Protocol):
     @property
     def is_staged(self) -> bool:
         """Whether work is left, or memory to free, after the first collective."""
-        ...
 
     def stages(self, full: Tensor, shard: Tensor) -> Iterator[Pending]:
         """Write to `shard` (n,), which may be a view of `full`, this rank's part of the sum of `full` (size * n,)."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

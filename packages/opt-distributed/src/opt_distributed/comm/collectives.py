@@ -29,7 +29,6 @@ class Allocate(Protocol):
 
     def __call__(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) zeros, contiguous, in a storage of their own."""
-        ...
 
 
 def zeros(numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -118,27 +117,21 @@ class Comm(Protocol):
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
         """Reduce `x` over all ranks, in place."""
-        ...
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         """Write to `shard` (n,) this rank's part of the sum of `full` (size * n,). Leaves `full` undefined."""
-        ...
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
         """Write to `full` (size * n,) the shards (n,) of all ranks, in rank order."""
-        ...
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
         """Write to part r of `out` the part of rank r's `x` for this rank. Parts are equal unless `sizes` is given."""
-        ...
 
     def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
         """Write to `x` on every rank its value on rank `src` of the group."""
-        ...
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the `value` of every rank, in rank order. Values are small and picklable."""
-        ...
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return (numel,) zeros, for a buffer that collectives of this group read and write. See `Allocate`."""

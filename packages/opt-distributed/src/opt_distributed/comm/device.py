@@ -53,7 +53,6 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Block the host until all work before this point has run."""
-        ...
 
 
 class Stream(Protocol):
@@ -61,11 +60,9 @@ class Stream(Protocol):
 
     def record_event(self) -> Any:
         """An `Event` after everything queued so far."""
-        ...
 
     def wait_event(self, event: Any) -> None:
         """Make work that is queued from now on run after the event. The host does not wait."""
-        ...
 
 
 class _Done:
