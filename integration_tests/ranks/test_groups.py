@@ -78,7 +78,7 @@ OUTCOMES: dict[str, Any] = {
     "an expert on one rank, wrapped": f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
     "unknown axis": "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
     "both": "both pg_collection and mesh were given; pass one of them",
-    "groups on one rank": "ranks were given different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",
+    "groups on one rank": "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",
     "a mesh of its own": "is a DTensor on 2 of the world's 4 ranks",
     "tp without its group": "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
     "megatron's collection of something else": "is a str; pass a torch.distributed.ProcessGroup or None",

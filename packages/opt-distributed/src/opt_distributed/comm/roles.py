@@ -247,7 +247,8 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
 
     Raises:
         ConfigError (a ValueError), on every rank: groups are missing, unknown or contradictory; both `groups` and
-            `mesh` were given; ranks were given different kinds of them; or it is unknown which ranks hold replicas of a tensor-parallel parameter or an expert.
+            `mesh` were given; ranks were given different kinds of them; or it is unknown which ranks hold replicas of
+            a tensor-parallel parameter or an expert.
     """
     if groups is None:
         join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
