@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_parallel_net import over
+from data_parallel_net import Unfinished, over
 from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, StorageError
 from opt_distributed.comm import Alone
-from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm
 
 Config = DistributedDataParallelConfig
@@ -209,21 +208,9 @@ def _raise(*_: object) -> None:
     raise ArithmeticError("in backward")
 
 
-class NeverDone(Alone):
-    """A world of one rank whose asynchronous collectives complete only when they are awaited."""
-
-    def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
-        return Waiting()
-
-
-class Waiting:
-    def wait(self) -> None:
-        return None
-
-
 def test_gradients_on_the_wire_cannot_be_scaled() -> None:
     ddp = DistributedDataParallel(
-        replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), nn.Linear(4, 4), groups=over(NeverDone())
+        replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), nn.Linear(4, 4), groups=over(Unfinished())
     )
     ddp.start_grad_sync()
     with pytest.raises(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import over
+from data_parallel_net import Unfinished, over
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,7 +14,6 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
 from opt_distributed.comm import Alone
-from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm
 
 REPLICATED = DistributedDataParallelConfig()
@@ -101,18 +100,6 @@ def test_a_rebound_main_grad_is_the_gradient_that_is_reduced(
 def rebind(ddp: DistributedDataParallel) -> None:
     for param in ddp.parameters():
         param.main_grad = param.main_grad * 2  # type: ignore[attr-defined]
-
-
-class Unfinished(Alone):
-    """A world of one rank whose reductions complete only when they are awaited."""
-
-    def all_to_all_(self, out: Tensor, x: Tensor, **kwargs: object) -> Pending:
-        return Waiting()
-
-
-class Waiting:
-    def wait(self) -> None:
-        return None
 
 
 def test_a_main_grad_that_is_rebound_on_the_wire_is_refused() -> None:

@@ -108,7 +108,18 @@ class Functional(Model):
         return super().forward(torch.func.functional_call(self.blocks[2], params, (x,)))
 
 
-READERS = {kind.__name__: kind for kind in (Model, ReadsFirst, Penalty, HoldsAList, Recurrent, Functional)}
+class Attention(Model):
+    """Reads the weights of children that it never calls, in a layer of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.layer(x[None])[0])
+
+
+READERS = {kind.__name__: kind for kind in (Model, ReadsFirst, Penalty, HoldsAList, Recurrent, Functional, Attention)}
 
 
 @pytest.mark.parametrize("kind", READERS.values(), ids=READERS.keys())
