@@ -207,17 +207,15 @@ def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
     if is_outside(peers, mesh):
         return (peers,)
     root = root_of(mesh)
-    names, spanned = names_of(root), _spanned(root, mesh)
-    left_out = [axis for axis, name in enumerate(names) if name in TENSOR_PARALLEL_AXES and axis not in spanned]
-    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if root.size(axis) > 1)
+    named = dict(enumerate(names_of(root)))
+    axes = [axis for axis in _axes_outside(root, mesh) if named.get(axis) in TENSOR_PARALLEL_AXES]
+    return tuple(TorchComm(root.get_group(axis)) for axis in axes)
 
 
 def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
     """The groups along the data axes of the root over which the mesh does not extend."""
     root = root_of(mesh)
-    spanned = _spanned(root, mesh)
-    left_out = [axis for axis in range(root.ndim) if axis not in spanned and root.size(axis) > 1]
-    names = names_of(root)
+    left_out, names = _axes_outside(root, mesh), names_of(root)
     unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
     if unknown or root.size() != dist.get_world_size():
         raise ProcessGroupError(
@@ -228,11 +226,11 @@ def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
     return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
 
 
-def _spanned(root: DeviceMesh, mesh: DeviceMesh) -> set[int]:
-    """The axes of the root along which the mesh extends, even if it is flattened."""
+def _axes_outside(root: DeviceMesh, mesh: DeviceMesh) -> list[int]:
+    """The axes of several ranks of the root along which the mesh, which may be flattened, does not extend."""
     of_rank = {int(root.mesh[tuple(at)]): at for at in (root.mesh >= 0).nonzero().tolist()}
     places = [of_rank[rank] for rank in sorted(_ranks(mesh)) if rank in of_rank]
-    return {axis for axis in range(root.ndim) if len({at[axis] for at in places}) > 1}
+    return [axis for axis in range(root.ndim) if root.size(axis) > 1 and len({at[axis] for at in places}) <= 1]
 
 
 def _ranks(mesh: DeviceMesh) -> set[int]:
