@@ -28,8 +28,7 @@ PROGRAMS: dict[str, tuple[Program, int]] = {
     "sharded, microbatches": (wrapped(Config(**SHARDED), num_microbatches=2), 1),
     "sharded, instances": (wrapped(Config(**SHARDED, num_distributed_optimizer_instances=2)), 2),
     "sharded, sums in fp32": (wrapped(Config(**SHARDED, reduce_scatter_with_fp32_accumulation=True)), 1),
-    "sharded, checked for NaN": (wrapped(Config(**SHARDED, check_for_nan_in_grad=True)), 1),
-    "sharded, checked for large gradients": (wrapped(Config(**SHARDED, check_for_large_grads=True)), 1),
+    "sharded, checked": (wrapped(Config(**SHARDED, check_for_nan_in_grad=True, check_for_large_grads=True)), 1),
     "instances, checked for large gradients": (
         wrapped(Config(**SHARDED, check_for_large_grads=True, num_distributed_optimizer_instances=2)),
         2,
