@@ -30,6 +30,7 @@ UNSUPPORTED = {name: DEFAULTS[name] for name in UNSUPPORTED_DATA_PARALLEL_FIELDS
 
 OWNER = "DistributedDataParallelConfig: "
 PATTERNS, FP32_SUMS = "param_name_patterns_for_fp32_local_accumulation", "reduce_scatter_with_fp32_accumulation"
+SHARDED_SUMS: dict[str, object] = {FP32_SUMS: True, "use_distributed_optimizer": True}
 INSTANCES: dict[str, object] = {"num_distributed_optimizer_instances": 2}
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"bucket_size": 0}, "bucket_size=0: must be at least 1 and finite"),
@@ -42,10 +43,11 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"reuse_grad_buf_for_mxfp8_param_ag": True}, "reuse_grad_buf_for_mxfp8_param_ag=True: has no effect without fp8_"),
     ({"disable_symmetric_registration": True}, "disable_symmetric_registration=True: has no effect without nccl_ub=Tr"),
     ({PATTERNS: ("all",), "grad_reduce_in_fp32": True}, f"{PATTERNS}=('all',): gradients are accumulated in fp32 alre"),
-    ({FP32_SUMS: True, "grad_reduce_in_fp32": True}, f"{FP32_SUMS}=True: excludes grad_reduce_in_fp32=True, which alr"),
-    ({FP32_SUMS: True, "average_in_collective": True}, f"{FP32_SUMS}=True: excludes average_in_collective=True, becau"),
+    ({FP32_SUMS: True}, f"{FP32_SUMS}=True: excludes use_distributed_optimizer=False, because it sums to shards"),
+    (SHARDED_SUMS | {"grad_reduce_in_fp32": True}, f"{FP32_SUMS}=True: excludes grad_reduce_in_fp32=True, which alr"),
+    (SHARDED_SUMS | {"average_in_collective": True}, f"{FP32_SUMS}=True: excludes average_in_collective=True, becau"),
     (
-        INSTANCES | {FP32_SUMS: True, "use_distributed_optimizer": True},
+        INSTANCES | SHARDED_SUMS,
         f"{FP32_SUMS}=True: excludes more than one distributed optimizer instance; set only one of them",
     ),
     ({PATTERNS: ["all"]}, f"{PATTERNS}=['all']: must be a tuple, each item a string"),

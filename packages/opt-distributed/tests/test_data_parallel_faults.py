@@ -121,10 +121,6 @@ def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None
 # --- configurations that the groups or the loss contradict ---------------------------------------------------
 
 REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "fp32 sums of replicas": (
-        lambda: wrap(Config(reduce_scatter_with_fp32_accumulation=True)),
-        "reduce_scatter_with_fp32_accumulation=True: excludes use_distributed_optimizer=False, because it sums",
-    ),
     "instances without groups": (
         lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),
         "num_distributed_optimizer_instances=2, but the groups make up 1; pass an inter_dist_opt group",

@@ -89,18 +89,18 @@ class LargeGrads:
 
     def __init__(self) -> None:
         self._num_seen = 0
-        self._largest = 0.0  # norm in the first iterations
+        self.largest = 0.0  # norm in the first iterations
 
     def verdict(self, norm: float, name: str) -> UnusableGradientError | None:
         """Return the error if the largest norm of the reduced iteration, of bucket `name`, is too large."""
-        if self._num_seen >= NUM_ITERATIONS and norm > THRESHOLD * self._largest:
+        if self._num_seen >= NUM_ITERATIONS and norm > THRESHOLD * self.largest:
             return UnusableGradientError(
                 f"gradients in {name} are unexpectedly large: their norm on a rank is {norm:.6g}, and "
-                f"{self._largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
+                f"{self.largest:.6g} was the largest in the first {NUM_ITERATIONS} iterations"
             )
         if norm > 0 and self._num_seen < NUM_ITERATIONS:
             self._num_seen += 1
-            self._largest = max(self._largest, norm)
+            self.largest = max(self.largest, norm)
         return None
 
 

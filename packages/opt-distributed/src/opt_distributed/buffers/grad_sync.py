@@ -185,7 +185,7 @@ class GradSync:
         self.groups = [  # of the reductions: process groups, or a `Comm` that has none
             group_of(comm) or comm for axes in self._axes for comm in (axes.dp, axes.inter) if comm.size > 1
         ]
-        self._large_grads = [LargeGrads() for _ in self._families]
+        self.large_grads = [LargeGrads() for _ in self._families]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
         self._has_run = False  # whether a pass of this iteration may have launched buckets on some rank
@@ -335,7 +335,7 @@ class GradSync:
         for at, checks in checked.items():
             if numbers_of[at][0]:
                 self.buckets[at].problem = self.buckets[at].problem or checks.problem()
-        for family, large in zip(self._families, self._large_grads, strict=True):
+        for family, large in zip(self._families, self.large_grads, strict=True):
             norms = [(numbers_of[at][1], self.buckets[at].name) for at in family if at in checked]
             problem = large.verdict(*max(norms)) if norms else None
             self._refused += [problem] if problem is not None else []

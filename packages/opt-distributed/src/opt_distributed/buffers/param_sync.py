@@ -43,13 +43,13 @@ class ParamBucket(NamedTuple):
     """One bucket of a sharded parameter buffer."""
 
     memory: ParamAndGradBuffer
-    index: int
+    number: int
     comm: Comm
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters in the bucket."""
-        return [self.memory.params[slot.id] for slot in self.memory.layout.buckets[self.index].slots]
+        return [self.memory.params[slot.id] for slot in self.memory.layout.buckets[self.number].slots]
 
 
 class ParamSync:
@@ -124,7 +124,7 @@ class ParamSync:
             with suppress(CollectiveError):  # what failed is gathered again
                 self._wait_for(bucket)
             try:
-                self._incomplete[bucket] = bucket.memory.start_gather(bucket.index, bucket.comm)
+                self._incomplete[bucket] = bucket.memory.start_gather(bucket.number, bucket.comm)
             except CollectiveError as error:
                 self._incomplete |= dict.fromkeys(due[number:], error)  # shards of other ranks are out of date in these
                 self.is_pending = True
