@@ -14,7 +14,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = {"adam": 52, "muon": 56}
+MOST = {"adam": 47, "muon": 51}
 _UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
