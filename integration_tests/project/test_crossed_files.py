@@ -14,7 +14,7 @@ from torch import nn
 
 from opt_stack import OptimizerConfig, get_optimizer
 
-MOST = {"adam": 47, "muon": 51}
+MOST = {"adam": 43, "muon": 46}
 _UNNAMED = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 

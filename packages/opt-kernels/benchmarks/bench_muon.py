@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType
-from opt_kernels.matrices.newton_schulz import Schedule, cut, newton_schulz, schedule
+from opt_kernels.matrices.orthogonalization import Schedule, cut, newton_schulz, schedule
 from opt_kernels.optim import Muon
 
 GOAL = 1 / 1.5

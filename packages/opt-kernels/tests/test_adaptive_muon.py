@@ -9,7 +9,7 @@ from torch import Tensor
 from opt_kernels import MatrixError
 from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices import MatmulPrecision
-from opt_kernels.matrices.newton_schulz import reference_newton_schulz as newton_schulz
+from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
 from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
 

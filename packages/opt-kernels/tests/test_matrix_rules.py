@@ -11,7 +11,7 @@ from torch import Tensor
 from opt_kernels import MatrixError
 from opt_kernels.codecs import join, split_
 from opt_kernels.matrices import Decay, MatmulPrecision
-from opt_kernels.matrices.stacks import STACK_NUMEL_ON_CPU
+from opt_kernels.matrices.access import STACK_NUMEL_ON_CPU
 from opt_kernels.rules import (
     AdaptiveMuonRule,
     Lines,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType
-from opt_kernels.matrices.newton_schulz import (
+from opt_kernels.matrices.orthogonalization import (
     AOL_RANGE,
     GROWTH_LIMIT,
     LONGEST,

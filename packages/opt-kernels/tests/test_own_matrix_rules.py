@@ -20,7 +20,7 @@ from opt_kernels import (
     StateSpec,
     WholeMatrices,
 )
-from opt_kernels.matrices.stacks import assign_
+from opt_kernels.matrices.access import assign_
 from opt_kernels.optim import drop_in
 from opt_kernels.rules import init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, Work

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
-from opt_kernels.matrices.newton_schulz import Coefficients
-from opt_kernels.matrices.orthogonalization import scale_factor
+from opt_kernels.matrices.orthogonalization import Coefficients, scale_factor
 from opt_kernels.rules import SOAPMuonRule
 from opt_kernels.works import Batch, Hyper, Work
 

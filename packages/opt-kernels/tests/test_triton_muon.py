@@ -15,10 +15,10 @@ from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import Plain, codec_for, split_
 from opt_kernels.matrices import Decay, MatmulPrecision, TpMode
 from opt_kernels.matrices import muon as slow
+from opt_kernels.matrices.access import join as joined
+from opt_kernels.matrices.access import split
 from opt_kernels.matrices.muon import Inputs, MuonStep, rounds
 from opt_kernels.matrices.muon import triton as fast
-from opt_kernels.matrices.stacks import join as joined
-from opt_kernels.matrices.stacks import split
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixSpec, Task, TensorParallel, Work
 

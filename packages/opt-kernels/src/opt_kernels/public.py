@@ -20,7 +20,7 @@ from opt_kernels.hooks import (
     RowFloor,
     hooked,
 )
-from opt_kernels.matrices.stacks import MatrixError
+from opt_kernels.matrices.access import MatrixError
 from opt_kernels.optim import *  # noqa: F403
 from opt_kernels.rules.base import MatrixRule, Needs, Rule, RuleStateError, WholeMatrices
 from opt_kernels.works import Batch, Hyper, MatrixSpec, StateKind, StateSpec, TensorParallel, Work, Works

@@ -5,8 +5,8 @@ groups that a captured step reads.
 """
 
 from opt_kernels.backends.dispatch import grad_stats
-from opt_kernels.backends.elements import in_memory_order, is_dense
-from opt_kernels.backends.writes import Writes
+from opt_kernels.backends.elements import in_memory_order
+from opt_kernels.backends.memory import Writes, is_dense
 from opt_kernels.hyper_table import HyperTable
 
 __all__ = ["HyperTable", "Writes", "grad_stats", "in_memory_order", "is_dense"]

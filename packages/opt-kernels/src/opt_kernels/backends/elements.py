@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.memory import is_dense
 from opt_kernels.codecs import StateCodec, narrow, scale_name
 from opt_kernels.works import Batch, Work, Works
 
@@ -188,18 +189,6 @@ def _same_order(tensor: Tensor, anchor: Tensor) -> bool:
     if tensor.is_contiguous() and anchor.is_contiguous():
         return True
     return all(a == b for size, a, b in zip(anchor.shape, tensor.stride(), anchor.stride()) if size > 1)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without holes or overlaps. True for empty tensors."""
-    if tensor.numel() == 0:
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 class Columns(NamedTuple):

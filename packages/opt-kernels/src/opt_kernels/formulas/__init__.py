@@ -1,8 +1,7 @@
 """Elementwise rules as formulas: the states, scalars and update of one element, which every backend executes.
 
-`formula` defines formulas, `numbers` their numbers and choices, `functions` the functions they may call. `syntax` reads
-their source, and `translate` writes it in other languages. `registry` lists all formulas. Every other module is one
-rule.
+`formula` defines formulas, `functions` the functions they may call. `syntax` reads their source, and `translate` writes
+it in other languages. `registry` lists all formulas. Every other module is one rule.
 """
 
 from opt_kernels.formulas.formula import Formula, State
@@ -21,9 +20,11 @@ from opt_kernels.formulas.functions import (
     tanh,
     where,
 )
-from opt_kernels.formulas.numbers import Choice, Number, NumberError
-from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.formulas.syntax import FormulaError
+from opt_kernels.works import Choice, Number, NumberError
+
+# isort: split
+from opt_kernels.formulas.registry import FORMULAS  # its modules import the names above from here
 
 __all__ = [
     "FORMULAS", "Choice", "Formula", "FormulaError", "Number", "NumberError", "State", "absolute", "exp", "floor",

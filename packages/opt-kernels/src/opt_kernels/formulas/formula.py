@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opt_kernels.formulas.numbers import Choice, Constant, Number, NumberError, NumberValue, unknown
 from opt_kernels.formulas.syntax import FormulaError, body_of, for_host, for_torch, parameters_of, scalar_expressions
 from opt_kernels.formulas.translate import check, check_scalars
-from opt_kernels.works import Hyper
+from opt_kernels.works import Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
 
 LR, WEIGHT_DECAY = Number("lr", 1e-3), Number("weight_decay", 0.0)
 OF_HYPER = (

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.formulas import functions
-from opt_kernels.formulas.numbers import Constant
+from opt_kernels.works import Constant
 
 FUNCTIONS = (
     "fma", "sqrt", "exp", "log", "tanh", "power", "sign", "absolute", "maximum", "minimum", "where", "q_pochhammer",

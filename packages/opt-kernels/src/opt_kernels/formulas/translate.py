@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from opt_kernels.formulas import syntax
-from opt_kernels.formulas.numbers import Constant
+from opt_kernels.works import Constant
 
 COMPARISONS: Mapping[type[ast.cmpop], str] = {
     ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="

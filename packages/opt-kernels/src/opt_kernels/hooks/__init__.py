@@ -4,7 +4,16 @@
 formula (`compose`). Hooks that need norms write the direction to a buffer first (`measured`, `sums`).
 """
 
-from opt_kernels.hooks.hooked import bare, check_unread, hooked, hooks_of, reads_weight_decay, shape_problem
+from opt_kernels.hooks.hooked import (
+    bare,
+    check_unread,
+    checked,
+    described,
+    hooked,
+    hooks_of,
+    reads_weight_decay,
+    shape_problem,
+)
 from opt_kernels.hooks.measured import Begun, HookedUpdate
 from opt_kernels.hooks.sums import NUM_SUMS, RowMeans, SpannedRows, add_row_sums_
 from opt_kernels.hooks.values import (
@@ -21,8 +30,6 @@ from opt_kernels.hooks.values import (
     LrDecoupledDecay,
     RelativeUpdate,
     RowFloor,
-    checked,
-    described,
 )
 
 __all__ = [

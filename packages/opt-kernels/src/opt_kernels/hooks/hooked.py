@@ -1,4 +1,4 @@
-"""`hooked`: applies hooks to a rule, after trial steps have shown that the rule supports them."""
+"""`hooked`: applies hooks to a rule, if they agree and trial steps have shown that the rule supports them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -10,13 +10,52 @@ from torch import Tensor
 
 from opt_kernels.hooks.compose import hyper_of, with_hook
 from opt_kernels.hooks.measured import HookedUpdate
-from opt_kernels.hooks.values import CentralizeGradient, CoupledDecay, Hook, HookError, Hooks, checked
-from opt_kernels.rules.base import Needs, Rule
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.hooks.values import (
+    CentralizeGradient,
+    ClipUpdateRms,
+    CoupledDecay,
+    Hook,
+    HookError,
+    Hooks,
+    Hyperball,
+    RelativeUpdate,
+    RowFloor,
+)
+from opt_kernels.rules.base import ElementwiseRule, Needs, Rule
 from opt_kernels.works import Batch, Hyper, Work
 
 TRIED_STEPS = (1, 2, 3, 6, 100)  # a formula may branch on the step
 TRIED_SHAPES = {Needs.ELEMENTS: (256,), Needs.MATRICES: (8, 8)}
+
+
+def checked(hooks: Sequence[Hook]) -> Hooks:
+    """`hooks` as a tuple. Raises HookError for objects that are not hooks, duplicates, and hooks that conflict."""
+    wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
+    if wrong:
+        hint = f"; pass {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
+        raise HookError(f"hooks has {wrong[0]!r}, which is not a hook of opt_kernels.hooks{hint}")
+    kinds = [type(hook) for hook in hooks]
+    twice = [kind for kind in kinds if kinds.count(kind) > 1]
+    if twice:
+        raise HookError(f"hooks has {twice[0].__name__} {kinds.count(twice[0])} times; pass each kind once")
+    decays = [hook for hook in hooks if hook.decays]
+    if len(decays) > 1:
+        raise HookError(
+            f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; set only one of them"
+        )
+    for kind, others, why in (
+        (Hyperball, (ClipUpdateRms, RelativeUpdate), "which sets the update's norm itself"),
+        (RowFloor, (ClipUpdateRms, RelativeUpdate, Hyperball), "which changes the update's norm"),
+    ):
+        conflicting = [hook for hook in hooks if isinstance(hook, others)]
+        if conflicting and kind in kinds:
+            raise HookError(f"hooks has {conflicting[0]!r} and {kind.__name__}, {why}; set only one of them")
+    return tuple(hooks)
+
+
+def described(hooks: Hooks) -> tuple[str, ...]:
+    """The text that a checkpoint records for `hooks`."""
+    return tuple(map(repr, hooks))
 
 
 def hooked(rule: Rule, hooks: Sequence[Hook]) -> Rule:

@@ -31,7 +31,7 @@ from opt_kernels.hooks.sums import (
     sums_of,
 )
 from opt_kernels.hooks.values import CautiousDecay, CautiousUpdate, CentralizeGradient, CoupledDecay, Hooks, RowFloor
-from opt_kernels.matrices.stacks import read_main
+from opt_kernels.matrices.access import read_main
 from opt_kernels.rules.base import Needs, Rule, init_state
 from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, StateSpec, Work
 

@@ -164,36 +164,6 @@ GivenHooks = Sequence[Hook] | Mapping[str, Sequence[Hook]]
 """Hooks for all rules, or by the names of rules."""
 
 
-def checked(hooks: Sequence[Hook]) -> Hooks:
-    """`hooks` as a tuple. Raises HookError for objects that are not hooks, duplicates, and hooks that conflict."""
-    wrong = [hook for hook in hooks if not isinstance(hook, Hook)]
-    if wrong:
-        hint = f"; pass {wrong[0].__name__}()" if isinstance(wrong[0], type) else ""
-        raise HookError(f"hooks has {wrong[0]!r}, which is not a hook of opt_kernels.hooks{hint}")
-    kinds = [type(hook) for hook in hooks]
-    twice = [kind for kind in kinds if kinds.count(kind) > 1]
-    if twice:
-        raise HookError(f"hooks has {twice[0].__name__} {kinds.count(twice[0])} times; pass each kind once")
-    decays = [hook for hook in hooks if hook.decays]
-    if len(decays) > 1:
-        raise HookError(
-            f"hooks has {' and '.join(map(repr, decays))}: each replaces the weight decay; set only one of them"
-        )
-    for kind, others, why in (
-        (Hyperball, (ClipUpdateRms, RelativeUpdate), "which sets the update's norm itself"),
-        (RowFloor, (ClipUpdateRms, RelativeUpdate, Hyperball), "which changes the update's norm"),
-    ):
-        conflicting = [hook for hook in hooks if isinstance(hook, others)]
-        if conflicting and kind in kinds:
-            raise HookError(f"hooks has {conflicting[0]!r} and {kind.__name__}, {why}; set only one of them")
-    return tuple(hooks)
-
-
-def described(hooks: Hooks) -> tuple[str, ...]:
-    """The text that a checkpoint records for `hooks`."""
-    return tuple(map(repr, hooks))
-
-
 def _check_positive(hook: Hook, name: str, value: float) -> None:
     if not (isinstance(value, int | float) and 0 < value < math.inf):
         raise HookError(f"{type(hook).__name__}: {name}={value!r} is not allowed; pass a number above 0")

@@ -1,14 +1,21 @@
 """Operations on whole matrices: orthogonalisation, symmetric products, eigenbases, and stacks of equal shapes.
 
-For packages that pass the options of matrix rules, or scale gradients of matrices as these rules do.
+For packages that pass the options of matrix rules, or scale gradients of matrices as these rules do, and for matrix
+rules from outside.
 """
 
+from opt_kernels.matrices.access import assign_, join, scaled_grads, split, squares_in_float64, stacks
 from opt_kernels.matrices.muon import Decay
-from opt_kernels.matrices.newton_schulz import CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.matrices.stacks import scaled_grads, squares_in_float64, stacks
+from opt_kernels.matrices.orthogonalization import (
+    CoefficientType,
+    MatmulPrecision,
+    Orthogonalization,
+    ScaleMode,
+    TpMode,
+    schedule,
+)
 
 __all__ = [
-    "CoefficientType", "Decay", "MatmulPrecision", "ScaleMode", "TpMode", "scaled_grads", "squares_in_float64",
-    "stacks",
+    "CoefficientType", "Decay", "MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "assign_", "join",
+    "scaled_grads", "schedule", "split", "squares_in_float64", "stacks",
 ]  # fmt: skip

@@ -1,29 +1,304 @@
-"""The orthogonalisation of Muon: its precision, matrix products, tensor-parallel modes and scale."""
+"""Orthogonalisation by the Newton-Schulz iteration: the polar factor of a matrix, with matrix products only.
 
-from collections.abc import Callable
+Contents: coefficient sets and their schedules; the formula; the division of a schedule into segments; the iteration in
+few large batched products, by segments; precision, tensor-parallel modes and scale (`Orthogonalization`).
+
+The steps of a segment are computed from the Gram matrix R = XXᵀ and multiply only (m, m) matrices. X (m, n) is read
+twice per segment: to form R, and to apply the product of the steps. The longer X is, the more this saves. But R has the
+squares of the singular values: rounding leaves its small eigenvalues with an error of one unit, possibly negative, and
+every step multiplies the error by a². If it nears 1, the iteration diverges. The segment must end before that; then X
+is updated and R is recomputed. (Gram-Newton-Schulz, Dao-AILab 2026, restarts at fixed steps in fp16; here the cuts
+depend on the schedule and the dtype.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import Backend, parse_backend, version
-from opt_kernels.matrices.muon import Inputs
-from opt_kernels.matrices.newton_schulz import (
-    EPS,
-    CoefficientType,
-    Schedule,
-    cut,
-    newton_schulz,
-    reference_newton_schulz,
-    schedule,
-)
+from opt_kernels.matrices.muon import EPS, Inputs
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.works import NamedChoice, TensorParallel
 
-__all__ = ["MatmulPrecision", "Orthogonalization", "ScaleMode", "TpMode", "scale_factor"]
+__all__ = [
+    "EPS", "CoefficientType", "Coefficients", "MatmulPrecision", "Orthogonalization", "ScaleMode", "Schedule", "TpMode",
+    "cut", "newton_schulz", "reference_newton_schulz", "scale_factor", "schedule",
+]  # fmt: skip
+
+
+class Coefficients(NamedTuple):
+    """One step: X <- aX + b(XXᵀ)X + c(XXᵀ)²X; for a singular value, s <- a s + b s³ + c s⁵."""
+
+    a: float
+    b: float
+    c: float
+
+
+Schedule: TypeAlias = tuple[Coefficients, ...]
+
+
+class CoefficientType(NamedChoice):
+    """The sets by name. Brackets: the range to which five steps map the singular values in [0.01, 1]."""
+
+    SIMPLE = "simple"  # [0.682, 1.134] Keller Jordan's Muon: the steepest start, does not converge
+    QUINTIC = "quintic"  # [0.978, 1.032] five different steps, Megatron-Core's default
+    POLAR_EXPRESS = "polar_express"  # [0.870, 1.124] arXiv 2505.16932: minimax steps, damped by 1.01 per degree
+    CANS = "cans"  # [0.884, 1.120] arXiv 2506.10935: Chebyshev steps
+    DEEPSEEKV4 = "deepseekv4"  # [1.000, 1.001] after its ten steps: eight simple ones, then two that converge
+    CUBIC5 = "cubic5"  # [0.774, 1.300] no fifth power: two matrix products a step in place of three
+    AOL = "aol"  # [0.987, 1.082] four steps, of [0.02, 0.8]: of rows rescaled by `row_scales`
+    CUSTOM = "custom"  # the caller's own, repeated in a cycle
+
+
+def _steps(*rows: tuple[float, float, float]) -> Schedule:
+    return tuple(Coefficients(*row) for row in rows)
+
+
+_SIMPLE = _steps((3.4445, -4.7750, 2.0315))
+_SETS: Mapping[CoefficientType, Schedule] = {
+    CoefficientType.SIMPLE: _SIMPLE,
+    CoefficientType.QUINTIC: _steps(
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    CoefficientType.POLAR_EXPRESS: _steps(
+        (8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250), (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985), (1.8726, -1.2307, 0.3585), (1.8564, -1.2132, 0.3568), (1.8750, -1.2500, 0.3750),
+    ),
+    CoefficientType.CANS: _steps(
+        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.5630), (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    CoefficientType.DEEPSEEKV4: _SIMPLE * 8 + _steps((2.0, -1.5, 0.5)) * 2,
+    CoefficientType.CUBIC5: _steps(
+        (3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0), (2.2230472, -0.9630650, 0.0),
+    ),
+    CoefficientType.AOL: _steps(
+        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254), (2.7215, -3.0494, 1.3169),
+    ),
+}  # fmt: skip
+# Sets that are continued from their first step if more steps are requested than they have, and that have one length.
+# Others are continued with their last step: aol, repeated from its first step, would map 1 to -0.6.
+_CYCLES = (CoefficientType.SIMPLE, CoefficientType.QUINTIC, CoefficientType.CUSTOM)
+_OF_ONE_LENGTH = (CoefficientType.CUBIC5,)
+
+
+def schedule(kind: CoefficientType, *, num_steps: int, custom: Sequence[tuple[float, float, float]] = ()) -> Schedule:
+    """The coefficients of each of `num_steps` steps.
+
+    Raises ValueError if `num_steps` is below 1 or differs from the length of a set with a fixed length, and unless
+    `custom` is given exactly for `CUSTOM`.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_ns_steps is {num_steps}, but at least 1 step is needed; 5 is usual")
+    if custom and kind is not CoefficientType.CUSTOM:
+        raise ValueError(f"custom_coefficients are given, but coefficient_type is '{kind}'; set it to 'custom'")
+    if not custom and kind is CoefficientType.CUSTOM:
+        raise ValueError("coefficient_type 'custom' needs custom_coefficients, a sequence of (a, b, c)")
+    steps = _steps(*custom) if custom else _SETS[kind]
+    if kind in _OF_ONE_LENGTH and num_steps != len(steps):
+        raise ValueError(f"num_ns_steps is {num_steps}, but coefficient_type '{kind}' has exactly {len(steps)} steps")
+    if kind not in _CYCLES:
+        steps += steps[-1:] * (num_steps - len(steps))
+    return tuple(steps[i % len(steps)] for i in range(num_steps))
+
+
+AOL_RANGE = 0.8  # largest singular value after the rescaling: below 0.884, where aol's first polynomial turns negative
+
+
+def reference_newton_schulz(
+    x: Tensor,  # (batch, m, n) any float dtype, read only
+    *,
+    segments: Sequence[Schedule],  # the steps; where they are cut makes no difference to the formula
+    dtype: torch.dtype = torch.float64,  # of the iteration
+    eps: float = EPS,
+    product: Callable[..., Tensor] = dense_product,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+    rescale_rows: bool = False,  # see `row_scales`
+) -> Tensor:
+    """Approximate the polar factor UVᵀ of x = USVᵀ: every singular value s becomes p(s / ‖x‖_F).
+
+    p is the composition of the steps' odd polynomials s <- a s + b s³ + c s⁵ (Keller Jordan, Muon, 2024; Bernstein and
+    Newhouse, arXiv 2409.20325). Returns a new tensor (batch, m, n) in `dtype`. The norm is at least `eps`, so a zero
+    matrix stays zero. With `rescale_rows`, p acts on the singular values of the rescaled matrix instead.
+    """
+    x = x.to(dtype)
+    squares = x.square().sum((-2, -1), keepdim=True)
+    x = x / (squares if all_reduce is None else all_reduce(squares)).sqrt().clamp_min(eps)
+    if rescale_rows:
+        gram = product(x, x.mT)
+        x = x * row_scales(gram if all_reduce is None else all_reduce(gram))
+    for a, b, c in chain.from_iterable(segments):
+        gram = product(x, x.mT)
+        gram = gram if all_reduce is None else all_reduce(gram)
+        x = a * x + (b * gram + c * product(gram, gram)) @ x
+    return x
+
+
+def row_scales(gram: Tensor) -> Tensor:
+    """AOL's scale of each row of X, from XXᵀ (batch, m, m): (batch, m, 1), in fp32 at least.
+
+    With d_i = (Σ_j |XXᵀ|_ij)^(-1/2), no singular value of diag(d) X is above 1 (Prach and Lampert, arXiv 2208.03160;
+    before Newton-Schulz in Turbo-Muon, arXiv 2512.04632), and few are far below 1. A matrix of rank one, or with
+    orthogonal rows, reaches 1, where the set's first polynomial is negative. The scales returned here are therefore
+    multiplied by `AOL_RANGE`.
+    """
+    sums = gram.to(torch.promote_types(gram.dtype, torch.float32)).abs().sum(-1, keepdim=True)
+    return AOL_RANGE * sums.clamp_min(torch.finfo(gram.dtype).smallest_normal).rsqrt()
+
+
+# An eigenvalue of R that consists of rounding errors may grow to about this before the polynomials stop contracting it.
+# In bf16, two steps of the quintic set reach 1.02 and are about as accurate as one step at a time. Three steps are less
+# accurate, and so are two steps of the cans set, which reach 1.07.
+GROWTH_LIMIT = 1.05
+# Also below the limit, each step of a segment multiplies the error of R's small eigenvalues. With these lengths the
+# error is at most five times that of one step at a time, for every set, and on Gaussian matrices about twice at most.
+LONGEST_NARROW, LONGEST = 3, 2
+HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
+
+
+class _Cut(NamedTuple):
+    cost: float
+    segments: tuple[Schedule, ...]
+
+
+def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetric: bool) -> tuple[Schedule, ...]:
+    """The cheapest division of `schedule` into segments that are accurate enough in `dtype`.
+
+    `rows` is the side whose Gram matrix is formed. `symmetric`: whether symmetric products cost less than others.
+    Segments of one step each are the plain iteration, which is always allowed, and cheapest for a square matrix.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    longest = LONGEST_NARROW if dtype.itemsize == 2 else LONGEST
+    best = [_Cut(0.0, ())]  # best[i]: of the first i steps
+    for end in range(1, len(schedule) + 1):
+        candidates = []
+        for start in range(end - 1, max(end - longest, 0) - 1, -1):
+            segment = schedule[start:end]
+            if len(segment) > 1 and growth(segment) * unit > GROWTH_LIMIT:
+                break
+            cost = best[start].cost + _cost(segment, ratio=cols / max(rows, 1), symmetric=symmetric)
+            candidates.append(_Cut(cost, (*best[start].segments, segment)))
+        best.append(min(candidates, key=lambda candidate: candidate.cost))
+    return best[-1].segments
+
+
+def growth(segment: Schedule) -> float:
+    """The factor by which the steps multiply the smallest eigenvalues of the Gram matrix."""
+    return prod(a * a for a, _, _ in segment)
+
+
+def _cost(segment: Schedule, *, ratio: float, symmetric: bool) -> float:
+    """The multiplications of a segment, in units of m³, for a matrix of m rows and ratio · m columns."""
+    # Products of (m, m): R² where needed, one for the factor after the first step, two for R before the last.
+    small_products = sum(step.c != 0.0 for step in segment) + 3 * (len(segment) - 1)
+    half = HALVED if symmetric else 1.0
+    return half * ratio + half * small_products + ratio
+
+
+def newton_schulz(
+    x: Tensor,  # (batch, m, n) any float dtype, read only
+    *,
+    segments: Sequence[Schedule],  # the steps, divided by `cut`
+    dtype: torch.dtype = torch.float32,  # of the iteration
+    eps: float = EPS,
+    product: Callable[..., Tensor] | None = None,  # None: the symmetric one that suits the device
+    all_reduce: Callable[[Tensor], Tensor] | None = None,  # sums over the ranks that hold the other columns of x
+    normalised: bool = False,  # x is over its norm already
+    rescale_rows: bool = False,
+) -> Tensor:
+    """`reference_newton_schulz`, up to rounding.
+
+    The Gram matrix is summed over ranks once per segment. All other products of a segment multiply (m, m) matrices,
+    which every rank has.
+    """
+    product = product or version("syrk", "symmetric_product", backend=None, tensors=[x])
+    given = x
+    x = x.to(dtype) if normalised else _normalised(x, dtype=dtype, eps=eps, all_reduce=all_reduce)
+    spare = None  # memory of an earlier x, reused: allocating takes a tenth of the time of the products
+    for number, segment in enumerate(segments):
+        gram = product(x, x.mT)
+        if all_reduce is not None:
+            # Summed in fp32, because partial sums in a narrow dtype would be rounded once per rank.
+            gram = all_reduce(gram.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+        if rescale_rows and number == 0:
+            scales = row_scales(gram)
+            x, gram = (x * scales).to(dtype), (scales * gram * scales.mT).to(dtype)
+        factor = _factor(gram, segment, product, is_start=number == 0)
+        spare, before = torch.empty_like(x) if spare is None else spare, x
+        x = torch.baddbmm(before, factor.rest, before, beta=factor.identity, out=spare)
+        spare = None if before is given else before
+    return x
+
+
+class _Factor(NamedTuple):
+    """A product of steps, identity · I + rest.
+
+    The identity is stored separately: in a narrow dtype, adding it to the diagonal would round away most of `rest`.
+    """
+
+    identity: float
+    rest: Tensor  # (batch, m, m), symmetric
+
+
+def _normalised(x: Tensor, *, dtype: torch.dtype, eps: float, all_reduce: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """x divided by its Frobenius norm, a new tensor of `dtype`.
+
+    The norm is computed in at least fp32, because a narrow sum of squares stops growing after a few thousand terms.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    if all_reduce is not None:
+        norm = all_reduce(norm.square()).sqrt()
+    return torch.div(x, norm.clamp_min(eps), out=torch.empty_like(x, dtype=dtype))
+
+
+def _factor(gram: Tensor, segment: Schedule, product: Callable[..., Tensor], *, is_start: bool) -> _Factor:
+    """The product of a segment's steps, from the Gram matrix R before the first of them.
+
+    Each step is qI + Y, and sets R <- (qI + Y) R (qI + Y). All of these are polynomials of one matrix, so they commute,
+    and the product of any two is symmetric.
+    """
+    factor = None
+    for i, step in enumerate(segment):
+        of_step = _step(gram, step, product, around_one=i > 0 or not is_start)
+        factor = of_step if factor is None else _times(factor, of_step, product)
+        if i + 1 < len(segment):
+            half_way = product(gram, of_step.rest, added=gram, beta=of_step.identity)
+            gram = product(of_step.rest, half_way, added=half_way, beta=of_step.identity)
+    assert factor is not None, "a segment has at least one step"
+    return factor
+
+
+def _step(gram: Tensor, step: Coefficients, product: Callable[..., Tensor], *, around_one: bool) -> _Factor:
+    """aI + bR + cR² as qI + Y. The product R² is not computed if c is zero.
+
+    Before the first step the eigenvalues of R are far below 1, and q = a. Later they are close to 1, where the terms
+    cancel: a is 3, but the sum is 1. Then E = R - I is used: (a + b + c)I + (b + 2c)E + cE², whose last two terms
+    vanish there. This reduces the error of three steps on one Gram matrix to a tenth.
+    """
+    a, b, c = step
+    if not around_one:
+        return _Factor(a, b * gram if c == 0.0 else product(gram, gram, alpha=c, added=gram, beta=b))
+    shifted = gram.clone()
+    shifted.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    slope = b + 2.0 * c
+    rest = slope * shifted if c == 0.0 else product(shifted, shifted, alpha=c, added=shifted, beta=slope)
+    return _Factor(a + b + c, rest)
+
+
+def _times(left: _Factor, right: _Factor, product: Callable[..., Tensor]) -> _Factor:
+    """(qI + Y)(rI + Z) = qr I + (rY + qZ + YZ)."""
+    rest = product(left.rest, right.rest, added=left.rest, beta=right.identity).add_(right.rest, alpha=left.identity)
+    return _Factor(left.identity * right.identity, rest)
 
 
 class ScaleMode(NamedChoice):
@@ -59,7 +334,7 @@ def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Orthogonalization:
-    """The polar factor of matrices, by Newton-Schulz (see `matrices/newton_schulz`)."""
+    """The polar factor of matrices, by Newton-Schulz."""
 
     schedule: Schedule
     eps: float = EPS  # lower bound of the norm that a matrix is divided by

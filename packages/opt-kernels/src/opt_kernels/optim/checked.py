@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from opt_kernels.backends.elements import is_dense
+from opt_kernels.backends.memory import is_dense
 from opt_kernels.dtensor import Span, is_dtensor, local, spans
 from opt_kernels.hooks import GivenHooks
 from opt_kernels.optim import groups
@@ -17,8 +17,7 @@ from opt_kernels.optim.on_device import check_capturable
 from opt_kernels.optim.state import Mains, init_main, is_narrow
 from opt_kernels.quantized.adapters import is_quantized
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.elementwise import ElementwiseRule
+from opt_kernels.rules.base import ElementwiseRule, Rule
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import SOAPRule
 from opt_kernels.works import MatrixSpec

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from opt_kernels.formulas.formula import LR, WEIGHT_DECAY, Formula
-from opt_kernels.formulas.numbers import Choice, Constant, Number, unknown
 from opt_kernels.optim.base import Params
 from opt_kernels.optim.formula_optimizer import AveragedOptimizer, FormulaOptimizer
 from opt_kernels.optim.groups import SCHEDULED
 from opt_kernels.optim.matrices import MatrixOptimizer, options_of
 from opt_kernels.rules.base import WholeMatrices
+from opt_kernels.works import Choice, Constant, Number, unknown
 
 # Numbers of the elementwise rule of parameters that are not matrices.
 OF_OTHERS = (Number("betas", (0.9, 0.999)), Number("eps", 1e-8))

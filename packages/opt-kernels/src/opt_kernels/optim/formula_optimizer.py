@@ -22,9 +22,8 @@ from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import HOOKS, ParamGroup, bound_arguments, checked_hooks, params_with_groups, with_hooks
 from opt_kernels.optim.param_rows import Member, Sweep
 from opt_kernels.optim.state import MAIN, STEP, saved_main
-from opt_kernels.rules.base import Rule
-from opt_kernels.rules.elementwise import SGD as sgd_rule
-from opt_kernels.rules.elementwise import ElementwiseRule, elementwise
+from opt_kernels.rules.base import SGD as sgd_rule
+from opt_kernels.rules.base import ElementwiseRule, Rule, elementwise
 from opt_kernels.works import Batch
 
 MU_PRODUCT, MOMENTUM = "mu_product", "momentum_buffer"

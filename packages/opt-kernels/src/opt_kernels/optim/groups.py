@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.formulas.numbers import Number
 from opt_kernels.hooks import (
     GivenHooks,
     HookError,
@@ -29,6 +28,7 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.optim.state import StateDictError
 from opt_kernels.rules.base import Rule
+from opt_kernels.works import Number
 
 ParamGroup = dict[str, Any]
 Group = Mapping[str, Any]

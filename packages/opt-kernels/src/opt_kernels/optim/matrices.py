@@ -10,17 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from opt_kernels.dtensor import is_dtensor, local
-from opt_kernels.formulas.numbers import Number
 from opt_kernels.formulas.registry import FORMULAS
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.matrices.newton_schulz import Coefficients
-from opt_kernels.matrices.stacks import MatrixError, check, check_shape
+from opt_kernels.matrices.access import MatrixError, check, check_shape
+from opt_kernels.matrices.orthogonalization import Coefficients
 from opt_kernels.optim.base import Params, RuleOptimizer
 from opt_kernels.optim.checked import for_dtype
 from opt_kernels.optim.groups import ParamGroup, bound_arguments, numbers_of
-from opt_kernels.rules.base import Needs, Rule, init_state, keeps_parts
-from opt_kernels.rules.elementwise import elementwise
-from opt_kernels.works import MatrixSpec, NamedChoice, Work
+from opt_kernels.rules.base import Needs, Rule, elementwise, init_state, keeps_parts
+from opt_kernels.works import MatrixSpec, NamedChoice, Number, Work
 
 _SUSPECTS = frozenset(
     {"lm_head", "output_layer", "head", "unembed", "embed_out", "embed", "embedding", "embeddings", "embed_tokens"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.elements import flat
-from opt_kernels.backends.writes import Mark, Writes, is_unwritten
+from opt_kernels.backends.memory import Mark, Writes, is_unwritten
 from opt_kernels.codecs import StateCodec, scale_name
 from opt_kernels.codecs.narrow import join, split_
 from opt_kernels.dtensor import are_dtensors, distributed_like, local, local_like

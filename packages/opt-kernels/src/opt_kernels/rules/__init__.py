@@ -4,8 +4,19 @@ For packages that choose rules and call them.
 """
 
 from opt_kernels.rules.adaptive_muon import AdaptiveMuonRule, Lines, SecondMoment
-from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs, Rule, init_state, sums_gradients
-from opt_kernels.rules.elementwise import SGD, Adam, ElementwiseRule, Lion, elementwise
+from opt_kernels.rules.base import (
+    GRAD_SQUARES,
+    SGD,
+    Adam,
+    ElementwiseRule,
+    Lion,
+    MatrixRule,
+    Needs,
+    Rule,
+    elementwise,
+    init_state,
+    sums_gradients,
+)
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.rules.soap import Order, SOAPRule
 from opt_kernels.rules.soap_muon import SOAPMuonRule

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.matrices.muon import Decay, Inputs
-from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.matrices.stacks import (
+from opt_kernels.matrices.access import (
     MatrixError,
     check_shape,
     compute_dtype,
@@ -24,6 +22,8 @@ from opt_kernels.matrices.stacks import (
     whole_size,
     write_state_,
 )
+from opt_kernels.matrices.muon import Decay, Inputs
+from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
 from opt_kernels.rules.muon import MuonRule
 from opt_kernels.works import Batch, Hyper, NamedChoice, StateKind, StateSpec, Task, Work

@@ -1,25 +1,33 @@
 """The protocol of rules: a pure update of tensors, the states it declares, and what it needs of a parameter.
 
-`WholeMatrices` is the base class of rules that transform gradients of whole matrices.
+`WholeMatrices` is the base class of rules that transform gradients of whole matrices. `ElementwiseRule` is a formula
+with its choices, the dtypes of its states and a backend.
 
 A rule holds structure only. `Hyper` passes what varies between steps and groups, `Work` the tensors to update.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from opt_kernels import codecs as codec
+from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.backends.elements import skipped
-from opt_kernels.codecs import StateCodec
-from opt_kernels.formulas.formula import OF_HYPER
-from opt_kernels.formulas.numbers import Number
+from opt_kernels.codecs import StateCodec, codec_for, state_specs
+from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.formula import OF_HYPER, Formula, number_of
+from opt_kernels.formulas.lion import LION
+from opt_kernels.formulas.sgd import SGD as SGD_FORMULA
+from opt_kernels.matrices.access import check, check_shape, read_main, scaled_grads, stacks, write_main_
 from opt_kernels.matrices.muon import decay_of
 from opt_kernels.matrices.orthogonalization import TpMode
-from opt_kernels.matrices.stacks import check, check_shape, read_main, scaled_grads, stacks, write_main_
-from opt_kernels.works import Batch, MatrixSpec, StateSpec, Task
+from opt_kernels.works import Batch, Hyper, MatrixSpec, Number, StateSpec, Task, unknown
+
+StateDtypes = Mapping[str, torch.dtype] | tuple[tuple[str, torch.dtype], ...]
 
 
 class Needs(Enum):
@@ -205,3 +213,154 @@ class WholeMatrices(MatrixRule):
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
         """Do nothing: `transform_` takes gradients directly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementwiseRule:
+    """A formula with the options of its execution. Reads from `Hyper` the numbers that the formula declares.
+
+    When built, raises CodecError for a dtype without a codec, NumberError for a state that the formula does not have,
+    and BackendError for an unknown backend.
+    """
+
+    formula: Formula
+    state_dtypes: StateDtypes = ()  # default float32; also bfloat16, float16, float8_e4m3fn, float8_e5m2,
+    # and 8-bit codes: int8 for signed states, uint8 for states that are never negative
+    maximize: bool = False  # maximize the objective
+    stochastic_rounding: bool = False  # round bfloat16 mains stochastically, unbiased on average
+    backend: str | None = None  # "reference", "torch", "cpp", "triton"; None: by device
+    hooks: tuple[Hashable, ...] = ()  # hooks that were composed into the formula, see `opt_kernels.hooks`
+    codecs: Mapping[str, StateCodec] = field(init=False, repr=False, compare=False)
+    """The codecs of the states, by name."""
+
+    def __post_init__(self) -> None:
+        check_backend(self.backend, "update")
+        dtypes = dict(self.state_dtypes)
+        object.__setattr__(self, "state_dtypes", tuple(dtypes.items()))
+        names = [state.name for state in self.formula.declared]
+        for name, dtype in dtypes.items():
+            if name not in names:
+                raise unknown(f"{name}_dtype", dtype, [f"{name}_dtype" for name in names], of=f"rule {self.name!r}")
+        codecs = {
+            state.name: codec_for(state.name, dtypes.get(state.name, torch.float32), signed=state.signed)
+            for state in self.formula.states
+        }
+        object.__setattr__(self, "codecs", codecs)
+
+    capturable: ClassVar[bool] = True  # a step reads no device tensor on the host
+
+    @property
+    def name(self) -> str:
+        return self.formula.name
+
+    needs = Needs.ELEMENTS
+
+    @property
+    def hyper_names(self) -> tuple[str, ...]:
+        """The numbers that it reads from `Hyper.own`."""
+        return self.formula.own_numbers
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return state_specs(self.codecs)
+
+    @property
+    def choosing_numbers(self) -> tuple[str, ...]:
+        """The numbers that switch off a part of the formula if they are zero on the host."""
+        return tuple(choice.off_at_zero for choice in self.formula.choices if choice.off_at_zero)
+
+    def check_numbers(self, values: Mapping[str, object]) -> None:
+        """Raise NumberError for a number of a group that is not allowed."""
+        self.formula.check_numbers(values)
+
+    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+        return codec.init_state(self.codecs, main)
+
+    def in_float64(self) -> "ElementwiseRule":
+        """The rule of float64 parameters: float32 states become float64, on a backend that supports float64."""
+        dtypes = {name: codec.dtype for name, codec in self.codecs.items()}
+        wide = {name: torch.float64 if dtype is torch.float32 else dtype for name, dtype in dtypes.items()}
+        return replace(self, state_dtypes=wide, backend=self.backend or "torch")
+
+    def formula_at(self, hyper: Hyper) -> Formula:
+        """The formula for these numbers. States that it does not use keep their bits."""
+        switches = [(choice.name, choice.off_at_zero) for choice in self.formula.choices if choice.off_at_zero]
+        if not switches:
+            return self.formula
+        constants = dict(self.formula.constants)
+        off = [
+            name for name, number in switches if constants[name] and _is_zero(number_of(hyper, number, self.formula))
+        ]
+        return self.formula.with_constants(**dict.fromkeys(off, False))
+
+    def update_(
+        self, batches: Sequence[Batch], *, grad_scale: float | Tensor = 1.0, skip: Tensor | None = None
+    ) -> None:
+        sweep = version("update", "update_", backend=self.backend, tensors=tensors_of(batches))
+        codecs, scale = self.codecs, -grad_scale if self.maximize else grad_scale
+        by_formula: dict[Formula, list[Batch]] = {}
+        for batch in batches:
+            by_formula.setdefault(self.formula_at(batch.hyper), []).append(batch)
+        for formula, same in by_formula.items():
+            kept: Mapping[str, StateCodec] = {state.name: codecs[state.name] for state in formula.states}
+            sweep(same, formula, kept, stochastic_rounding=self.stochastic_rounding, grad_scale=scale, skip=skip)
+
+
+def _is_zero(number: object) -> bool:
+    """Whether a host number is zero. A tensor never counts as zero, because the host does not read it."""
+    return not isinstance(number, Tensor) and not number
+
+
+def elementwise(formula: Formula, **options: Any) -> ElementwiseRule:
+    """The rule of `formula`. Options: its choices, `<state>_dtype` for each of its states, and `maximize`,
+    `stochastic_rounding` and `backend`.
+
+    Raises NumberError, a ValueError, for an option that is unknown or not allowed, and the errors of `ElementwiseRule`.
+    """
+    choices = [choice.name for choice in formula.choices if choice.off_at_zero is None or choice.name in options]
+    dtypes = {f"{state.name}_dtype": state.name for state in formula.declared}
+    common = ("maximize", "stochastic_rounding", "backend")
+    for name, value in options.items():
+        if name not in (*choices, *dtypes, *common):
+            raise unknown(name, value, [*choices, *dtypes, *common], of=f"rule {formula.name!r}")
+    return ElementwiseRule(
+        formula=formula.with_constants(**{name: options[name] for name in choices if name in options}),
+        state_dtypes={state: options[name] for name, state in dtypes.items() if name in options},
+        **{name: options[name] for name in common if name in options},
+    )
+
+
+def Adam(*, decoupled: bool = True, **options: Any) -> ElementwiseRule:
+    """Adam (Kingma & Ba 2015), with decoupled weight decay (AdamW, Loshchilov & Hutter 2019) by default.
+
+    Options: `decoupled=False` adds weight decay to the gradient (L2). `order` is the order of operations: "torch" for
+    that of torch.optim.AdamW, "te" for that of Transformer Engine. `amsgrad`, `exp_avg_dtype`, `exp_avg_sq_dtype`, and
+    the options and errors of `elementwise`. The formula is in `formulas/adam.py`.
+    """
+    return elementwise(ADAM, decoupled_weight_decay=decoupled, **options)
+
+
+def Lion(**options: Any) -> ElementwiseRule:
+    """Lion (Chen et al. 2023): every element moves by the learning rate, up or down. It has one state.
+
+    Options: `exp_avg_dtype` and those of `elementwise`. The formula is in `formulas/lion.py`.
+    """
+    return elementwise(LION, **options)
+
+
+def SGD(
+    *, momentum_buffer: bool = True, nesterov: bool = False, dampening: float = 0.0, **options: Any
+) -> ElementwiseRule:
+    """Gradient descent, with momentum by default (Sutskever et al. 2013, in the form of torch.optim.SGD).
+
+    `momentum_buffer=False` is plain descent without a state. `dampening` is the default of groups. Further options:
+    `momentum_buffer_dtype` and those of `elementwise`. The formula is in `formulas/sgd.py`. Raises ValueError for
+    nesterov with dampening or without a buffer.
+    """
+    if nesterov and (dampening or not momentum_buffer):
+        raise ValueError(
+            f"nesterov=True with dampening={dampening}, momentum_buffer={momentum_buffer}: Nesterov momentum needs a "
+            "buffer and no dampening; pass dampening=0.0 and momentum_buffer=True"
+        )
+    formula = SGD_FORMULA.with_defaults(dampening=dampening)
+    return elementwise(formula, nesterov=nesterov, has_momentum=momentum_buffer, **options)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
-from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
-from opt_kernels.matrices.stacks import (
+from opt_kernels.matrices.access import (
     MatrixError,
     Part,
     PartStates,
@@ -23,6 +22,7 @@ from opt_kernels.matrices.stacks import (
     split,
     states_by_part,
 )
+from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task, Work

@@ -10,10 +10,18 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
+from opt_kernels.matrices.access import compute_dtype, cut_of_parts, join, split, whole_size
 from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep, accumulate_, descend_
-from opt_kernels.matrices.newton_schulz import EPS, Coefficients, CoefficientType
-from opt_kernels.matrices.orthogonalization import MatmulPrecision, Orthogonalization, ScaleMode, TpMode, scale_factor
-from opt_kernels.matrices.stacks import compute_dtype, cut_of_parts, join, split, whole_size
+from opt_kernels.matrices.orthogonalization import (
+    EPS,
+    Coefficients,
+    CoefficientType,
+    MatmulPrecision,
+    Orthogonalization,
+    ScaleMode,
+    TpMode,
+    scale_factor,
+)
 from opt_kernels.rules.base import Needs
 from opt_kernels.works import Batch, StateSpec, Task, Work
 

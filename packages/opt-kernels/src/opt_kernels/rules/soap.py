@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opt_kernels.matrices.stacks import PartStates
+from opt_kernels.matrices.access import PartStates
 from opt_kernels.rules.base import WholeMatrices
 from opt_kernels.rules.eigenbases import (
     LEFT,

@@ -12,9 +12,9 @@ from copy import deepcopy
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.numbers import Constant
 from opt_kernels.formulas.syntax import assigned, decided
 from opt_kernels.formulas.translate import Dialect, body_and_results
+from opt_kernels.works import Constant
 
 
 class Cpp(Dialect):

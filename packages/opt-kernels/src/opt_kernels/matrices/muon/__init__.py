@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.newton_schulz import EPS
-from opt_kernels.matrices.stacks import (
+from opt_kernels.matrices.access import (
     read_main,
     read_state,
     scaled_grads,
@@ -24,6 +23,7 @@ from opt_kernels.matrices.stacks import (
 from opt_kernels.works import Batch, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
+EPS = 1e-15  # as in Megatron-Core; far below any gradient, so that clipping cannot push a momentum under it
 
 
 class Decay(NamedChoice):

@@ -18,8 +18,8 @@ from opt_kernels.backends.elements import LayoutError, lies_in_order, uniform
 from opt_kernels.backends.tables import DeviceTables, to_device
 from opt_kernels.backends.triton.launches import CALLS, Cut, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
+from opt_kernels.matrices.access import compute_dtype, stacks
 from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs
-from opt_kernels.matrices.stacks import compute_dtype, stacks
 from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
 ROUND_NUMEL = 1 << 27  # elements of the inputs that are held at once: 256 MiB in 16 bits

@@ -1,4 +1,6 @@
-"""Writes to tensors by other code: seen as another version, another address, or another storage at the same address.
+"""The memory of tensors: whether it is dense, and whether other code has written it.
+
+A write is seen as another version, another address, or another storage at the same address.
 
 Kernels write memory that autograd does not watch. Counting their writes makes a backward pass through an older graph
 raise, as after a step of torch's optimizers. An assignment to `param.data` leaves the version as it was, and may find
@@ -93,3 +95,15 @@ def _storage(tensor: Tensor) -> StorageWeakRef | None:
 
 def _has_memory(tensor: Tensor) -> bool:
     return not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without holes or overlaps. True for empty tensors."""
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
