@@ -70,13 +70,10 @@ for path in sys.argv[1:]:
     spec = importlib.util.spec_from_file_location("tested", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    pointers = {"main": "fp32", "weight": "i16", "remainder": "i16", "joined": "fp32", "x": "fp32", "y": "fp32",
-                "codes": "i8", "back": "fp32", "out": "i32", "first": "i64", "step": "i32", "rows": "i32"}
     for name, kernel in vars(module).items():
-        if isinstance(kernel, JITFunction) and name.endswith("_kernel") and name != "state_kernel":
-            constants = {"BLOCK": 256, "DTYPE": triton.language.bfloat16, "SCHEME": "e5m2"}
-            constants = {a: value for a, value in constants.items() if a in kernel.arg_names}
-            signature = {a: "constexpr" if a in constants else f"*{pointers[a]}" for a in kernel.arg_names}
+        if isinstance(kernel, JITFunction) and name.endswith("_kernel"):
+            constants = {"BLOCK": 256}
+            signature = {a: "constexpr" if a in constants else "*i32" for a in kernel.arg_names}
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
             triton.compile(source, target=GPUTarget("cuda", 90, 32))
             print(name)
@@ -86,13 +83,10 @@ for path in sys.argv[1:]:
 def test_the_kernels_of_tests_compile_too() -> None:
     # Triton's compiler rejects typing.Any as an annotation; its interpreter accepts it. These kernels failed on GPUs.
     tests = WORKBENCH.parent / "packages" / "opt-kernels" / "tests"
-    files = [str(tests / f"test_triton_{name}.py") for name in ("codes", "syrk")]
-    command = [sys.executable, "-c", KERNELS_OF_TESTS, *files]
+    command = [sys.executable, "-c", KERNELS_OF_TESTS, str(tests / "test_triton_syrk.py")]
     finished = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.split() == [
-        "split_kernel", "nearest_kernel", "fp8_kernel", "noise_kernel", "triangle_kernel",
-    ]  # fmt: skip
+    assert finished.stdout.split() == ["triangle_kernel"]
 
 
 KERNELS_OF_TORCH = """

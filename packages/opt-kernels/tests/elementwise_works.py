@@ -1,5 +1,8 @@
 """Elementwise rules, the formats of their values, and works with float64 references."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -75,8 +78,21 @@ NEEDS_TRITON = [
 MARKS = {"cpp": NEEDS_COMPILER, "triton": NEEDS_TRITON}
 FAST = {name: name for name in ("torch", "cpp", "triton")}
 BACKENDS = {"reference": "reference", **FAST}
-ON_FAST = pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in FAST])
-ON_BACKENDS = pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in BACKENDS])
+
+
+def on(*backends: str) -> pytest.MarkDecorator:
+    """Parametrize by backends, each skipped where it is not installed."""
+    return pytest.mark.parametrize("backend", [pytest.param(name, marks=MARKS.get(name, ())) for name in backends])
+
+
+ON_FAST, ON_BACKENDS, COMPILED = on(*FAST), on(*BACKENDS), on("cpp", "triton")
+
+
+def in_another_process(script: str, **environment: str | None) -> subprocess.CompletedProcess[str]:
+    """`script` in a fresh interpreter; a variable that is None is not set there."""
+    changed = {key: value for key, value in (os.environ | environment).items() if value is not None}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=changed, capture_output=True, text=True, timeout=300, check=False)
 
 
 def device_of(backend: str | None) -> torch.device:

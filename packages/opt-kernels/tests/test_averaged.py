@@ -89,21 +89,33 @@ def test_a_run_that_is_resumed_from_either_mode_is_the_run_that_was_not_stopped(
     assert MAIN not in saved["state"][0] or saved["state"][0][MAIN].dtype is torch.float32
 
 
-def test_copies_keep_the_mode() -> None:
-    param, optimizer = build()
-    train(param, optimizer, range(2))
-    trained = param.detach().clone()
-    optimizer.eval()
-    copied = copy.deepcopy(optimizer)
-    copied.train()
-    (of_copy,) = copied.param_groups[0]["params"]
-    assert torch.equal(of_copy, trained)
-    assert not optimizer.is_training
-
-
-def test_parameters_that_were_never_stepped_stay() -> None:
+def test_copies_keep_the_mode_and_parameters_that_were_never_stepped_stay() -> None:
     param, optimizer = build()
     before = param.detach().clone()
     optimizer.eval()
     optimizer.train()
     assert torch.equal(param, before)
+    train(param, optimizer, range(2))
+    trained = param.detach().clone()
+    optimizer.eval()
+    copied = copy.deepcopy(optimizer)
+    copied.train()
+    assert torch.equal(copied.param_groups[0]["params"][0], trained)
+    assert not optimizer.is_training
+
+
+def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    param, optimizer = build(dtype=torch.bfloat16, mains="float32")
+    train(param, optimizer, range(2))
+    before = optimizer.state[param]["main"].clone()
+    for _ in range(2):
+        optimizer.eval()
+        copy.deepcopy(optimizer.state_dict())
+        optimizer.train()
+    assert torch.equal(optimizer.state[param]["main"], before)
+    assert not [warning for warning in recwarn if issubclass(warning.category, UserWarning)]
+    optimizer.eval()
+    with torch.no_grad():
+        param.fill_(3.0)
+    with pytest.warns(UserWarning, match="written in evaluation mode"):
+        optimizer.train()

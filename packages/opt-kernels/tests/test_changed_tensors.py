@@ -3,16 +3,19 @@
 Each case runs twice: as usual, and with a twin that forgets all rows and tables of addresses before every step.
 """
 
+import pickle
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from torch import Tensor, nn
+from drop_ins import parameter, params_of, same, states_of, step
+from elementwise_works import NEEDS_COMPILER, on
+from torch import nn
 
 from opt_kernels.backends.cpp import update as cpp
-from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.hooks import CautiousUpdate
 from opt_kernels.optim import AdamW, Muon
 
@@ -38,7 +41,6 @@ BUILDS: dict[str, Any] = {
         groups, lr=0.1, backend="triton", scalar_optimizer="adam", nesterov=False, **options
     ),
 }
-NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler is installed")
 ADAMW = ["triton", pytest.param("cpp", marks=NEEDS_COMPILER)]
 ALL = [*ADAMW, "muon"]
 
@@ -200,13 +202,6 @@ def run(kind: str, what: str, form: str, build: str, *, usual: bool) -> list[Any
     return [*found, *(tensor.detach().clone() for tensor in (*params, *states))]
 
 
-def same(found: list[Any], expected: list[Any]) -> bool:
-    return len(found) == len(expected) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        for a, b in zip(found, expected, strict=True)
-    )
-
-
 def check(kind: str, what: str, form: str, build: str) -> None:
     assert same(run(kind, what, form, build, usual=True), run(kind, what, form, build, usual=False)), (form, build)
 
@@ -309,3 +304,33 @@ def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted() 
         optimizer.step()
     assert all(map(torch.equal, params, before))
     assert [int(optimizer.state[param]["step"]) for param in params] == [3, 3]
+
+
+def pickled(optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps(optimizer))
+
+
+@pytest.mark.parametrize("copied", [deepcopy, pickled])
+@pytest.mark.parametrize("in_place", [False, True], ids=["new-gradients", "gradients-in-place"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16 with remainders", "codes"])
+@on("cpp", "torch", "triton")
+def test_a_copy_and_its_original_continue_as_if_each_were_alone(
+    backend: str, form: str, in_place: bool, copied: Callable[[Any], Any]
+) -> None:
+    """What an optimizer keeps between steps has addresses of its own tensors: its copy must not use them."""
+    dtype, options = FORMS[form]
+
+    def trained(*seeds: int) -> Any:
+        params = [parameter(*shape, dtype=dtype) for shape in SHAPES]
+        optimizer = AdamW(params, lr=0.1, backend=backend, **options)
+        step(optimizer, *seeds, in_place=in_place)
+        return optimizer
+
+    original = trained(0, 1, 2)
+    other = copied(original)
+    for seed in range(3, 6):
+        step(original, seed, in_place=in_place)
+        step(other, seed + 10, in_place=in_place)
+    for found, seeds in ((original, (3, 4, 5)), (other, (13, 14, 15))):
+        expected = trained(0, 1, 2, *seeds)
+        assert same([*params_of(found), *states_of(found)], [*params_of(expected), *states_of(expected)])

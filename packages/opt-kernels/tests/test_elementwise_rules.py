@@ -3,7 +3,6 @@
 Pairs of values of these; all combinations at night.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from elementwise_works import (
     FAST,
     HYPER,
     KEPT,
-    NEEDS_COMPILER,
     ON_BACKENDS,
     RULES,
     Kept,
@@ -27,24 +25,13 @@ from elementwise_works import (
     start_of,
     written,
 )
-from torch import Tensor
 
 from opt_kernels.backends.torch_native import PIECE_NUMEL
 from opt_kernels.rules import SGD, Adam
 from opt_kernels.works import Batch
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-IN_FLOAT64 = pytest.mark.parametrize("backend", ["reference", "torch", pytest.param("cpp", marks=NEEDS_COMPILER)])
 SIZES = [0, 1, 63, 1025, 65537]
-TORCH: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)),
-    "adam-l2": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)),
-    "adamw-te": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95)),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, momentum=0.8),
-    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, momentum=0.8, nesterov=True),
-    "sgd-dampening": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1, momentum=0.8, dampening=0.3),
-    "sgd-plain": lambda p: torch.optim.SGD(p, lr=1e-2, weight_decay=0.1),
-}
 
 
 @on_pairs_of(make=RULES, kept=KEPT, backend=BACKENDS, size={str(size): size for size in SIZES})
@@ -63,33 +50,6 @@ def test_every_backend_and_dtype_agrees_with_the_float64_reference(
     # bfloat16 main that passes zero has the rounding of what it was before.
     few = make in (RULES["lion"], RULES["adam-l2"]) or kept.main is torch.bfloat16
     assert (~close).sum() <= (1e-4 * size if few else 0)
-
-
-@pytest.mark.parametrize("name", TORCH)
-@IN_FLOAT64
-def test_the_formula_is_torchs_where_torch_has_it(name: str, backend: str) -> None:
-    rule = RULES[name](backend=backend)
-    work = KEPT["fp64"].work(rule, start_of((1025,)))
-    theirs = torch.nn.Parameter(start_of((1025,)))
-    optimizer = TORCH[name]([theirs])
-    for grad in gradients((1025,), torch.float64):
-        theirs.grad = grad
-        optimizer.step()
-    # Our moments are float32 beside a float64 main: 2^-24 of an update of about lr, a few times over.
-    torch.testing.assert_close(main_of(run(rule, work)), theirs.detach(), rtol=0, atol=1e-7)
-
-
-def test_float32_adamw_has_the_bits_of_torchs_fused_adamw() -> None:
-    rule = Adam(backend="torch")
-    work = KEPT["fp32"].work(rule, start_of((1025,)))
-    theirs = torch.nn.Parameter(start_of((1025,)).float())
-    optimizer = torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
-    for grad in gradients((1025,), torch.float32):
-        theirs.grad = grad
-        optimizer.step()
-    ours = run(rule, work).main
-    assert ours is not None
-    assert torch.equal(ours, theirs)
 
 
 NARROW = {
@@ -152,12 +112,6 @@ def test_a_gradient_whose_sign_is_a_flag_is_read_with_it(backend: str) -> None:
     SGD(backend=backend).update_([Batch(HYPER, [replace(lazy, grad=torch._neg_view(-lazy.grad))])])
     SGD(backend=backend).update_([Batch(HYPER, [plain])])
     assert torch.equal(main_of(lazy), main_of(plain))
-
-
-def test_block_scales_are_declared_and_counted() -> None:
-    rule = Adam(exp_avg_dtype=torch.int8, exp_avg_sq_dtype=torch.uint8)
-    assert [spec.name for spec in rule.state_specs] == ["exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"]
-    assert rule.init_state(torch.empty(3, 100))["exp_avg_scale"].shape == (3,)
 
 
 @ON_BACKENDS

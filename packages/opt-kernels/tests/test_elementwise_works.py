@@ -35,8 +35,7 @@ from torch import Tensor
 
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.torch_native import PIECE_NUMEL
-from opt_kernels.codecs import CodecError
-from opt_kernels.rules import SGD, Adam, Lion, Rule
+from opt_kernels.rules import SGD, Adam, Lion
 from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -177,17 +176,6 @@ def test_numbers_may_be_tensors(make: Make, backend: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(written(plain), written(tensors), strict=True))
 
 
-@on_pairs_of(make=RULES, kept=KEPT, backend=FAST)
-def test_a_matrix_moves_as_its_elements_do(make: Make, kept: Kept, backend: str) -> None:
-    rule = make(backend=backend)
-    flat, matrix, small = (kept.work(rule, start_of(shape, backend)) for shape in ((30 * 8,), (30, 8), (8,)))
-    grad = gradients((30 * 8,), kept.grad)[0].to(device_of(backend))
-    works = [replace(matrix, grad=grad.view(30, 8)), replace(small, grad=grad[:8])]
-    rule.update_([Batch(HYPER, [replace(flat, grad=grad)])], grad_scale=0.3)
-    rule.update_([Batch(HYPER, works)], grad_scale=0.3)
-    assert all(torch.equal(a.view(30, 8), b) for a, b in zip(written(flat), written(matrix), strict=True))
-
-
 LAYOUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda t: t.t().contiguous().t(),
     "channels last": lambda t: t.view(6, 5, 2, 4).to(memory_format=torch.channels_last),
@@ -314,16 +302,3 @@ def test_stochastic_rounding_of_float16_is_refused() -> None:
     work = Work(grad=torch.zeros(4), main=main, state=Adam().init_state(main))
     with pytest.raises(ValueError, match="only bfloat16 is rounded stochastically"):
         Adam(stochastic_rounding=True, backend="torch").update_([Batch(HYPER, [work])])
-
-
-REFUSED: Mapping[str, tuple[Callable[[], Rule], type[Exception], str]] = {
-    "unsigned codes of a mean": (lambda: Lion(exp_avg_dtype=torch.uint8), CodecError, "int8"),
-    "dampened nesterov": (lambda: SGD(nesterov=True, dampening=0.1), ValueError, "dampening=0.0"),
-    "nesterov without buffer": (lambda: SGD(nesterov=True, momentum_buffer=False), ValueError, "momentum_buffer=True"),
-}
-
-
-@pytest.mark.parametrize(("build", "error", "advice"), REFUSED.values(), ids=REFUSED.keys())
-def test_an_illegal_rule_is_refused_with_advice(build: Callable[[], Rule], error: type[Exception], advice: str) -> None:
-    with pytest.raises(error, match=advice):
-        build()

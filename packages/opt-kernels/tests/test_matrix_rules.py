@@ -1,6 +1,5 @@
 """What all matrix rules have in common: stacks, company, mains of every kind, skipped steps, refusals."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -187,25 +186,3 @@ WRONG_SHAPES = [
 def test_what_is_no_matrix_is_refused(rule: Any, shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
     with pytest.raises(MatrixError, match=message):
         rule.update_([Batch(HYPER, [Work(grad=torch.zeros(shape), main=torch.zeros(shape), state={}, matrix=spec)])])
-
-
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: MuonRule(num_ns_steps=0), "num_ns_steps is 0"),
-    (lambda: MatmulPrecision("bf16"), "'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'"),
-    (lambda: AdaptiveMuonRule(lines=Lines.COLS), "lines='cols' with 'adamuon': only 'normuon' has lines"),
-    (lambda: AdaptiveMuonRule(second_moment=SecondMoment.NAMO, lines=Lines.COLS), "lines='cols' with 'namo'"),
-    (lambda: SOAPRule(precondition_frequency=0), "precondition_frequency is 0"),
-    *(
-        (lambda rule=rule, option=option, value=value: rule(**{option: value}), f"{option} is {value}")
-        for rule in (SOAPRule, SOAPMuonRule)
-        for option, value in (("shampoo_beta", 1.0), ("power_iterations", 0), ("max_precond_dim", 0))
-    ),
-    (lambda: SOAPRule(backend="cuda"), "backend='cuda' is unknown"),
-    (lambda: SOAPMuonRule(num_ns_steps=0), "num_ns_steps is 0"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
-def test_options_are_checked_when_the_rule_is_made(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -227,37 +227,6 @@ def test_every_rule_has_an_oracle() -> None:
 # --- torch.optim -----------------------------------------------------------------------------------------------------
 
 TORCH_RULES = ("adam", "sgd", "nadam", "radam")
-TORCH: Mapping[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "NAdam": ("NAdam", {}, {"lr": 0.01, "weight_decay": 0.1}),
-    "NAdam decoupled": ("NAdam", {}, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "NAdam, other momentum_decay": ("NAdam", {}, {"lr": 0.01, "momentum_decay": 0.3}),
-    "NAdam, constant momentum": ("NAdam", {}, {"lr": 0.01, "momentum_decay": 0.0}),
-    "RAdam": ("RAdam", {}, {"lr": 0.01, "weight_decay": 0.1}),
-    "RAdam decoupled": ("RAdam", {}, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
-    "RAdam, short memory": ("RAdam", {}, {"lr": 0.01, "betas": (0.8, 0.6)}),  # never rectified: r = 4
-    "AdamW amsgrad": ("AdamW", {}, {"lr": 0.01, "amsgrad": True}),
-    "AdamW maximize": ("AdamW", {}, {"lr": 0.01, "maximize": True}),
-    "Adam amsgrad, maximize": ("Adam", {}, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True, "maximize": True}),
-    "SGD maximize": ("SGD", {}, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "maximize": True}),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("name", TORCH)
-def test_a_drop_in_takes_torchs_steps(name: str, dtype: torch.dtype) -> None:
-    cls, _, options = TORCH[name]
-    results = []
-    for module in (optim, torch.optim):
-        param = torch.nn.Parameter(start().to(dtype))
-        optimizer = getattr(module, cls)([param], **options)
-        for grad in grads(40):
-            param.grad = grad.to(dtype)
-            optimizer.step()
-        results.append(param.detach())
-    # torch keeps NAdam's product in float32, 2^-24 of it a step.
-    exact = 1e-6 if "NAdam" in name else 1e-12
-    tolerance = {"rtol": exact, "atol": exact} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 2e-6}
-    torch.testing.assert_close(*results, **tolerance)
 
 
 @pytest.mark.parametrize(

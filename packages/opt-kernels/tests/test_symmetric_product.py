@@ -1,79 +1,106 @@
-"""Symmetric products: half computed, half mirrored, equal to the whole."""
+"""Symmetric products in every version: half computed, half mirrored, equal to the whole."""
 
-from types import ModuleType
+from collections.abc import Callable, Iterator
+from importlib import import_module
 
 import pytest
 import torch
+from elementwise_works import on
+from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.matrices import syrk
 from opt_kernels.matrices.syrk import cpp, dense_product
 
-# Sizes on both sides of where halving begins on a CPU, and one that four rows of blocks do not divide.
-SIZES = [(1, 1), (63, 65), (128, 130), (256, 512), (256, 1024), (512, 512), (410, 512)]
-VERSIONS = [syrk, pytest.param(cpp, marks=pytest.mark.skipif(not usable(), reason="no C++ compiler here"))]
-ON_VERSIONS = pytest.mark.parametrize("version", VERSIONS, ids=["torch", "cpp"])
-TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 1e-3,
-    torch.bfloat16: 2.0,
-}  # unit x sums of a thousand terms of size 1
+# Sizes on both sides of where halving begins on a CPU; ones that blocks and tiles do not divide; three rows of tiles.
+SIZES = [(1, 1), (63, 65), (128, 64), (128, 130), (256, 512), (256, 1024), (300, 130), (512, 512), (410, 512)]
+ON_VERSIONS = on("torch", "cpp", "triton")
+Product = Callable[..., Tensor]
+
+
+@pytest.fixture
+def product(backend: str) -> Product:
+    if backend == "triton":
+        found: Product = import_module("opt_kernels.matrices.syrk.triton").halved_product
+        return found
+    return cpp.symmetric_product if backend == "cpp" else syrk.symmetric_product
+
+
+@pytest.fixture
+def device(backend: str, kernel_device: torch.device) -> torch.device:
+    return kernel_device if backend == "triton" else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def matrices(m: int, k: int, dtype: torch.dtype = torch.float32, *, batch: int = 2) -> Tensor:
+    """Sums of k products are of size 1."""
+    generator = torch.Generator().manual_seed(m * 1000 + k)
+    return (torch.randn(batch, m, k, generator=generator, dtype=torch.float64) / k**0.5).to(dtype)
+
+
+def assert_close(found: Tensor, exact: Tensor) -> None:
+    """Rounded to its dtype, from sums in float32 that lose little before."""
+    unit = {torch.float64: 1e-13, torch.float32: 2.0**-19}.get(found.dtype, 2 * torch.finfo(found.dtype).eps)
+    torch.testing.assert_close(found.double().cpu(), exact, rtol=unit, atol=unit)
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @ON_VERSIONS
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("m", "k"), SIZES)
-def test_a_gram_matrix_equals_its_formula(version: ModuleType, m: int, k: int, dtype: torch.dtype) -> None:
-    x = torch.randn(2, m, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
-    added = dense_product(x[..., :m].contiguous(), x[..., :m].mT) if k >= m else x.new_ones(2, m, m)
-    expected = dense_product(x.double(), x.mT.double(), alpha=1.5, added=added.double(), beta=-0.5)
-    got = version.symmetric_product(x, x.mT, alpha=1.5, added=added, beta=-0.5)
-    assert got.dtype is dtype
-    torch.testing.assert_close(
-        got.double(), expected, rtol=8e-3 if dtype is torch.bfloat16 else 0, atol=TOLERANCE[dtype]
-    )
+def test_a_gram_matrix_equals_its_formula_and_arguments_are_only_read(
+    m: int, k: int, dtype: torch.dtype, backend: str, product: Product, device: torch.device
+) -> None:
+    if backend == "triton" and dtype is torch.float64:
+        pytest.skip("the kernel sums in float32; such products are left to torch")
+    x = matrices(m, k, dtype).to(device)
+    added = matrices(m, m, dtype).to(device)
+    added = ((added + added.mT) / 2).contiguous()
+    before = x.clone(), added.clone()
+    wide = x.cpu().double()
+    found = product(x, x.mT)
+    assert found.dtype is dtype
+    assert_close(found, wide @ wide.mT)
+    expected = dense_product(wide, wide.mT, alpha=1.5, added=added.cpu().double(), beta=-0.5)
+    assert_close(product(x, x.mT, alpha=1.5, added=added, beta=-0.5), expected)
+    assert torch.equal(x, before[0])
+    assert torch.equal(added, before[1])
 
 
-def test_a_halved_product_is_symmetric_to_the_last_bit() -> None:
-    x = torch.randn(1, 256, 1024, generator=torch.Generator().manual_seed(1))
-    assert syrk.halving_pays(x)
-    product = syrk.symmetric_product(x, x.mT)
-    # The blocks on the diagonal are whole products; torch's own are symmetric only to rounding.
-    upper = product[..., :64, 64:]
-    assert torch.equal(upper, product[..., 64:, :64].mT)
-    torch.testing.assert_close(product.double(), x.double() @ x.mT.double(), rtol=0, atol=1e-3)
+@ON_VERSIONS
+def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, product: Product, device: torch.device) -> None:
+    """Below the diagonal, whose blocks are whole products: torch's own are symmetric only to rounding."""
+    dtype = torch.bfloat16 if backend == "cpp" else torch.float32
+    wide = matrices(320, 3300, dtype, batch=3).to(device)
+    x = wide[:, 16:272, 9:3081:3]  # rows that are neither next to each other nor at even addresses
+    found = product(x, x.mT)
+    lower = torch.ones(256, 256, dtype=torch.bool, device=device).tril(-128)
+    assert torch.equal(found.mT[:, lower], found[:, lower])
+    assert_close(found, x.cpu().double() @ x.cpu().double().mT)
+    assert all(torch.equal(found[i : i + 1], product(x[i : i + 1], x[i : i + 1].mT)) for i in range(3))
+    assert torch.equal(found, product(x.contiguous(), x.contiguous().mT)) or backend == "torch"
 
 
 def test_products_of_commuting_matrices_are_products_in_either_order() -> None:
     a = torch.randn(1, 512, 512, generator=torch.Generator().manual_seed(2))
     a = (a + a.mT) / 64
-    square = syrk.symmetric_product(a, a)
     assert syrk.halving_pays(a)
-    torch.testing.assert_close(syrk.symmetric_product(square, a), a @ a @ a, rtol=0, atol=1e-4)
+    torch.testing.assert_close(syrk.symmetric_product(syrk.symmetric_product(a, a), a), a @ a @ a, rtol=0, atol=1e-4)
 
 
-@ON_VERSIONS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_arguments_are_only_read(version: ModuleType, dtype: torch.dtype) -> None:
-    x, added = torch.randn(1, 256, 1024).to(dtype), torch.ones(1, 256, 256, dtype=dtype)
-    before = x.clone()
-    version.symmetric_product(x, x.mT, added=added, beta=2.0)
-    version.symmetric_product(x[:, :8], x[:, :8].mT, alpha=3.0)
-    assert torch.equal(x, before)
-    assert torch.equal(added, torch.ones(1, 256, 256, dtype=dtype))
-
-
-@pytest.fixture
-def compiled() -> None:
-    """Only where the compiled product is taken at all."""
-    x = torch.ones(1, 128, 128, dtype=torch.bfloat16)
+def test_a_compiled_product_has_the_same_bits_on_any_number_of_threads_and_loses_no_nan() -> None:
+    x = matrices(256, 384, torch.bfloat16)
     if not usable() or not cpp.takes(x, x.mT, None):
         pytest.skip("no C++ compiler here, or a processor that does not multiply bfloat16 itself")
-
-
-@pytest.mark.usefixtures("compiled")
-def test_a_compiled_product_is_mirrored_and_the_same_on_any_number_of_threads() -> None:
-    x = torch.randn(2, 256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -83,25 +110,9 @@ def test_a_compiled_product_is_mirrored_and_the_same_on_any_number_of_threads() 
     finally:
         torch.set_num_threads(before)
     assert torch.equal(alone, alone.mT)
-
-
-@pytest.mark.usefixtures("compiled")
-def test_a_compiled_product_takes_views_and_either_order_of_right() -> None:
-    wide = torch.randn(1, 160, 300, generator=torch.Generator().manual_seed(4)).bfloat16()
-    x = wide[:, 16:144, 9:265]  # rows that are neither next to each other nor at even addresses
-    assert cpp.takes(x, x.mT, None)
-    expected = cpp.symmetric_product(x.contiguous(), x.contiguous().mT)
-    assert torch.equal(cpp.symmetric_product(x, x.mT), expected)
-    assert torch.equal(cpp.symmetric_product(x, x.mT.contiguous()), expected)
-    torch.testing.assert_close(expected.double(), x.double() @ x.double().mT, rtol=2**-8, atol=1e-3)
-
-
-@pytest.mark.usefixtures("compiled")
-def test_a_compiled_product_loses_no_nan() -> None:
-    x = torch.ones(1, 128, 128, dtype=torch.bfloat16)
+    assert torch.equal(cpp.symmetric_product(x, x.mT.contiguous()), alone)
     x[0, 77, 5] = torch.nan
-    product = cpp.symmetric_product(x, x.mT)
-    nan = product.isnan()[0]
+    nan = cpp.symmetric_product(x, x.mT).isnan()[0]
     assert nan[77].all()
     assert nan[:, 77].all()
-    assert nan.sum() == 2 * 128 - 1
+    assert nan.sum() == 2 * 256 - 1

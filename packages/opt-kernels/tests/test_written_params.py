@@ -1,20 +1,16 @@
 """Weights that other code writes to parameters between steps: no step restores the old ones from a float32 main."""
 
 import copy
-from importlib.util import find_spec
+import pickle
 
 import pytest
 import torch
+from elementwise_works import FAST, MARKS, ON_FAST
 from torch import nn
 
 from opt_kernels import optim
-from opt_kernels.backends.cpp.compiler import usable
+from opt_kernels.backends import Writes
 
-BACKENDS = [
-    pytest.param("torch"),
-    pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no C++ compiler")),
-    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")),
-]
 RULES = ["AdamW", "Lion", "Muon"]
 
 
@@ -69,7 +65,7 @@ def test_a_step_goes_on_from_written_weights(rule, dtype, write):
     assert optimizer.state[model.weight]["main"].mean().item() == pytest.approx(3.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@ON_FAST
 def test_elements_that_are_written_with_the_value_they_have_keep_their_main(backend):
     """Only written elements lose the lower half of their main; a NaN is followed like any other value."""
     (model, optimizer), (other, undisturbed) = trained(backend=backend), trained(backend=backend)
@@ -86,7 +82,7 @@ def test_elements_that_are_written_with_the_value_they_have_keep_their_main(back
     assert main[1, 0].isnan()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@ON_FAST
 @pytest.mark.parametrize("mains", ["float32", "remainder"])
 def test_a_parameter_that_is_moved_keeps_the_low_bits_of_its_main(backend, mains):
     (model, optimizer), (other, undisturbed) = (trained(backend=backend, mains=mains) for _ in range(2))
@@ -98,65 +94,16 @@ def test_a_parameter_that_is_moved_keeps_the_low_bits_of_its_main(backend, mains
     assert torch.equal(model.weight, other.weight)
 
 
-@pytest.mark.parametrize("is_reused", [False, True])
-def test_weights_that_are_assigned_before_a_skipped_step_or_to_a_parameter_without_a_gradient(is_reused):
+@pytest.mark.parametrize("write", [fill, assign])
+@pytest.mark.parametrize("next_grad", ["infinite", None])
+def test_a_write_before_a_skipped_step_or_one_without_a_gradient_is_followed_in_the_next(write, next_grad):
     model, optimizer = trained(max_norm=1.0)
-    assign(model.weight)
-    model.weight.grad = torch.full_like(model.weight, torch.inf) if is_reused else None
+    write(model.weight)
+    model.weight.grad = torch.full_like(model.weight, torch.inf) if next_grad else None
+    optimizer.step()
     optimizer.step()
     step(model, optimizer, 2)
     assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
-
-
-def overlapping():
-    data = torch.zeros(12)
-    return [nn.Parameter(data[:8]), nn.Parameter(data[6:])]
-
-
-def tied():
-    data = torch.zeros(4)
-    return [nn.Parameter(data), nn.Parameter(torch.zeros(3)), nn.Parameter(data)]
-
-
-@pytest.mark.parametrize("made", [overlapping, tied])
-@pytest.mark.parametrize("in_groups", [False, True])
-def test_parameters_that_share_memory_are_refused(made, in_groups):
-    """One of the two updates was lost."""
-    params = made()
-    with pytest.raises(ValueError, match=r"share memory; tie parameters by using one nn\.Parameter twice"):
-        optim.AdamW([{"params": [param]} for param in params] if in_groups else params)
-
-
-def test_parameters_that_are_parts_of_one_vector_are_trained():
-    data = torch.zeros(12)
-    params = [nn.Parameter(data[:8]), nn.Parameter(data[8:8]), nn.Parameter(data[8:])]
-    optimizer = optim.AdamW(params, lr=0.1)
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    assert (data != 0).all()
-
-
-def test_a_write_before_a_skipped_step_is_followed_in_the_next():
-    model, optimizer = trained(max_norm=1.0)
-    fill(model.weight)
-    model.weight.grad = torch.full_like(model.weight, torch.inf)
-    optimizer.step()
-    step(model, optimizer, 2)
-    assert model.weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
-
-
-def test_a_write_to_a_parameter_without_a_gradient_is_followed_when_it_has_one():
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for _ in range(2)])
-    optimizer = optim.AdamW(model.parameters(), lr=1e-6, mains="float32")
-    step(model, optimizer, 0)
-    fill(model[1].weight)
-    model[0].weight.grad, model[1].weight.grad = torch.ones_like(model[0].weight), None
-    optimizer.step()
-    optimizer.step()
-    step(model, optimizer, 1)
-    assert model[1].weight.float().mean().item() == pytest.approx(3.0, abs=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +111,7 @@ def test_a_write_to_a_parameter_without_a_gradient_is_followed_when_it_has_one()
     [
         *((rule, None) for rule in ("AdamW", "Muon", "SOAP")),
         *((rule, "torch") for rule in ("Muon", "SOAP")),
-        *(pytest.param("AdamW", *param.values, marks=param.marks) for param in BACKENDS),
+        *(pytest.param("AdamW", name, marks=MARKS.get(name, ())) for name in FAST),
     ],
 )
 def test_mains_are_compared_after_a_write_of_others_only(backend, rule, monkeypatch):
@@ -225,23 +172,42 @@ def test_a_model_made_in_inference_mode_is_trained(mains):
     assert not torch.equal(model.weight, before)
 
 
-def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence():
-    model, optimizer = trained("AdamWScheduleFree", mains="param")
-    optimizer.eval()
-    optimizer.state_dict()
-    fill(model.weight)
-    with pytest.warns(UserWarning, match="written in evaluation mode"):
-        optimizer.train()
+# --- counted writes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_evaluation_without_a_load_does_not_warn():
-    model, optimizer = trained("AdamWScheduleFree", mains="float32")
-    before = optimizer.state[model.weight]["main"].clone()
-    optimizer.eval()
-    copy.deepcopy(optimizer.state_dict())
-    optimizer.train()
-    optimizer.eval()
-    optimizer.train()
-    assert torch.equal(optimizer.state[model.weight]["main"], before)
-    step(model, optimizer, 2)
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, type("Subclass", (torch.Tensor,), {})])
+def test_writes_of_the_owner_are_counted_and_those_of_others_noticed(kind):
+    tensors = [
+        torch.zeros(()),
+        nn.Parameter(torch.zeros(3)) if kind is nn.Parameter else torch.zeros(3).as_subclass(kind),
+    ]
+    known = Writes(tensors)
+    before = [tensor._version for tensor in tensors]
+    known.count()
+    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+    assert known.are_all_own()
+    for owned in (known.count, known.accept):
+        with torch.no_grad():
+            tensors[1].add_(1).mul_(2)
+        assert not known.are_all_own()
+        owned()
+        assert known.are_all_own()
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a Writes holds addresses"):
+            copied(known)
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_an_assignment_to_data_is_noticed_also_at_the_same_address(in_inference_mode):
+    """The version stays as it was, and an allocator may return memory that an assignment has released."""
+    memory = bytearray(64)
+    with torch.inference_mode(in_inference_mode):
+        tensor, others = torch.zeros(4), [torch.frombuffer(memory, dtype=torch.float32) for _ in range(2)]
+        known = Writes([torch.zeros(2), tensor])
+        known.count()
+        assert known.are_all_own()
+        while others:
+            tensor.data = others.pop()
+            assert not known.are_all_own()
+            known.accept()
+            assert known.are_all_own()

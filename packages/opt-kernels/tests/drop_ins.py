@@ -1,0 +1,55 @@
+"""Parameters, gradients and steps for tests of drop-in optimizers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from opt_kernels import optim
+from opt_kernels.optim import catalogue, matrix_catalogue
+
+MATRIX_NAMES = [*matrix_catalogue.__all__]
+NAMES = [*catalogue.__all__, *MATRIX_NAMES]
+
+
+def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    values = torch.randn(shape or (6, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return nn.Parameter(values.to(dtype))
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def step(optimizer: torch.optim.Optimizer, *seeds: int, in_place: bool = False) -> list[Tensor]:
+    """The weights after a step with the gradients of each of these seeds."""
+    params = params_of(optimizer)
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(100 + seed)
+        for param in params:
+            grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+            if in_place and param.grad is not None:
+                param.grad.copy_(grad)
+            else:
+                param.grad = grad
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def built(name: str, params: Any, **options: Any) -> Any:
+    """The drop-in of this name; matrix rules with Adam for other parameters."""
+    always = {"scalar_optimizer": "adam"} if name in MATRIX_NAMES else {}
+    return getattr(optim, name)(params, **{**always, **options})
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [tensor for param in params_of(optimizer) for tensor in optimizer.state[param].values()]
+
+
+def same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether tensors have the same elements, NaNs among them, and everything else is equal."""
+    return all(
+        torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) if isinstance(a, Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
