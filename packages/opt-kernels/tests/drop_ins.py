@@ -28,7 +28,7 @@ def step(optimizer: torch.optim.Optimizer, *seeds: int, in_place: bool = False) 
     for seed in seeds:
         generator = torch.Generator().manual_seed(100 + seed)
         for param in params:
-            grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param.dtype)
+            grad = torch.randn(param.shape, generator=generator, dtype=torch.float64).to(param)
             if in_place and param.grad is not None:
                 param.grad.copy_(grad)
             else:

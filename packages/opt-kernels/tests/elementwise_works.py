@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ RULES: Mapping[str, Make] = {
 class Kept:
     """The numbers that a parameter is kept in."""
 
-    main: torch.dtype | None
+    main: torch.dtype | None = torch.float32
     out: torch.dtype | None = None
     grad: torch.dtype = torch.float32
     remainder: torch.dtype = torch.int16  # of works without a main
@@ -121,17 +122,38 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> lis
     return [(n[0] * torch.exp(n[1]) * k).bfloat16().to(dtype) for n, k in zip(noise, kept)]
 
 
-def run(rule: Rule, work: Work, *, scale: float | Tensor = 1.0, steps: int = 3) -> Work:
-    """`work` after so many steps."""
-    for step, grad in enumerate(gradients(tuple(work.grad.shape), work.grad.dtype, steps), start=1):
-        work = replace(work, grad=grad.to(work.grad.device))
-        rule.update_([Batch(replace(HYPER, step=step), [work])], grad_scale=scale)
+def run(
+    rule: Rule,
+    work: Work,
+    grads: list[Tensor] | None = None,
+    *,
+    scale: float | Tensor = 1.0,
+    steps: int = 3,
+    **hyper: Any,
+) -> Work:
+    """`work` after steps with these gradients, or with so many."""
+    grads = gradients(tuple(work.grad.shape), work.grad.dtype, steps) if grads is None else grads
+    for step, grad in enumerate(grads, start=1):
+        work = replace(work, grad=grad.to(work.grad))
+        rule.update_([Batch(replace(HYPER, step=step, **hyper), [work])], grad_scale=scale)
     return work
 
 
 def start_of(shape: tuple[int, ...], backend: str | None = None) -> Tensor:
     """Weights that bfloat16 represents exactly, so that all storage formats start equal."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16().double().to(device_of(backend))
+
+
+def work_of(rule: Rule, numel: int = 1025, kept: str = "fp32-out16-g16", backend: str | None = None) -> Work:
+    """A work before its first step, with a gradient."""
+    work = KEPT[kept].work(rule, start_of((numel,), backend))
+    return replace(work, grad=gradients((numel,), KEPT[kept].grad)[0].to(device_of(backend)))
+
+
+def assert_same(one: Work, other: Work) -> None:
+    """Works with the same bits, but for NaNs."""
+    for a, b in zip(written(one), written(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 def written(work: Work) -> list[Tensor]:

@@ -188,9 +188,9 @@ def run(kind: str, what: str, form: str, build: str, *, usual: bool) -> list[Any
     params = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
     optimizer = BUILDS[build]([{"params": params[:2]}, {"params": params[2:], "lr": 0.2}], **options)
     found: list[Any] = []
-    for step in range(5):
-        new_grads([param for param in params if param.requires_grad], step)
-        if step == 3:
+    for number in range(5):
+        new_grads([param for param in params if param.requires_grad], number)
+        if number == 3:
             KINDS[kind][0](what, optimizer, params)
         if not usual:
             forget(optimizer)
@@ -245,9 +245,9 @@ def test_a_first_gradient_that_comes_late_is_used(build: str, late: int) -> None
         generator = torch.Generator().manual_seed(0)
         params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
         optimizer = make(params)
-        for step in range(6):
+        for number in range(6):
             params[late].grad = None
-            new_grads([param for place, param in enumerate(params) if place != late or 3 <= step < 5], step)
+            new_grads([param for place, param in enumerate(params) if place != late or 3 <= number < 5], number)
             optimizer.step()
         return params, [float(optimizer.state[param]["step"]) for param in params]
 
@@ -264,8 +264,8 @@ def test_a_first_gradient_that_comes_late_is_used(build: str, late: int) -> None
 def test_tables_keep_no_gradients_alive(build: str) -> None:
     params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
     optimizer = BUILDS[build](params)
-    for step in range(4):
-        new_grads(params, step)
+    for number in range(4):
+        new_grads(params, number)
         optimizer.step()
     grads = [ref(param.grad) for param in params]
     optimizer.zero_grad()
@@ -280,10 +280,10 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(build: str) -> 
         params = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
         optimizer = BUILDS[build]([{"params": params[1:]}, {"params": params[:1], "lr": 0.2}])
         places = [[torch.zeros(shape) for shape in SHAPES] for _ in range(10)]
-        for step in (0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8, 9, 0, 3, 3):
-            for param, grad in zip(params, places[step], strict=True):
+        for number in (0, 0, 0, 1, 2, 1, 3, 4, 5, 6, 7, 8, 9, 0, 3, 3):
+            for param, grad in zip(params, places[number], strict=True):
                 param.grad = grad
-            new_grads(params, step)
+            new_grads(params, number)
             if not usual:
                 forget(optimizer)
             optimizer.step()
@@ -295,8 +295,8 @@ def test_gradients_at_new_and_old_places_are_read_where_they_are(build: str) -> 
 def test_a_gradient_that_becomes_sparse_is_refused_before_anything_is_counted() -> None:
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))]
     optimizer = AdamW([{"params": [param]} for param in params], lr=0.1)
-    for step in range(3):
-        new_grads(params, step)
+    for number in range(3):
+        new_grads(params, number)
         optimizer.step()
     before = [param.detach().clone() for param in params]
     params[1].grad = torch.ones(3).to_sparse()

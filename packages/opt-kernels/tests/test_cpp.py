@@ -6,11 +6,13 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, work_of
+from elementwise_works import HYPER, assert_same, in_another_process, work_of
+from elementwise_works import NEEDS_COMPILER as needs_compiler
 
 from opt_kernels.backends import grad_stats
 from opt_kernels.backends.cpp import compiler
@@ -18,7 +20,7 @@ from opt_kernels.backends.cpp import grad_stats as grad_stats_cpp
 from opt_kernels.backends.cpp.compiler import CompilerError, library, usable
 from opt_kernels.backends.dispatch import _available, _chosen
 from opt_kernels.rules import Adam, Lion
-from opt_kernels.works import Batch, Hyper, Work
+from opt_kernels.works import Batch
 
 
 @pytest.fixture
@@ -40,12 +42,19 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 @needs_compiler
 def test_a_library_is_compiled_once_and_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable()
-    made = sorted(fresh.iterdir())
-    assert [path.suffix for path in made] == [".so"]
+    source = grad_stats_cpp.SOURCE
+    for count_zeros in (0, 1):
+        library(source, GRAD="float", COUNT_ZEROS=count_zeros)
+    assert len(list(fresh.glob("grad_stats-*.so"))) == 2
+    shutil.rmtree(fresh)  # a folder that was cleared is made again
+    library.cache_clear()
+    library(compiler.PROBE)
+    [made] = fresh.iterdir()
+    assert made.suffix == ".so"
     library.cache_clear()
     monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
     library(compiler.PROBE)
-    assert sorted(fresh.iterdir()) == made
+    assert list(fresh.iterdir()) == [made]
 
 
 @needs_compiler
@@ -72,14 +81,6 @@ def test_threads_that_need_one_library_compile_it_once(fresh: Path, monkeypatch:
     for thread in threads:
         thread.join(60)
     assert len(calls) == 1
-
-
-@needs_compiler
-def test_the_cache_key_distinguishes_libraries(fresh: Path) -> None:
-    source = grad_stats_cpp.SOURCE
-    for count_zeros in (0, 1):
-        library(source, GRAD="float", COUNT_ZEROS=count_zeros)
-    assert len(list(fresh.glob("grad_stats-*.so"))) == 2
 
 
 @needs_compiler
@@ -182,14 +183,6 @@ def test_a_relative_xdg_cache_home_is_ignored(base: str, parent: str, tmp_path: 
 
 
 @needs_compiler
-def test_a_cache_that_was_cleared_is_made_again(fresh: Path) -> None:
-    assert usable()
-    shutil.rmtree(fresh)
-    library(grad_stats_cpp.SOURCE, GRAD="float", COUNT_ZEROS=1)
-    assert len(list(fresh.iterdir())) == 1
-
-
-@needs_compiler
 @pytest.mark.usefixtures("fresh")
 def test_cxx_may_have_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = compiler._compiler()
@@ -242,6 +235,10 @@ def test_a_missing_cxx_is_reported(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 def test_without_any_compiler_one_warning_names_the_slower_path(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setenv("OPT_KERNELS_CPP", "0")
+    assert not usable()
+    usable.cache_clear()
+    monkeypatch.delenv("OPT_KERNELS_CPP")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     with caplog.at_level(logging.WARNING):
@@ -278,21 +275,16 @@ def fail(failure: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiler_that_fails_in_the_middle_of_a_run_leaves_steps_to_torch_with_one_warning(
     failure: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled, expected = ([work_of(70), work_of(33)] for _ in range(2))
-    Adam(backend="cpp").update_([Batch(HYPER, compiled[:1])])
+    # Formats that were not compiled before.
+    compiled, expected = (work_of(Adam(), 33, "fp32-gfp16") for _ in range(2))
     fail(failure, monkeypatch)
-    for works in (compiled, expected):  # in formats that were not compiled before
-        works[1] = Work(grad=works[1].grad, main=works[1].main, state=works[1].state)
     with caplog.at_level(logging.WARNING):
         for step in (4, 5):
-            hyper = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), step=step)
-            Adam().update_([Batch(hyper, compiled)])
-            Adam(backend="torch").update_([Batch(hyper, expected[1:])])
-            Lion().update_(
-                [Batch(hyper, [Work(grad=torch.ones(3), main=torch.ones(3), state={"exp_avg": torch.ones(3)})])]
-            )
+            Adam().update_([Batch(replace(HYPER, step=step), [compiled])])
+            Adam(backend="torch").update_([Batch(replace(HYPER, step=step), [expected])])
+            Lion().update_([Batch(HYPER, [work_of(Lion(), 3, "fp32")])])
             assert float(grad_stats([torch.ones(9)]).sum_of_squares) == 9.0
-    assert_same(compiled[1], expected[1])
+    assert_same(compiled, expected)
     [message] = caplog.messages
     assert reason in message
     assert "torch's operations" in message
@@ -305,12 +297,6 @@ def test_a_source_that_the_compiler_refuses_is_an_error_in_its_words(fresh: Path
     with pytest.raises(CompilerError, match="nothing"):
         library(source)
     assert not list(fresh.glob("*.so"))
-
-
-@pytest.mark.usefixtures("fresh")
-def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPT_KERNELS_CPP", "0")
-    assert not usable()
 
 
 @needs_compiler

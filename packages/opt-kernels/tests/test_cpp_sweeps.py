@@ -1,19 +1,25 @@
-"""C++ sweeps: the bits of torch on any number of threads, groups in one call, forked processes."""
+"""C++ sweeps: the same bits on any number of threads and however works are cut, in forked processes, and where a sweep
+over coded states runs a formula in two parts and divides roots by scalars without a division."""
 
-import ctypes
 import os
 import signal
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from cpp_works import HYPER, assert_same, in_another_process, needs_compiler, part, work_of
+from elementwise_works import HYPER, NEEDS_COMPILER, assert_same, cut, in_another_process, work_of
 
+from opt_kernels.backends import reference
 from opt_kernels.backends.cpp import threads
+from opt_kernels.backends.cpp import update as cpp
+from opt_kernels.codecs import codec_for, init_state
+from opt_kernels.formulas import Formula, State, absolute, sqrt
 from opt_kernels.rules import Adam, ElementwiseRule, Lion
-from opt_kernels.works import Batch, Hyper
+from opt_kernels.works import Batch, Hyper, Work
 
+pytestmark = NEEDS_COMPILER
 NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
 
 
@@ -25,24 +31,22 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@needs_compiler
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
 def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule) -> None:
-    together, alone, cut = (work_of(NUMEL) for _ in range(3))
+    together, alone, pieces = (work_of(rule, NUMEL) for _ in range(3))
     rule.update_([Batch(HYPER, [together])], grad_scale=0.3)
     torch.set_num_threads(1)
     rule.update_([Batch(HYPER, [alone])], grad_scale=0.3)
     cuts = [0, 1, 17, 63, 64, 65, 100_001, NUMEL]  # at any element
-    rule.update_([Batch(HYPER, [part(cut, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
+    rule.update_([Batch(HYPER, [cut(pieces, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
     assert_same(together, alone)
-    assert_same(together, cut)
+    assert_same(together, pieces)
 
 
-@needs_compiler
 @pytest.mark.usefixtures("three_threads")
 def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = work_of(NUMEL), work_of(NUMEL)
+    ours, theirs = work_of(Adam(), NUMEL), work_of(Adam(), NUMEL)
     Adam(backend="cpp").update_([Batch(HYPER, [theirs])])
     calls: list[int] = []
 
@@ -56,12 +60,11 @@ def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(ours, theirs)
 
 
-@needs_compiler
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_threads_of_its_parent() -> None:
     # Each too small for torch to wake threads for; all together are not.
-    batch = Batch(HYPER, [work_of(1 << 13) for _ in range(16)])
+    batch = Batch(HYPER, [work_of(Adam(), 1 << 13) for _ in range(16)])
     Adam(backend="cpp").update_([batch])
     child = os.fork()
     if child == 0:
@@ -91,36 +94,110 @@ assert os.waitpid(child, 0)[1] == 0
 """
 
 
-@needs_compiler
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_may_make_the_first_step() -> None:
     done = in_another_process(FORKED)
     assert done.returncode == 0, done.stderr
 
 
-@needs_compiler
-def test_groups_share_a_call_and_keep_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = [Batch(HYPER, [work_of(100), work_of(7)]), Batch(Hyper(lr=0.5, step=9), [work_of(33)])]
-    expected = [Batch(hyper, [work_of(work.grad.numel()) for work in works]) for hyper, works in batches]
-    for batch in expected:
-        Adam(backend="cpp").update_([batch])
-    calls: list[ctypes.CDLL] = []
-    run = threads.run
-    monkeypatch.setattr(
-        "opt_kernels.backends.cpp.update.run", lambda lib, **call: (calls.append(lib), run(lib, **call))
-    )
-    Adam(backend="cpp").update_(batches)
-    assert len(calls) == 1
-    for (_, ours), (_, theirs) in zip(batches, expected, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
+# --- two parts -------------------------------------------------------------------------------------------------------
+
+SPECIAL = [0.0, 1e-45, 1e-38, 3e38, torch.inf, torch.nan]
+DIVISORS = [1.0, 0.3, 0.9999999, 1e-4, 2.0**-39, 1.1e12, 2.0**-41, 1e-30, 1e30, 1e38, 1e-45, -0.7, 0.0, torch.inf]
 
 
-@needs_compiler
-def test_a_nan_of_any_payload_is_a_nan_in_bfloat16() -> None:
-    work = work_of(70)
+def no_scalars(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
+
+
+def root_over_lr(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    return sqrt(g) / lr, x
+
+
+def divided(g: torch.Tensor, divisor: float) -> torch.Tensor:
+    """sqrt(g) / divisor of a sweep with an 8-bit state."""
+    formula = Formula(name="root", states=(State(name="x"),), scalars=no_scalars, update=root_over_lr)
+    codec = codec_for("x", torch.int8, signed=True)
+    work = Work(grad=g, main=torch.zeros_like(g), state=init_state({"x": codec}, g))
+    cpp.update_([Batch(Hyper(lr=divisor), [work])], formula, {"x": codec})
     assert work.main is not None
-    work.main.view(torch.int32)[65] = 0x7FFFFFFF  # rounded as a number it would be minus zero
-    Adam(backend="cpp").update_([Batch(HYPER, [work])])
-    assert work.out is not None
-    assert work.out[65].isnan()
+    return work.main
+
+
+@pytest.mark.parametrize("divisor", DIVISORS)
+def test_a_root_over_a_scalar_is_rounded_correctly(divisor: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-120, 120, (5000,), generator=generator)
+    g = torch.cat([torch.tensor(SPECIAL), torch.ldexp(1 + torch.rand(5000, generator=generator), powers)])
+    expected = g.double().sqrt().float() / torch.tensor(divisor)
+    torch.testing.assert_close(divided(g, divisor), expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_quotients_next_to_a_tie_are_rounded_correctly() -> None:
+    # Squares of 12-bit integers have roots of 12 bits; over divisors of 24 bits some quotients come next to a tie.
+    g = torch.arange(1.0, 4096.0).square()
+    for divisor in (2**24 - 1.0, 2**24 - 3.0, 2**23 + 1.0, 12345677.0, 16764931.0):
+        assert torch.equal(divided(g, divisor), g.double().sqrt().float() / torch.tensor(divisor))
+
+
+def keeps_last_main(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    return p - sqrt(g), p
+
+
+def replaces_main_in_a_branch(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    if lr > 1:
+        p = g
+    q = sqrt(g)
+    return p - q, q + p
+
+
+def reads_what_changes(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    q = g
+    g = g * 2
+    x = x + g
+    p = q / sqrt(absolute(x) + 1)
+    return p, x
+
+
+def changes_what_is_read(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    q = 1.0
+    q = q + x
+    x = q * 2
+    return q / sqrt(absolute(x) + 1), x
+
+
+def has_inner_and_late_roots(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    x = x + sqrt(g + sqrt(absolute(x)))
+    return p - sqrt(g), x
+
+
+def chooses_a_root(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
+    if lr > 1:
+        p = sqrt(g)
+    return p - (sqrt(g + 1) if lr > 1 else g), x + p
+
+
+UPDATES = [
+    keeps_last_main, replaces_main_in_a_branch, reads_what_changes, changes_what_is_read, has_inner_and_late_roots,
+    chooses_a_root,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("lr", [0.5, 2.0])
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_formula_that_is_cut_at_its_roots_has_the_bits_of_the_whole(
+    update: Any, lr: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The first did not compile; the second took zero for the main where the branch was not taken.
+    formula = Formula(name="mains", states=(State(name="x"),), scalars=no_scalars, update=update)
+    codec = codec_for("x", torch.int8, signed=True)
+    works = []
+    for sweep in (cpp, reference):
+        g = torch.rand(300, generator=torch.Generator().manual_seed(0))
+        works.append(Work(grad=g, main=3 + g.flip(0), state=init_state({"x": codec}, g)))
+        sweep.update_([Batch(Hyper(lr=lr), works[-1:])], formula, {"x": codec})
+    assert not caplog.records
+    assert works[0].main is not None
+    assert works[1].main is not None
+    assert torch.equal(works[0].main, works[1].main)
+    assert torch.equal(works[0].state["x"], works[1].state["x"])

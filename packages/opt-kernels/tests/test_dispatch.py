@@ -1,16 +1,13 @@
 """Which version of an operation runs."""
 
-import ast
 import logging
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import opt_kernels
 from opt_kernels import BackendError
 from opt_kernels.backends import dispatch
 from opt_kernels.backends.dispatch import Backend, version
@@ -116,23 +113,3 @@ def test_the_log_says_once_which_version_runs(
         for _ in range(3):
             version("update", "update_", backend=None, tensors=CPU)
     assert caplog.messages == ["update runs as backends.cpp.update.update_"]
-
-
-def test_torch_distributed_is_imported_only_where_dtensors_are_recognised() -> None:
-    root = Path(opt_kernels.__file__).parent
-    for path in set(root.rglob("*.py")) - {root / "dtensor.py"}:
-        for node in _run_imports(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names]
-            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            assert not any(f"{module}.{name}".strip(".").startswith("torch.distributed") for name in names), path
-
-
-def _run_imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
-    """The imports that run: those for the type checker alone do not."""
-    checked = [
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    ]
-    return [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom) and n not in checked]

@@ -4,13 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-pytest.importorskip("triton", reason="triton is not installed")
+from drop_ins import parameter, step
+from elementwise_works import on
 
 from opt_kernels import optim
-
-pytestmark = pytest.mark.needs_extra
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {  # tolerances beside float32's roundings
@@ -23,34 +20,29 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any], float]] = {  # tolerances besid
 }
 
 
-def trained(name: str, device: torch.device, backend: str, *, resumed: bool = False, **more: Any) -> Tensor:
-    """The weights after four steps; with `resumed` by another optimizer that loaded the state after two."""
-    rule, options, _ = OPTIMIZERS[name]
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if "mains" in more else torch.float32
-    values = [torch.randn(shape, generator=generator) for shape in ((24, 40), (40, 24), (13, 7))]
-    params = [nn.Parameter(value.bfloat16().to(device, dtype)) for value in values]
-    optimizer = getattr(optim, rule)(params, backend=backend, **{**options, **more})
-    for step in range(4):
-        if resumed and step == 2:
-            before, optimizer = optimizer, getattr(optim, rule)(params, backend=backend, **{**options, **more})
-            optimizer.load_state_dict(before.state_dict())
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).bfloat16().to(param)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return torch.cat([param.detach().float().flatten().cpu() for param in params])
-
-
+@on("triton")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_of_sweeps_are_those_of_the_reference_and_resume(name: str, kernel_device: torch.device) -> None:
-    found = trained(name, kernel_device, "triton")
-    torch.testing.assert_close(found, trained(name, CPU, "reference"), rtol=1e-5, atol=OPTIMIZERS[name][2])
-    assert torch.equal(found, trained(name, kernel_device, "triton", resumed=True))
+def test_steps_of_sweeps_are_those_of_the_reference_and_resume(
+    name: str, backend: str, kernel_device: torch.device
+) -> None:
+    rule, options, tolerance = OPTIMIZERS[name]
 
+    def built(device: torch.device, backend: str) -> torch.optim.Optimizer:
+        values = [parameter(*shape, seed=shape[0]).data.bfloat16().float() for shape in ((24, 40), (40, 24), (13, 7))]
+        made: torch.optim.Optimizer = getattr(optim, rule)(
+            [torch.nn.Parameter(value.to(device)) for value in values], backend=backend, **options
+        )
+        return made
 
-def test_remainders_follow_a_model_in_bfloat16(kernel_device: torch.device) -> None:
-    narrow = trained("adamw", kernel_device, "triton", mains="remainder", max_norm=None)
-    wide = trained("adamw", kernel_device, "triton", max_norm=None)
-    # The weight is its float32 main, rounded: half a unit in the last place of bfloat16.
-    torch.testing.assert_close(narrow, wide, rtol=2**-8, atol=0)
+    optimizer, resumed, reference = (
+        built(kernel_device, backend),
+        built(kernel_device, backend),
+        built(CPU, "reference"),
+    )
+    for param, value in zip(resumed.param_groups[0]["params"], step(optimizer, 0, 1)):
+        param.data.copy_(value)
+    resumed.load_state_dict(optimizer.state_dict())
+    found = step(optimizer, 2, 3)
+    assert all(map(torch.equal, found, step(resumed, 2, 3)))
+    wanted = step(reference, 0, 1, 2, 3)
+    torch.testing.assert_close([value.cpu() for value in found], wanted, rtol=1e-5, atol=tolerance)

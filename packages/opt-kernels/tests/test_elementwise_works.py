@@ -36,7 +36,7 @@ from torch import Tensor
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.torch_native import PIECE_NUMEL
 from opt_kernels.rules import SGD, Adam, Lion
-from opt_kernels.works import Batch, Work, Works
+from opt_kernels.works import Batch, Work
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -113,54 +113,6 @@ def test_works_of_any_dtypes_go_together_in_one_call(backend: str) -> None:
         rule.update_([Batch(HYPER if index < 5 else replace(HYPER, lr=0.5), [work])], grad_scale=0.5)
     for one, other in zip(together, alone):
         assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
-
-
-@ON_BACKENDS
-@pytest.mark.parametrize("name", ["fp32-out16", "remainder-g16"])
-def test_works_in_columns_are_swept_as_works_are(name: str, backend: str) -> None:
-    kept, rule = KEPT[name], Adam(backend=backend)
-    listed, others = (
-        [
-            replace(
-                kept.work(rule, start_of((numel,), backend)),
-                grad=gradients((numel,), kept.grad)[0].to(device_of(backend)),
-                first=64 * numel,
-            )
-            for numel in (100, 7)
-        ]
-        for _ in range(2)
-    )
-    columns = Works(
-        [work.grad for work in others],
-        mains=None if kept.main is None else [work.main for work in others if work.main is not None],
-        states=[work.state for work in others],
-        outs=[work.out for work in others if work.out is not None],
-        remainders=None if kept.main is not None else [w.remainder for w in others if w.remainder is not None],
-        firsts=tuple(work.first for work in others),
-    )
-    assert [work.first for work in columns[:2]] == [work.first for work in others]
-    for works in (listed, columns):
-        rule.update_([Batch(HYPER, works)], grad_scale=0.5)
-    for one, other in zip(listed, others, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(written(one), written(other), strict=True))
-
-
-@ON_FAST
-@pytest.mark.parametrize("change", ["rows", "firsts"])
-def test_the_same_tensors_may_come_in_another_group_or_with_other_numbers(change: str, backend: str) -> None:
-    # Tables are found again by the addresses of tensors.
-    rule = Adam(backend=backend, stochastic_rounding=True)
-    used, fresh = (KEPT["bf16"].work(rule, start_of((128,), backend)) for _ in range(2))
-    used, fresh = (replace(work, grad=torch.ones_like(work.grad)) for work in (used, fresh))
-    rule.update_([Batch(HYPER, [used])])
-    for tensor, start in zip(written(used), written(fresh), strict=True):
-        tensor.copy_(start)
-    for work in used, fresh:
-        if change == "rows":
-            rule.update_([Batch(replace(HYPER, lr=1e-5), []), Batch(HYPER, [work])])
-        else:
-            rule.update_([Batch(HYPER, [replace(work, first=640)])])
-    assert all(map(torch.equal, written(used), written(fresh)))
 
 
 @ON_RULES
@@ -279,26 +231,9 @@ def test_tensors_that_a_sweep_would_misread_are_refused(backend: str) -> None:
             rule.update_([Batch(HYPER, [Work(state=state, **work)])])
 
 
-@ON_BACKENDS
-def test_a_state_of_another_length_is_refused_beside_states_that_are_not_read(backend: str) -> None:
-    rule = Adam(backend=backend)
-    for numel in (3, 4000):
-        work = replace(KEPT["fp32"].work(rule, start_of((100,), backend)), grad=torch.randn(100).to(device_of(backend)))
-        state = rule.init_state(torch.zeros(numel, device=device_of(backend))) | {"step": torch.zeros(())}
-        with pytest.raises(LayoutError, match=rf"has shape \({numel},\) where its parameter has \(100,\)"):
-            rule.update_([Batch(HYPER, [replace(work, state=state)])])
-
-
 @NEEDS_COMPILER
 def test_compiled_sweeps_refuse_what_is_in_no_cpu_memory() -> None:
     work = KEPT["fp32"].work(Adam(), start_of((100,)))
     work = replace(work, grad=torch.randn(100), state=Adam().init_state(torch.empty(100, device="meta")))
     with pytest.raises(LayoutError, match="meta"):
         Adam(backend="cpp").update_([Batch(HYPER, [work])])
-
-
-def test_stochastic_rounding_of_float16_is_refused() -> None:
-    main = torch.zeros(4, dtype=torch.float16)
-    work = Work(grad=torch.zeros(4), main=main, state=Adam().init_state(main))
-    with pytest.raises(ValueError, match="only bfloat16 is rounded stochastically"):
-        Adam(stochastic_rounding=True, backend="torch").update_([Batch(HYPER, [work])])

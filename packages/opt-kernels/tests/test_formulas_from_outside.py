@@ -2,15 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from elementwise_works import ON_FAST
 
-from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.formulas import (
     Choice,
     Formula,
@@ -33,39 +31,24 @@ from opt_kernels.hooks import CautiousUpdate, HookError, hooked
 from opt_kernels.rules import elementwise
 from opt_kernels.works import Batch, Hyper, Work
 
-NO_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({})
-BACKENDS = [
-    "torch",
-    pytest.param("cpp", marks=pytest.mark.skipif(not usable(), reason="no working C++ compiler")),
-    "triton",
-]
 
-
-OF_DEVICES = [name for name, works in {"cpp": usable(), "triton": find_spec("triton") is not None}.items() if works]
-
-
-def moved(
-    formula: Formula, backend: str, *, dtypes: Mapping[str, torch.dtype] = NO_DTYPES, **numbers: float
-) -> list[torch.Tensor]:
-    """The weights and states after each of five steps."""
-    if backend == "triton":
-        pytest.importorskip("triton")
+def moved(formula: Formula, backend: str, numbers: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The weights and states after each of five steps; `numbers` has dtypes of states, too."""
     generator = torch.Generator().manual_seed(0)
-    rule = elementwise(formula, backend=backend, **dtypes)
+    rule = elementwise(formula, backend=backend, **{k: v for k, v in numbers.items() if k.endswith("_dtype")})
+    own = {k: v for k, v in numbers.items() if not k.endswith("_dtype")}
     main = torch.randn(130, generator=generator)
     state = rule.init_state(main)
     found = []
     for step in range(1, 6):
         grad = torch.randn(130, generator=generator)
-        rule.update_([Batch(Hyper(lr=0.1, step=step, own=numbers), [Work(grad=grad, main=main, state=state)])])
+        rule.update_([Batch(Hyper(lr=0.1, step=step, own=own), [Work(grad=grad, main=main, state=state)])])
         found += [main.clone(), *(value.clone() for value in state.values())]
     return found
 
 
-def assert_as_the_reference(formula: Formula, backend: str, **numbers: float) -> None:
-    wanted = moved(formula, "reference", **numbers)
-    for got, want in zip(moved(formula, backend, **numbers), wanted, strict=True):
-        assert torch.equal(got, want)
+def only_lr(*, lr: float) -> dict[str, float]:
+    return {"lr": lr}
 
 
 def lookahead_scalars(*, lr: float, step: float) -> dict[str, float]:
@@ -83,45 +66,6 @@ def lookahead(p: Any, g: Any, slow: Any, before: Any, *, lr: Any, is_first: Any,
     return p, slow, before
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_state_may_become_the_weight_of_before(backend: str) -> None:
-    formula = Formula(
-        name="lookahead", states=(State("slow"), State("before")), scalars=lookahead_scalars, update=lookahead
-    )
-    assert_as_the_reference(formula, backend)
-
-
-def late_scalars(*, lr: float, step: float) -> dict[str, float]:
-    return {"lr": lr, "is_late": where(step > 50, 1.0, 0.0)}
-
-
-def late(p: Any, g: Any, *, lr: Any, is_late: Any) -> Any:
-    if is_late != 0:
-        p = p * 0.5
-    return p - lr * g
-
-
-def copies(p: Any, g: Any, before: Any, *, lr: Any) -> Any:
-    return p - lr * g, p
-
-
-def only_lr(*, lr: float) -> dict[str, float]:
-    return {"lr": lr}
-
-
-OF_WEIGHTS = {
-    "from a later step on": Formula(name="late", states=(), scalars=late_scalars, update=late),
-    "in a state": Formula(name="copies", states=(State("before"),), scalars=only_lr, update=copies),
-}
-
-
-@pytest.mark.parametrize("name", OF_WEIGHTS)
-def test_hooks_are_refused_where_an_update_depends_on_the_weights(name: str) -> None:
-    """Symptom: both were taken, and ran on zeros in place of the weights: the trial saw two steps and no state."""
-    with pytest.raises(HookError, match="needs an update of the form p - lr u, with u independent of the weights"):
-        hooked(elementwise(OF_WEIGHTS[name]), (CautiousUpdate(),))
-
-
 def power_scalars(*, lr: float, step: float, gamma: float) -> dict[str, float]:
     return {
         "a": lr * step**-0.8, "b": lr / step**0.5, "c": lr * power(gamma, step), "d": lr * step**gamma, "e": step**-2,
@@ -130,13 +74,6 @@ def power_scalars(*, lr: float, step: float, gamma: float) -> dict[str, float]:
 
 def powers(p: Any, g: Any, *, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     return p - a * g - b * g * g - c - d * g - e
-
-
-@pytest.mark.parametrize("gamma", [0.7, 0.0, 3.0, -1.0, -1.5])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_scalars_may_be_raised_to_any_power(backend: str, gamma: float) -> None:
-    formula = Formula(name="powers", states=(), numbers=(Number("gamma", 0.7),), scalars=power_scalars, update=powers)
-    assert_as_the_reference(formula, backend, gamma=gamma)
 
 
 KNEE, SLOPE, KIND = 0.75, np.float64(-0.5), "soft"
@@ -190,30 +127,6 @@ def in_torch(name: str, p: torch.Tensor, g: torch.Tensor, lr: float) -> torch.Te
     return torch.where((g > 0) & (p > 0) | (soft(p, 0.75) < -0.5), p - lr * g, p)
 
 
-@pytest.mark.parametrize("update", [by_tanh, by_exp_and_log, by_powers, by_helpers, by_masks])
-def test_functions_helpers_and_constants_are_those_of_plain_torch_on_every_backend(update: Any) -> None:
-    """In float64 up to rounding on the backends that have it; in float32 with the same bits on all of them."""
-    formula = Formula(name=update.__name__, states=(), scalars=only_lr, update=update)
-    for backend in ("reference", "torch"):
-        generator = torch.Generator().manual_seed(0)
-        p, g = (torch.randn(1000, generator=generator, dtype=torch.float64) for _ in range(2))
-        wanted = in_torch(update.__name__, p, g, 0.1)
-        elementwise(formula, backend=backend).update_([Batch(Hyper(lr=0.1), [Work(grad=g, main=p, state={})])])
-        torch.testing.assert_close(p, wanted, rtol=1e-13, atol=1e-13)
-    found = {backend: moved(formula, backend) for backend in ("reference", "torch", *OF_DEVICES)}
-    for step, wanted in enumerate(found["reference"]):
-        assert all(torch.equal(moves[step], wanted) for moves in found.values())
-
-
-@pytest.mark.needs_extra
-def test_a_backend_that_lacks_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("opt_kernels.backends.triton.update", exc_type=ImportError)
-    monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
-    formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
-    with pytest.raises(FormulaError, match="the triton backend has no tanh"):
-        moved(formula, "triton")
-
-
 def counting_scalars(*, lr: float, step: float) -> dict[str, float]:
     return {"lr": lr, "half": step / 2}
 
@@ -225,21 +138,6 @@ def counting(p: Any, g: Any, seen: Any, one: Any, peak: Any, *, lr: Any, half: A
     return p - lr * g * seen, seen, 0.5, peak
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_states_may_be_scalars(backend: str, dtype: torch.dtype) -> None:
-    """The interpreter of Triton could not store them, and the reference resized their scales."""
-    states = (State("seen"), State("one"), State("peak"))
-    formula = Formula(name="counting", states=states, scalars=counting_scalars, update=counting)
-    found = moved(formula, backend, dtypes={"seen_dtype": dtype, "one_dtype": dtype})
-    wanted = moved(formula, "reference", dtypes={"seen_dtype": dtype, "one_dtype": dtype})
-    assert all(map(torch.equal, found, wanted))
-    if dtype.is_floating_point and dtype is not torch.float16:
-        *_, seen, one, _ = found
-        assert torch.equal(seen, torch.full_like(seen, 2.5))
-        assert torch.equal(one, torch.full_like(one, 0.5))
-
-
 def inverse_scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
     return {"lr": lr, "decay": 1 - lr * weight_decay}
 
@@ -249,38 +147,12 @@ def inverse(p: Any, g: Any, size: Any, ratio: Any, *, lr: Any, decay: Any) -> An
     return p * decay - lr * g / size, size, 1 / size
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_a_formula_makes_of_zeros_does_not_reach_the_scale_of_the_last_block(
-    backend: str, dtype: torch.dtype
-) -> None:
-    """On Triton 1 / 0 beyond the end of a parameter made the scale of its last block NaN, and with it the state."""
-    states = (State("size", signed=False), State("ratio"))
-    formula = Formula(name="inverse", states=states, scalars=inverse_scalars, update=inverse)
-    found = moved(formula, backend, dtypes={"ratio_dtype": dtype})
-    assert all(value.float().isfinite().all() for value in found)
-    assert all(map(torch.equal, found, moved(formula, "reference", dtypes={"ratio_dtype": dtype})))
-
-
 def with_literals(p: Any, g: Any, a: Any, b: Any, c: Any, d: Any, *, lr: Any, share: Any) -> Any:
     a = p / 0.3 + 0.7 / (absolute(g) + 0.1) - 0.3
     b = 0.1 - g * share / (absolute(p) + 0.7)
     c = where(g > 0.1, 0.3, p) + maximum(0.1, g) + minimum(p, 0.7) - (g - 0.1) / 0.7 + share / (absolute(p) + 0.3)
     d = fma(g, p, 0.1) + fma(0.3, 0.7, g) + (1 / 3) * g + g / 3 - 0.1 * p**2
     return p - lr * g * 0.1, a, b, c, d
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_literals_are_float32_numbers_in_every_operation(backend: str) -> None:
-    """torch read the literals of `fma` in float64, and rounded `0.7 / x` twice."""
-    formula = Formula(
-        name="with_literals",
-        states=tuple(map(State, "abcd")),
-        choices=(Choice("share", 0.6, (0.6, 0.7)),),
-        scalars=only_lr,
-        update=with_literals,
-    )
-    assert_as_the_reference(formula, backend)
 
 
 def rprop_scalars(*, lr: float, step: float, up: float, down: float, start: float) -> dict[str, float]:
@@ -308,10 +180,86 @@ RPROP = Formula(
 )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_states_may_start_at_a_number_and_count(backend: str) -> None:
-    """Exponentials of elements had other bits in Triton."""
-    assert_as_the_reference(RPROP, backend, up=1.3, down=0.4, start=0.2)
+def of(update: Any, scalars: Any = only_lr, *states: State, **fields: Any) -> Formula:
+    return Formula(name=update.__name__, states=states, scalars=scalars, update=update, **fields)
+
+
+COUNTING = of(counting, counting_scalars, State("seen"), State("one"), State("peak"))
+SHARE = (Choice("share", 0.6, (0.6, 0.7)),)
+INVERSE = of(inverse, inverse_scalars, State("size", signed=False), State("ratio"))
+POWERS = of(powers, power_scalars, numbers=(Number("gamma", 0.7),))
+OF_FUNCTIONS = [of(update) for update in (by_tanh, by_exp_and_log, by_powers, by_helpers, by_masks)]
+CASES: dict[str, tuple[Formula, dict[str, Any]]] = {
+    "a state becomes the weight of before": (of(lookahead, lookahead_scalars, State("slow"), State("before")), {}),
+    **{f"gamma {gamma}": (POWERS, {"gamma": gamma}) for gamma in (0.7, 0.0, 3.0, -1.0, -1.5)},
+    **{formula.name: (formula, {}) for formula in OF_FUNCTIONS},
+    # The interpreter of Triton could not store states that are scalars, and the reference resized their scales.
+    **{f"states are scalars, {dtype}": (COUNTING, {"seen_dtype": dtype, "one_dtype": dtype})
+       for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int8)},
+    # On Triton 1 / 0 beyond the end of a parameter made the scale of its last block NaN, and with it the state.
+    **{f"what becomes of zeros, {dtype}": (INVERSE, {"ratio_dtype": dtype})
+       for dtype in (torch.int8, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)},
+    # torch read the literals of `fma` in float64, and rounded `0.7 / x` twice.
+    "literals": (of(with_literals, only_lr, *map(State, "abcd"), choices=SHARE), {}),
+    # Exponentials of elements had other bits in Triton.
+    "states start at a number and count": (RPROP, {"up": 1.3, "down": 0.4, "start": 0.2}),
+}  # fmt: skip
+
+
+@ON_FAST
+@pytest.mark.parametrize(("formula", "numbers"), CASES.values(), ids=CASES.keys())
+def test_a_formula_has_the_bits_of_the_reference(formula: Formula, numbers: dict[str, Any], backend: str) -> None:
+    found, wanted = (moved(formula, name, numbers) for name in (backend, "reference"))
+    assert all(map(torch.equal, found, wanted))
+    assert all(value.float().isfinite().all() for value in found)
+    if numbers.get("one_dtype") in (torch.float32, torch.bfloat16):
+        assert [set(value.tolist()) for value in found[-3:-1]] == [{2.5}, {0.5}]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("formula", OF_FUNCTIONS, ids=lambda formula: formula.name)
+def test_functions_helpers_and_constants_are_those_of_plain_torch(formula: Formula, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, g = (torch.randn(1000, generator=generator, dtype=torch.float64) for _ in range(2))
+    wanted = in_torch(formula.name, p, g, 0.1)
+    elementwise(formula, backend=backend).update_([Batch(Hyper(lr=0.1), [Work(grad=g, main=p, state={})])])
+    torch.testing.assert_close(p, wanted, rtol=1e-13, atol=1e-13)
+
+
+def late_scalars(*, lr: float, step: float) -> dict[str, float]:
+    return {"lr": lr, "is_late": where(step > 50, 1.0, 0.0)}
+
+
+def late(p: Any, g: Any, *, lr: Any, is_late: Any) -> Any:
+    if is_late != 0:
+        p = p * 0.5
+    return p - lr * g
+
+
+def copies(p: Any, g: Any, before: Any, *, lr: Any) -> Any:
+    return p - lr * g, p
+
+
+OF_WEIGHTS = {
+    "from a later step on": Formula(name="late", states=(), scalars=late_scalars, update=late),
+    "in a state": Formula(name="copies", states=(State("before"),), scalars=only_lr, update=copies),
+}
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_hooks_are_refused_where_an_update_depends_on_the_weights(name: str) -> None:
+    """Symptom: both were taken, and ran on zeros in place of the weights: the trial saw two steps and no state."""
+    with pytest.raises(HookError, match="needs an update of the form p - lr u, with u independent of the weights"):
+        hooked(elementwise(OF_WEIGHTS[name]), (CautiousUpdate(),))
+
+
+@pytest.mark.needs_extra
+def test_a_backend_that_lacks_a_function_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = pytest.importorskip("opt_kernels.backends.triton.update", exc_type=ImportError)
+    monkeypatch.setitem(kernels.FUNCTIONS, "tanh", None)
+    formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
+    with pytest.raises(FormulaError, match="the triton backend has no tanh"):
+        moved(formula, "triton", {})
 
 
 def test_a_rule_with_counts_is_the_loop_that_it_describes() -> None:

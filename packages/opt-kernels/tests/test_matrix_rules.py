@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from matrix_works import HYPER, grads_of, moved, stepped, tensor, work_of
 
 from opt_kernels import MatrixError
 from opt_kernels.codecs import join, split_
-from opt_kernels.matrices import Decay, MatmulPrecision
+from opt_kernels.matrices import Decay, MatmulPrecision, ScaleMode, squares_in_float64
 from opt_kernels.matrices.access import STACK_NUMEL_ON_CPU
 from opt_kernels.rules import (
+    GRAD_SQUARES,
     AdaptiveMuonRule,
     Lines,
+    MatrixRule,
     MuonRule,
     Needs,
     Order,
@@ -21,10 +23,10 @@ from opt_kernels.rules import (
     SOAPMuonRule,
     SOAPRule,
     init_state,
+    sums_gradients,
 )
-from opt_kernels.works import NOT_SPLIT, Batch, Hyper, MatrixSpec, Work
+from opt_kernels.works import NOT_SPLIT, Batch, MatrixPart, MatrixSpec, Task, Work
 
-HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.9, 0.95), eps=1e-8)
 EXACT = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST)
 RULES: dict[str, Any] = {
     "muon": EXACT,
@@ -42,40 +44,14 @@ RULES: dict[str, Any] = {
 on_rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def grads_of(*shape: int, steps: int = 3) -> list[Tensor]:
-    """Gradients with a part that stays, as in training: factors have eigenvalues that are apart."""
-    signal = tensor(*shape) * torch.logspace(0.5, -0.5, shape[-1])
-    return [signal + 0.3 * tensor(*shape, seed=seed) for seed in range(1, steps + 1)]
-
-
-def stepped(rule: Any, grads: list[Tensor], *works: Work, grad_scale: float = 1.0, first: int = 1) -> None:
-    for step, grad in enumerate(grads, start=first):
-        batch = Batch(replace(HYPER, step=step), [replace(work, grad=grad) for work in works])
-        rule.update_([batch], grad_scale=grad_scale)
-
-
-def work_of(rule: Any, main: Tensor, **work: Any) -> Work:
-    return Work(grad=main, main=main, state=rule.init_state(main), **work)
-
-
-def moved(rule: Any, main: Tensor, grads: list[Tensor]) -> Tensor:
-    main = main.clone()
-    stepped(rule, grads, work_of(rule, main))
-    return main
-
-
 @on_rules
 def test_a_stack_of_matrices_is_so_many_matrices(rule: Any) -> None:
     if rule.name == "muon" and rule.momentum_buffer_dtype is torch.int8:
         rule = EXACT  # codes of neighbouring matrices share scales
     main, grads = tensor(3, 6, 8), grads_of(3, 6, 8)
     # Square factors: null spaces of the first ones are bases of rounding, which batches round in another order.
-    together = moved(rule, main, grads)
-    alone = torch.stack([moved(rule, main[i], [grad[i] for grad in grads]) for i in range(3)])
+    together = moved(rule, main, *grads)
+    alone = torch.stack([moved(rule, main[i], *(grad[i] for grad in grads)) for i in range(3)])
     tolerance = 2e-2 if rule.name.startswith("soap") else 1e-4
     torch.testing.assert_close(together, alone, rtol=0, atol=tolerance)
 
@@ -110,7 +86,7 @@ def test_company_makes_no_difference(rule: Any) -> None:
 def test_mains_of_every_kind_are_updated_equally_and_gradients_only_read(rule: Any) -> None:
     main, grads = tensor(8, 12), grads_of(8, 12)
     before = [grad.clone() for grad in grads]
-    expected = moved(rule, main, [0.5 * grad for grad in grads])
+    expected = moved(rule, main, *(0.5 * grad for grad in grads))
     out, remainder = torch.empty(8, 12, dtype=torch.bfloat16), torch.empty(8, 12, dtype=torch.int16)
     split_(out, remainder, main)
     halves = replace(work_of(rule, main), main=None, out=out, remainder=remainder)
@@ -124,7 +100,7 @@ def test_mains_of_every_kind_are_updated_equally_and_gradients_only_read(rule: A
     assert torch.equal(with_copy.out, with_copy.main.bfloat16())
     assert all(map(torch.equal, grads, before))
     narrow = main.bfloat16()
-    assert torch.equal(moved(rule, narrow, grads[:1]), moved(rule, narrow.float(), grads[:1]).bfloat16())
+    assert torch.equal(moved(rule, narrow, grads[0]), moved(rule, narrow.float(), grads[0]).bfloat16())
 
 
 @on_rules
@@ -159,7 +135,7 @@ def test_zero_gradients_only_decay_and_leave_finite_states(rule: Any) -> None:
 @pytest.mark.parametrize("shape", [(0, 8), (8, 0)], ids=str)
 def test_empty_matrices_and_no_works_are_nothing_to_do(rule: Any, shape: tuple[int, ...]) -> None:
     if not rule.name.startswith("soap"):
-        moved(rule, torch.zeros(shape), [torch.zeros(shape)])
+        moved(rule, torch.zeros(shape), torch.zeros(shape))
     rule.update_([])
     rule.update_([Batch(HYPER, [])])
 
@@ -167,6 +143,7 @@ def test_empty_matrices_and_no_works_are_nothing_to_do(rule: Any, shape: tuple[i
 @on_rules
 def test_states_are_declared_as_they_are(rule: Any) -> None:
     assert rule.needs is Needs.MATRICES
+    assert isinstance(rule, MatrixRule)
     state = init_state(rule, tensor(8, 12), NOT_SPLIT)  # refuses other shapes and dtypes
     assert {spec.name for spec in rule.state_specs if not spec.optional} <= state.keys()
     assert state.keys() <= {spec.name for spec in rule.state_specs}
@@ -186,3 +163,46 @@ WRONG_SHAPES = [
 def test_what_is_no_matrix_is_refused(rule: Any, shape: tuple[int, ...], spec: MatrixSpec, message: str) -> None:
     with pytest.raises(MatrixError, match=message):
         rule.update_([Batch(HYPER, [Work(grad=torch.zeros(shape), main=torch.zeros(shape), state={}, matrix=spec)])])
+
+
+# --- phases: parts are prepared and applied where they lie, and whole matrices transformed elsewhere ------------------
+
+MUON = MuonRule(fp32_matmul_prec=MatmulPrecision.HIGHEST, scale_mode=ScaleMode.UNIT_RMS_NORM, nesterov=True)
+IN_PHASES: dict[str, MatrixRule] = {
+    "muon": MUON,
+    "adamuon": AdaptiveMuonRule(muon=MUON),
+    "normuon": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON),
+    "normuon of columns": AdaptiveMuonRule(muon=MUON, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
+    "namo": AdaptiveMuonRule(second_moment=SecondMoment.NAMO, muon=MUON),
+    **{name: RULES[name] for name in ("soap", "soap, megatron", "soap_muon")},
+}
+SPLIT = MatrixSpec(split_rows=(4, 1, 1))
+CUTS = {"rows": [(0, 5), (5, 11), (11, 24)], "one": [(0, 24)], "none and all": [(0, 0), (0, 24)]}  # through groups of 6
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("rule", IN_PHASES.values(), ids=IN_PHASES)
+def test_parts_move_as_the_whole_does(rule: MatrixRule, cuts: list[tuple[int, int]]) -> None:
+    """To the bit, however rows are cut: also those of q, k and v, which have scales of their own."""
+    main, state = tensor(24, 24), init_state(rule, tensor(24, 24), SPLIT)
+    whole = {spec.name for spec in rule.state_specs if spec.whole}
+    of_whole = {name: value.clone() for name, value in state.items() if name in whole}
+    parts = []
+    for first, stop in cuts:
+        rows = main[first:stop].clone()
+        kept = {name: value for name, value in rule.init_state(rows).items() if name not in whole}
+        spec = replace(SPLIT, part=MatrixPart("w", (24, 24), first))
+        parts.append((first, stop, Work(grad=rows, main=rows, state=kept, matrix=spec)))
+    for step in range(1, 4):
+        grad, hyper = tensor(24, 24, seed=step), replace(HYPER, step=step)
+        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, matrix=SPLIT)])])
+        inputs, squares = [grad[first:stop].clone() for first, stop, _ in parts], torch.zeros((), dtype=torch.float64)
+        for rows, (_, _, work) in zip(inputs, parts):
+            squares += squares_in_float64(rows)
+            rule.prepare_(Task(hyper, replace(work, grad=rows)), rows, None)
+        of_grad = {GRAD_SQUARES: squares} if sums_gradients(rule) else {}
+        gathered = Work(grad=torch.cat(inputs), main=None, state=of_whole | of_grad, matrix=SPLIT)
+        (update,) = rule.transform_([Task(hyper, gathered)], gathered.grad.unsqueeze(0), None)
+        for first, stop, work in parts:
+            rule.apply_(Task(hyper, work), update[first:stop].clone(), None)
+    assert torch.equal(torch.cat([work.main for _, _, work in parts if work.main is not None]), main)

@@ -1,41 +1,32 @@
-"""Muon: against the SVD and a float64 reference, for every way its parameters, gradients and options come."""
+"""Muon against the SVD and a float64 reference, for every way its parameters, gradients and options come; and
+AdaMuon, NorMuon and NAMO against their formulas."""
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
+from elementwise_works import on
+from matrix_works import HYPER, moved, tensor
 from torch import Tensor
 
+from opt_kernels import MatrixError
+from opt_kernels.hooks import ClipUpdateRms, hooked
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode
 from opt_kernels.matrices.orthogonalization import Orthogonalization
-from opt_kernels.rules import MuonRule
-from opt_kernels.works import Batch, Hyper, MatrixSpec, Work
+from opt_kernels.matrices.orthogonalization import reference_newton_schulz as newton_schulz
+from opt_kernels.rules import AdaptiveMuonRule, Lines, MuonRule, SecondMoment
+from opt_kernels.works import Batch, Hyper, MatrixPart, MatrixSpec, Work
 
-HYPER = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9)
 # Ten steps that leave singular values from 0.999 to 1.001: the polar factor, but for matrices with tiny ones.
 POLAR = MuonRule(coefficient_type=CoefficientType.DEEPSEEKV4, num_ns_steps=10, fp32_matmul_prec=MatmulPrecision.HIGHEST)
-EXACT = replace(POLAR, backend="reference")
-
-
-def tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+POLAR_EXACT = replace(POLAR, backend="reference")
 
 
 def polar(x: Tensor) -> Tensor:
     """The oracle: the nearest matrix with orthonormal rows or columns, in float64."""
     u, _, v = torch.linalg.svd(x.double(), full_matrices=False)
     return torch.matmul(u, v)
-
-
-def moved(rule: MuonRule, main: Tensor, *grads: Tensor, hyper: Hyper = HYPER, **work: Any) -> Tensor:
-    """`main` after a step for each of `grads`."""
-    main, state = main.clone(), rule.init_state(main)
-    for grad in grads:
-        rule.update_([Batch(hyper, [Work(grad=grad, main=main, state=state, **work)])])
-    return main
 
 
 SHAPES = [(1, 1), (1, 63), (63, 1), (16, 16), (33, 65), (64, 256), (256, 64), (3, 24, 40)]
@@ -104,7 +95,7 @@ def test_fast_and_reference_backends_agree(
 @pytest.mark.parametrize("mode", ScaleMode)
 def test_fused_rows_are_orthogonalised_and_scaled_one_by_one(shape: tuple[int, int], mode: ScaleMode) -> None:
     # Groups of 4 rows of q, 1 of k, 1 of v.
-    grad, rule = tensor(*shape), replace(EXACT, scale_mode=mode)
+    grad, rule = tensor(*shape), replace(POLAR_EXACT, scale_mode=mode)
     got = moved(rule, torch.zeros(shape), grad, matrix=MatrixSpec(split_rows=(4, 1, 1)))
     grouped = grad.view(-1, 6, shape[1])
     parts = [grouped[:, a:b].reshape(-1, shape[1]) for a, b in pairwise((0, 4, 5, 6))]
@@ -118,17 +109,17 @@ def test_fused_rows_are_orthogonalised_and_scaled_one_by_one(shape: tuple[int, i
 def test_gradients_are_read_as_they_are_and_never_written(dtype: torch.dtype, scale: float | Tensor) -> None:
     grad = tensor(24, 40, dtype=dtype)
     before, main = grad.clone(), torch.zeros(24, 40)
-    state = EXACT.init_state(main)
-    EXACT.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=scale)
+    state = POLAR_EXACT.init_state(main)
+    POLAR_EXACT.update_([Batch(HYPER, [Work(grad=grad, main=main, state=state)])], grad_scale=scale)
     assert torch.equal(grad, before)
     torch.testing.assert_close(state["momentum_buffer"], 0.1 * float(scale) * grad.float())
-    torch.testing.assert_close(main, moved(EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(main, moved(POLAR_EXACT, torch.zeros(24, 40), grad.float()), rtol=0, atol=1e-5)
 
 
 def test_coupled_weight_decay_goes_into_the_momentum() -> None:
     main, grad = tensor(24, 40), tensor(24, 40, seed=1)
-    got = moved(replace(EXACT, weight_decay_method=Decay.L2), main, grad)
-    expected = moved(EXACT, main, grad + 0.3 * main, hyper=replace(HYPER, weight_decay=0.0))
+    got = moved(replace(POLAR_EXACT, weight_decay_method=Decay.L2), main, grad)
+    expected = moved(POLAR_EXACT, main, grad + 0.3 * main, hyper=replace(HYPER, weight_decay=0.0))
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
@@ -178,21 +169,6 @@ def test_equal_heads_are_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shapes == [(1, 16, 40), (2, 4, 40), (6, 4, 40)]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    # The direction moves by as much as its momentum: half a unit of each format, 2^-9, 2^-4 with a shared scale, 1/127.
-    [(torch.bfloat16, 0.02), (torch.float8_e4m3fn, 0.2), (torch.int8, 0.1)],
-    ids=str,
-)
-def test_momentum_may_be_kept_in_fewer_bits(dtype: torch.dtype, tolerance: float) -> None:
-    narrow = replace(EXACT, momentum_buffer_dtype=dtype)
-    main, grads = torch.zeros(24, 40), [tensor(24, 40, seed=seed) for seed in (1, 2, 3)]
-    assert narrow.init_state(main)["momentum_buffer"].dtype is dtype
-    expected = moved(EXACT, main, *grads)
-    got = moved(narrow, main, *grads)
-    assert 0 < float((got - expected).norm() / expected.norm()) < tolerance
-
-
 @pytest.mark.parametrize(("device", "dtype"), [("cuda", torch.float16), ("cpu", torch.bfloat16)])
 def test_16_bit_products_have_the_dtype_that_suits_the_device(device: str, dtype: torch.dtype) -> None:
     inputs = MuonRule().orthogonalization.inputs(
@@ -207,3 +183,96 @@ def test_momentum_with_scales_follows_the_memory_order_of_its_parameter(dtype: t
     main, grads = tensor(6, 10), [tensor(6, 10, seed=seed) for seed in (1, 2, 3)]
     transposed = moved(rule, main.t().contiguous().t(), *grads)
     torch.testing.assert_close(transposed, moved(rule, main, *grads), rtol=0, atol=0)  # one block has one scale
+
+
+# --- AdaMuon, NorMuon and NAMO, scaled once --------------------------------------------------------------------------
+
+ADAPTIVE = Hyper(lr=0.1, weight_decay=0.3, momentum=0.9, betas=(0.0, 0.95), eps=1e-8)
+EXACT = MuonRule(backend="reference")
+OF_ADAPTIVE = [(1, 7), (24, 24), (40, 24), (24, 40)]
+NAMO = SecondMoment.NAMO
+
+
+def orthogonalised(x: Tensor) -> Tensor:
+    """By the reference, in float64, along the shorter side."""
+    wide = x.shape[0] <= x.shape[1]
+    done = newton_schulz((x if wide else x.mT)[None], segments=(EXACT.orthogonalization.schedule,))[0]
+    return done if wide else done.mT
+
+
+def by_formula(
+    method: SecondMoment,
+    main: Tensor,
+    *grads: Tensor,
+    extra: float = 1.0,
+    lines: Lines = Lines.ROWS,
+    nesterov: bool = False,
+) -> Tensor:
+    """The docstring of the rule, line by line."""
+    p, m = main.double(), torch.zeros_like(main, dtype=torch.float64)
+    v: Tensor | float = 0.0
+    for grad in grads:
+        m = m + 0.1 * (grad.double() - m)
+        u = grad.double() + 0.9 * (m - grad.double()) if nesterov else m
+        o = orthogonalised(u.sign() if method is SecondMoment.ADAMUON_PAPER else u)
+        if method is NAMO:
+            v = v + 0.05 * (float(grad.double().square().sum()) - v)
+            u = float(u.norm()) / (v**0.5 + 1e-8) * o
+        elif method is not SecondMoment.NORMUON:
+            v = v + 0.05 * (o**2 - v)
+            u = o / (v.sqrt() + 1e-8)
+            if method is SecondMoment.ADAMUON_PAPER:
+                u = u * min(main.shape) ** 0.5 / u.norm()
+        else:
+            of_rows = lines is Lines.ROWS or (lines is Lines.LONGER and main.shape[0] >= main.shape[1])
+            v = v + 0.05 * ((o**2).mean(1 if of_rows else 0, keepdim=True) - v)
+            u = o / v.clamp_min(1e-8).sqrt()
+            u = u * o.norm() / u.norm()
+        p = p - 0.1 * 0.3 * p - 0.1 * extra * max(main.shape) ** 0.5 * u
+    return p
+
+
+@on("reference", "torch", "triton")
+@pytest.mark.parametrize("method", SecondMoment)
+@pytest.mark.parametrize("shape", OF_ADAPTIVE, ids=str)
+@pytest.mark.parametrize(("extra", "nesterov"), [(1.0, False), (0.2, True)])
+def test_steps_follow_the_formula(
+    method: SecondMoment, shape: tuple[int, int], extra: float, nesterov: bool, backend: str
+) -> None:
+    if backend != "reference" and (method is not NAMO or torch.cuda.is_available()):
+        pytest.skip("a triangle of other rules is in test_triton_muon")
+    precision = MatmulPrecision.HIGHEST
+    muon = MuonRule(extra_scale_factor=extra, nesterov=nesterov, backend=backend, fp32_matmul_prec=precision)
+    rule = AdaptiveMuonRule(muon=muon, second_moment=method)
+    main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
+    expected = by_formula(method, main, *grads, extra=extra, nesterov=nesterov)
+    # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
+    torch.testing.assert_close(moved(rule, main, *grads, hyper=ADAPTIVE).double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("lines", Lines)
+@pytest.mark.parametrize("shape", OF_ADAPTIVE, ids=str)
+def test_normuon_may_keep_rows_columns_or_the_longer_side(lines: Lines, shape: tuple[int, int]) -> None:
+    rule = AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=lines)
+    main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
+    expected = by_formula(SecondMoment.NORMUON, main, *grads, lines=lines)
+    torch.testing.assert_close(moved(rule, main, *grads, hyper=ADAPTIVE).double(), expected, rtol=1e-5, atol=1e-4)
+    (name,) = rule.init_state(main).keys() - {"momentum_buffer"}
+    specs = {spec.name: spec for spec in rule.state_specs}
+    assert name in specs
+    assert specs[name].optional is (lines is Lines.LONGER)
+    numel = {Lines.ROWS: shape[0], Lines.COLS: shape[1], Lines.LONGER: max(shape)}[lines]
+    assert rule.init_state(main)[name].shape == (numel,)
+
+
+def test_an_unequal_part_of_a_matrix_is_refused_by_namo() -> None:
+    rule, main = AdaptiveMuonRule(second_moment=NAMO), tensor(5, 8)
+    matrix = MatrixSpec(part=MatrixPart("w", (8, 8), 0))
+    work = Work(grad=main.clone(), main=main, state=rule.init_state(main), matrix=matrix)
+    with pytest.raises(MatrixError, match=r"NAMO with an unequal part of a matrix \(8, 8\)"):
+        rule.update_([Batch(ADAPTIVE, [work])])
+
+
+def test_hooks_run_on_the_backend_of_muon() -> None:
+    """Symptom: weights were moved by the backend of the device, whichever the optimizer was built with."""
+    assert hooked(AdaptiveMuonRule(muon=EXACT), (ClipUpdateRms(),)).backend == "reference"  # type: ignore[attr-defined]

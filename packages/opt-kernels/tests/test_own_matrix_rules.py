@@ -99,7 +99,6 @@ def test_a_drop_in_takes_the_steps_of_its_equation() -> None:
             param.data.mul_(1 - 0.1 * 0.1).sub_(0.1 * state["left"] @ state["right"].mT)
     for param, want in zip(trained.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(param, want)
-    for param, want in zip(trained.parameters(), plain.parameters()):
         for name, value in states.get(want, {}).items():
             torch.testing.assert_close(optimizer.state[param][name], value)
 
@@ -141,9 +140,6 @@ def test_options_that_are_not_allowed_are_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         LowRankOptimizer(model(), **options)
-
-
-def test_what_is_no_rule_and_unknown_defaults_are_refused() -> None:
     with pytest.raises(TypeError, match="pass a Formula, or a class of matrix rules"):
         drop_in(LowRank())  # type: ignore[call-overload]
     with pytest.raises(NumberError, match="ranks=2: rule 'LowRank' has no such option"):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from matrix_works import grads_of, moved, tensor
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opt_kernels.precision import MatmulPrecision, fp32_products, tf32_products
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, Rule, SOAPRule
-from opt_kernels.works import Batch, Hyper, Work
 
 HAS_NEWER = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 needs_newer = pytest.mark.skipif(not HAS_NEWER, reason="torch 2.9 brought this API")
@@ -43,23 +43,15 @@ def as_torch_begins() -> Iterator[None]:
             switch.fp32_precision = "none"
 
 
-def set_legacy_high() -> None:
-    torch.set_float32_matmul_precision("high")
-
-
-def set_newer_matmul() -> None:
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
-def set_newer_everything() -> None:
-    torch.backends.fp32_precision = "tf32"
+def set_newer(switch: Any) -> None:
+    switch.fp32_precision = "tf32"
 
 
 USERS = [
     pytest.param(lambda: None, id="nothing"),
-    pytest.param(set_legacy_high, id="legacy"),
-    pytest.param(set_newer_matmul, id="newer-matmul", marks=needs_newer),
-    pytest.param(set_newer_everything, id="newer-everything", marks=needs_newer),
+    pytest.param(lambda: torch.set_float32_matmul_precision("high"), id="legacy"),
+    pytest.param(lambda: set_newer(torch.backends.cuda.matmul), id="newer-matmul", marks=needs_newer),
+    pytest.param(lambda: set_newer(torch.backends), id="newer-everything", marks=needs_newer),
 ]
 
 
@@ -87,16 +79,6 @@ def rounded(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def stepped(rule: Rule, shape: tuple[int, int], steps: int) -> Work:
-    generator = torch.Generator().manual_seed(0)
-    main = torch.randn(shape, generator=generator)
-    work = Work(grad=torch.empty(shape), main=main, state=rule.init_state(main))
-    for step in range(1, steps + 1):
-        work.grad.copy_(torch.randn(shape, generator=generator))
-        rule.update_([Batch(Hyper(lr=1e-2, step=step), [work])])
-    return work
-
-
 RULES = {
     "muon": (MuonRule(backend="torch"), []),
     "muon-high": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
@@ -116,7 +98,7 @@ def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_set
     user()
     before = settings()
     with AsOnAGpu() as gpu:
-        stepped(rule, (24, 16), 2)
+        moved(rule, tensor(24, 16), *grads_of(24, 16, steps=2))
     assert sorted(set(gpu.in_tf32)) == in_tf32
     assert settings() == before
 
@@ -153,17 +135,12 @@ def test_threads_that_want_another_precision_wait_and_the_users_setting_survives
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_an_error_within_leaves_the_users_setting() -> None:
+def test_an_error_within_leaves_the_users_setting_and_a_nested_block_of_another_precision_is_refused() -> None:
+    # It waited for its own thread to leave, forever.
+    before, highest = settings(), MatmulPrecision.HIGHEST
     with pytest.raises(ZeroDivisionError), fp32_products(MatmulPrecision.HIGH):
         raise ZeroDivisionError
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_a_nested_block_of_another_precision_is_refused() -> None:
-    # It waited for its own thread to leave, forever.
-    before = settings()
     words = "products of precision 'high' inside a block of precision 'highest'"
-    highest = MatmulPrecision.HIGHEST
     with fp32_products(highest), fp32_products(highest), pytest.raises(ValueError, match=words):
         fp32_products(MatmulPrecision.HIGH).__enter__()
     with fp32_products(MatmulPrecision.HIGH):

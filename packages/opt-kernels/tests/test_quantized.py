@@ -3,7 +3,7 @@
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -161,18 +161,11 @@ def test_a_module_is_copied_saved_and_loaded(recipe: str) -> None:
     other.load_state_dict(saved)
     # Values are codes times a scale, and the scale of these is found again from the largest of them.
     torch.testing.assert_close(other[0].weight.values(), model[0].weight.values(), rtol=2.0**-22, atol=0.0)
-
-
-def test_operations_that_write_it_quantise_again() -> None:
-    values = normal(64, 64)
-    made = nn.Parameter(QuantizedTensor.of(values, "blockwise"))
-    with torch.no_grad():
-        made.mul_(2.0).add_(1.0)
-    want = QuantizedTensor.of(2 * QuantizedTensor.of(values, "blockwise").values(), "blockwise").values() + 1.0
-    assert torch.equal(made.values(), QuantizedTensor.of(want, "blockwise").values())
-    made.data = torch.ones(64, 64)
-    assert torch.equal(made.values(), torch.ones(64, 64))
-    assert made.initial() is None
+    again = pickle.loads(pickle.dumps(model))[0].weight
+    assert type(again) is nn.Parameter
+    assert again.requires_grad
+    assert again.mark == 7
+    assert torch.equal(again, model[0].weight.values())
 
 
 def weight_of(values: Tensor) -> nn.Parameter:
@@ -183,58 +176,54 @@ def set_elements(weight: Tensor) -> None:
     weight[1, 2] = 96.0
 
 
+def assign(weight: Tensor) -> None:
+    weight.data = torch.full((64, 64), 3.0)
+
+
+def descend(weight: Tensor, **options: bool) -> None:
+    weight.grad = normal(64, 64, seed=2)
+    torch.optim.SGD([weight], lr=0.5, **options).step()
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
+    "in place": lambda weight: weight.mul_(2.0),
+    "data": assign,
     "a list": lambda weight: torch._foreach_mul_([torch.ones(2), weight], 2.0),
     "a copied list": lambda weight: torch._foreach_copy_([weight], [torch.full((64, 64), 3.0)]),
     "out": lambda weight: torch.mul(torch.ones(64, 64), 2.0, out=weight),
     "an element": set_elements,
     "an element of data": lambda weight: set_elements(weight.data),
     "init": lambda weight: nn.init.constant_(weight, 5.0),
+    "an optimizer": descend,
+    "an optimizer over lists": lambda weight: descend(weight, foreach=True),
+    "a fused optimizer": lambda weight: descend(weight, fused=True),
 }
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_tensors_written_in_lists_by_name_or_by_element_are_quantised(write: Callable[[Tensor], object]) -> None:
+def test_every_way_of_writing_quantises_again(write: Callable[[Tensor], object]) -> None:
     weight, wide = weight_of(normal(64, 64)), nn.Parameter(weight_of(normal(64, 64)).values())
     with torch.no_grad():
         write(weight)
         write(wide)
     assert torch.equal(weight.values(), QuantizedTensor.of(wide.detach(), "blockwise").values())
     assert not torch.equal(weight.values(), weight_of(normal(64, 64)).values())
+    assert weight.initial() is None
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
-def test_optimizers_of_torch_move_it_however_they_loop(options: dict[str, bool]) -> None:
-    weight, wide = weight_of(normal(64, 64)), nn.Parameter(weight_of(normal(64, 64)).values())
-    for param in (weight, wide):
-        param.grad = normal(64, 64, seed=2)
-        torch.optim.SGD([param], lr=0.5, **options).step()
-    torch.testing.assert_close(weight.values(), QuantizedTensor.of(wide.detach(), "blockwise").values())
+COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
+    "sum": lambda weight: dist.all_reduce(weight),
+    "copy": lambda weight: dist.broadcast(weight, 0),
+    "a view": lambda weight: dist.broadcast(weight.view(-1), 0),
+}
 
 
-def test_a_pickled_parameter_is_still_one() -> None:
-    model, _ = model_of("blockwise")
-    model[0].weight.mark = 7
-    again = pickle.loads(pickle.dumps(model))[0].weight
-    assert type(again) is nn.Parameter
-    assert again.requires_grad
-    assert again.mark == 7
-    assert torch.equal(again, model[0].weight.values())
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.mark.parametrize("collective", [dist.all_reduce, lambda weight: dist.broadcast(weight, 0)], ids=["sum", "copy"])
-def test_a_collective_that_would_write_a_copy_is_refused(collective: Callable[[Tensor], object], group: None) -> None:
-    with pytest.raises(QuantizationError, match="would work on a dequantised copy"):
+@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
+def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_refused(
+    collective: Callable[[Tensor], object],
+) -> None:
+    with world_of_one(), pytest.raises(QuantizationError, match="would work on a dequantised copy"):
         collective(weight_of(normal(64, 64)).data)
-
-
-def test_sharing_between_processes_is_refused() -> None:
     with pytest.raises(QuantizationError, match="cannot be shared between processes"):
         model_of("blockwise")[0].share_memory()
 

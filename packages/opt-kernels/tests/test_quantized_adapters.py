@@ -79,6 +79,12 @@ def test_current_scaling_of_transformer_engine() -> None:
     assert torch.equal(param._data.view(-1), want.codes)
     assert torch.equal(param._scale_inv, want.scales)
     assert quantized(param) is found  # it keeps scales, so there is one
+    cleared: list[int] = []
+    found.tensor.get_high_precision_init_val = lambda: VALUES
+    found.tensor.clear_high_precision_init_val = lambda: cleared.append(1)
+    assert found.initial() is VALUES
+    found.forget_initial()
+    assert cleared
     memory = torch.zeros(VALUES.numel(), dtype=torch.uint8)
     found.move_(memory, None)
     assert param._data.data_ptr() == memory.data_ptr()
@@ -149,16 +155,6 @@ def test_tensors_of_torchao(name: str) -> None:
     torch.testing.assert_close(found.values(), want.values(), rtol=2.0**-7, atol=0)
 
 
-def test_high_precision_values_are_taken_and_cleared() -> None:
-    param = nn.Parameter(te_float8("Float8CurrentScalingQuantizer"))
-    found, cleared = quantized(param), []
-    found.tensor.get_high_precision_init_val = lambda: VALUES
-    found.tensor.clear_high_precision_init_val = lambda: cleared.append(1)
-    assert found.initial() is VALUES
-    found.forget_initial()
-    assert cleared
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -174,8 +170,5 @@ def test_high_precision_values_are_taken_and_cleared() -> None:
 def test_what_no_recipe_describes_is_refused(make: Any, message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         quantized(make())
-
-
-def test_tensors_of_other_libraries_are_not_fp8() -> None:
     assert not is_quantized(library("elsewhere", "Float8Tensor", lambda t: t)(SHAPE))
     assert not is_quantized(torch.ones(2))

@@ -1,41 +1,33 @@
-"""SOAP: against its formulas in float64, with bases from eigh and QR."""
+"""SOAP and SOAP-Muon against their formulas in float64, with bases from eigh and QR."""
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matrix_works import HYPER, grads_of, stepped, tensor
 from torch import Tensor
 
 from opt_kernels import MatrixError
-from opt_kernels.rules import Order, SOAPRule
+from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
+from opt_kernels.matrices.orthogonalization import Coefficients, scale_factor
+from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
 from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work
 
-HYPER = Hyper(lr=0.1, weight_decay=0.3, betas=(0.9, 0.95), eps=1e-8)
 PLAIN, KL = SOAPRule(use_kl_shampoo=False), SOAPRule()
 MEGATRON = SOAPRule(order=Order.MEGATRON)
 SHAPES = [(1, 5), (6, 6), (12, 7), (7, 12)]
 
 
-def tensor(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def grads_of(num_steps: int, *shape: int) -> list[Tensor]:
-    """Gradients with a part that stays, as in training: their factors have eigenvalues that are apart."""
-    signal = tensor(*shape) * torch.logspace(0.5, -0.5, shape[1])
-    return [signal + 0.3 * tensor(*shape, seed=seed) for seed in range(1, num_steps + 1)]
-
-
-def stepped(rule: SOAPRule, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
-    for step, grad in enumerate(grads, start=first):
-        rule.update_([Batch(replace(HYPER, step=step), [Work(grad=grad, main=main, state=state)])])
-
-
 def signed_qr(columns: Tensor) -> Tensor:
     q, r = torch.linalg.qr(columns)
     return torch.mul(q, r.diagonal().sign())
+
+
+def step(rule: Any, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
+    stepped(rule, grads, Work(grad=main, main=main, state=state), first=first)
 
 
 class ByFormula:
@@ -150,27 +142,13 @@ def test_steps_follow_the_formula(kind: str, shape: tuple[int, int]) -> None:
     for name, value in formula.states().items():
         if name in state:
             state[name].copy_(value)
-    for step, grad in enumerate(grads_of(9, *shape), start=2):
-        stepped(rule, main, state, [grad], first=step)
+    for step, grad in enumerate(grads_of(*shape, steps=9), start=2):
+        step(rule, main, state, [grad], first=step)
         formula.step(grad, step)
     torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-7)
     assert ("L" in state, "R" in state) == (formula.has_left, formula.has_right)
     for name in state:
         torch.testing.assert_close(state[name], formula.states()[name], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("rule", [MEGATRON, replace(MEGATRON, use_kl_shampoo=False)], ids=["kl", "plain"])
-def test_the_order_of_megatron_has_its_numbers_from_the_first_step(rule: SOAPRule) -> None:
-    # Square and in float64, where what is off the diagonal of the first gradient in its own bases is far below eps:
-    # a longer side's null space, or float32, would make the first steps rounding noise in Megatron-Core as well.
-    main = tensor(6, 6, seed=99).double()
-    formula, state = ByFormula(rule, main), {n: v.double() for n, v in rule.init_state(main).items()}
-    before = main.clone()
-    for step, grad in enumerate(grads_of(12, 6, 6), start=1):
-        stepped(rule, main, state, [grad], first=step)
-        formula.step(grad, step)
-        assert step > 1 or not torch.equal(main, before)
-        torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("recorded", range(2), ids=["plain", "kl"])
@@ -189,7 +167,7 @@ def moved_by_scaled(rule: SOAPRule, shape: tuple[int, int], scale: float, eps: f
     """The weights after 20 steps from zero, with gradients times `scale`."""
     main = torch.zeros(shape)
     state = rule.init_state(main)
-    for step, grad in enumerate(grads_of(20, *shape), start=1):
+    for step, grad in enumerate(grads_of(*shape, steps=20), start=1):
         work = Work(grad=grad * scale, main=main, state=state)
         rule.update_([Batch(replace(HYPER, step=step, eps=eps), [work])])
     return main
@@ -218,12 +196,12 @@ def test_kl_takes_steps_of_adams_size_whatever_the_scale(shape: tuple[int, int],
 @pytest.mark.parametrize("scale", [1e19, float("inf"), float("nan")])
 def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale: float) -> None:
     # LAPACK's "failed to converge" came out of the step, with moments half updated.
-    main, (grad, *_) = tensor(8, 12), grads_of(1, 8, 12)
+    main, (grad, *_) = tensor(8, 12), grads_of(8, 12, steps=1)
     state = KL.init_state(main)
-    stepped(KL, main, state, grads_of(2, 8, 12))
+    step(KL, main, state, grads_of(8, 12, steps=2))
     before = [t.clone() for t in (main, *state.values())]
     with pytest.raises(MatrixError, match="a factor of SOAP overflowed, or a gradient is not finite"):
-        stepped(KL, main, state, [grad * scale], first=3)
+        step(KL, main, state, [grad * scale], first=3)
     assert all(torch.equal(a, b) for a, b in zip((main, *state.values()), before))
 
 
@@ -240,7 +218,7 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     # A step in the basis of its own gradient is rounding noise made as large as lr, and ruins the second moments.
     grad, main = tensor(7, 12).double(), torch.ones(7, 12, dtype=torch.float64)
     state = PLAIN.init_state(main)
-    stepped(PLAIN, main, state, [grad])
+    step(PLAIN, main, state, [grad])
     assert torch.equal(main, torch.ones_like(main))
     assert not state["exp_avg"].any()
     assert not state["exp_avg_sq"].any()
@@ -252,22 +230,9 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     torch.testing.assert_close(turned.norm(), values.norm(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", [PLAIN, KL], ids=["plain", "kl"])
-@pytest.mark.parametrize("shape", [(32, 48), (96, 24)], ids=str)
-def test_no_step_is_much_larger_than_adams(rule: SOAPRule, shape: tuple[int, int]) -> None:
-    # In the other order the second step was 5000 times lr large on a tall matrix of noise.
-    main = torch.zeros(shape)
-    state = rule.init_state(main)
-    for step in range(1, 13):
-        before, grad = main.clone(), tensor(*shape, seed=step) * torch.logspace(0, -3, shape[1])
-        stepped(rule, main, state, [grad], first=step)
-        root_mean_square = float((main - before * (1 - 0.1 * 0.3)).square().mean().sqrt()) / 0.1
-        assert root_mean_square < 4.0
-
-
 def test_bases_stay_orthonormal_and_sorted_through_many_steps() -> None:
     main, state = tensor(24, 10), KL.init_state(tensor(24, 10))
-    stepped(KL, main, state, grads_of(60, 24, 10))
+    step(KL, main, state, grads_of(24, 10, steps=60))
     for side, n in (("L", 24), ("R", 10)):
         q = state[f"Q_{side}"].double()
         torch.testing.assert_close(q.mT @ q, torch.eye(n).double(), rtol=0, atol=1e-5)
@@ -275,3 +240,108 @@ def test_bases_stay_orthonormal_and_sorted_through_many_steps() -> None:
         torch.testing.assert_close(state[f"eigvals_{side}"].double(), diagonal.diagonal(), rtol=1e-3, atol=1e-6)
         # After 60 steps of following, what is off the diagonal is small beside it.
         assert float((diagonal - diagonal.diagonal().diag()).norm()) < 0.05 * float(diagonal.norm())
+
+
+# --- SOAP-Muon: bases from eigh and QR and an iteration by SVD -------------------------------------------------------
+
+OF_MUON = Hyper(lr=0.1, weight_decay=0.3, momentum=0.8, eps=1e-8)
+NS_STEPS, (A, B, C) = 4, (2.0, -1.5, 0.5)
+SOAP_MUON = SOAPMuonRule(
+    num_ns_steps=NS_STEPS,
+    coefficient_type=CoefficientType.CUSTOM,
+    custom_coefficients=(Coefficients(A, B, C),),
+    fp32_matmul_prec=MatmulPrecision.HIGHEST,
+    extra_scale_factor=0.5,
+)
+
+
+def noise(num_steps: int, *shape: int) -> list[Tensor]:
+    return [tensor(*shape, seed=seed) for seed in range(num_steps)]
+
+
+def steps_of(rule: SOAPMuonRule, grads: list[Tensor], **hyper: float) -> list[Tensor]:
+    """By how much each step moves weights that begin at one."""
+    main = torch.ones_like(grads[0])
+    state, moves = {name: value.to(main.dtype) for name, value in rule.init_state(main).items()}, []
+    for step, grad in enumerate(grads, start=1):
+        before = main.clone()
+        rule.update_([Batch(replace(OF_MUON, step=step, **hyper), [Work(grad=grad, main=main, state=state)])])
+        moves.append(main - before)
+    return moves
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    left, values, right = torch.linalg.svd(x, full_matrices=False)
+    values = values / values.norm()
+    for _ in range(NS_STEPS):
+        values = A * values + B * values**3 + C * values**5
+    return left @ values.diag() @ right
+
+
+def followed(factor: Tensor, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The next basis of `factor` and V, whose rows are in its order."""
+    order = (q.mT @ factor @ q).diagonal().argsort(descending=True)
+    return torch.linalg.qr(factor @ q[:, order]).Q, v[order]
+
+
+def by_equations(grads: list[Tensor], first: dict[str, Tensor], *, mode: ScaleMode, b: float = 0.9) -> list[Tensor]:
+    """Minus lr s e O of each step, in the letters of N. Vyas's note. `first`: the rule's bases after the first step, of
+    whose null space rounding chooses the vectors."""
+    rows, cols = grads[0].shape
+    scale, mu, eps = 0.5 * scale_factor(mode, rows=rows, cols=cols), 0.8, 1e-8
+    m, v = torch.zeros_like(grads[0]), torch.zeros_like(grads[0])
+    left, right = torch.zeros(rows, rows).double(), torch.zeros(cols, cols).double()
+    q_l = q_r = None
+    moves = []
+    for g in grads:
+        m = mu * m + (1 - mu) * g
+        u = (1 - mu) * g + mu * m
+        if q_l is not None and q_r is not None:
+            p = q_l.mT @ u @ q_r
+            v = b * v + (1 - b) * p * p
+            found = q_l @ (p / v.clamp_min(eps**2).sqrt()) @ q_r.mT
+            four = [torch.linalg.matrix_norm(x @ x.mT).sqrt() for x in (u, found)]  # Schatten-4 norms
+            u = found * four[0] / four[1]
+        moves.append(-0.1 * scale * newton_schulz(u))
+        left, right = b * left + (1 - b) * g @ g.mT, b * right + (1 - b) * g.mT @ g
+        if q_l is None or q_r is None:
+            q_l, q_r = first["Q_L"], first["Q_R"]
+            for q, factor in ((q_l, left), (q_r, right)):  # they are eigenvectors, in descending order
+                values = torch.linalg.eigvalsh(factor).flip(0)
+                torch.testing.assert_close(q.mT @ factor @ q, values.diag(), rtol=0, atol=1e-6)
+            continue
+        q_l, v = followed(left, q_l, v)
+        q_r, v_t = followed(right, q_r, v.mT)
+        v = v_t.mT
+    return moves
+
+
+@pytest.mark.parametrize("mode", ScaleMode)
+@pytest.mark.parametrize("shape", [(6, 6), (7, 5), (5, 7)], ids=str)
+def test_steps_of_soap_muon_follow_its_equations(shape: tuple[int, int], mode: ScaleMode) -> None:
+    # It orthogonalised Adam's update of the gradient in the basis, which is another rule than the one of this name.
+    grads = [grad.double() for grad in noise(8, *shape)]
+    rule = replace(SOAP_MUON, scale_mode=mode)
+    moves = steps_of(rule, grads, weight_decay=0.0)
+    first = {name: value.double() for name, value in rule.init_state(grads[0]).items()}
+    work = Work(grad=grads[0], main=torch.ones_like(grads[0]), state=first)
+    rule.update_([Batch(OF_MUON, [work])])
+    for move, expected in zip(moves, by_equations(grads, first, mode=mode), strict=True):
+        torch.testing.assert_close(move, expected, rtol=0, atol=1e-6)
+
+
+def test_the_first_step_is_muons_and_decay_is_decoupled() -> None:
+    grads = noise(3, 5, 7)
+    moves, without = steps_of(SOAP_MUON, grads), steps_of(SOAP_MUON, grads, weight_decay=0.0)
+    expected = -0.1 * 0.5 * newton_schulz(grads[0])
+    torch.testing.assert_close(without[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(moves[0], expected - 0.1 * 0.3 * torch.ones(5, 7), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_a_power_of_two_factors_out_of_soap_muon(exponent: int) -> None:
+    grads, scale = noise(5, 6, 9), 2.0**exponent
+    scaled = steps_of(SOAP_MUON, [grad * scale for grad in grads], eps=1e-8 * scale)
+    # The first step is Muon's, whose norm has a lower bound of 1e-7.
+    for move, expected in list(zip(scaled, steps_of(SOAP_MUON, grads)))[1 if exponent < 0 else 0 :]:
+        torch.testing.assert_close(move, expected, rtol=1e-4, atol=1e-5)

@@ -175,46 +175,6 @@ def test_a_step_equals_its_float64_reference(
         torch.testing.assert_close(values, expected, rtol=unit, atol=max(unit * 0.3, 1e-6))
 
 
-@pytest.mark.parametrize("inputs", [FP16, Inputs(torch.bfloat16, True), Inputs(torch.float32, False)], ids=str)
-@pytest.mark.parametrize("size", [1e-9, 1.0, 1e9], ids=str)
-def test_inputs_have_the_requested_dtype_and_scale(inputs: Inputs, size: float, kernel_device: torch.device) -> None:
-    works = make_works(Storage(), kernel_device)
-    for work in works:
-        work.grad.mul_(size)
-        work.state["momentum_buffer"].mul_(size)
-    exact = [in_float64(work, torch.float32) for work in works]
-    before = [main_of(work) for work in works]
-    seen = []
-
-    def watched(tasks: Sequence[Task], matrices: Tensor, normalised: bool) -> Tensor:
-        seen.append((matrices.dtype, normalised))
-        return itself(tasks, matrices, normalised)
-
-    moved(slow, exact, torch.float32, codec=Plain(dtype=torch.float64))
-    moved(fast, works, torch.float32, inputs, transform=watched)
-    assert set(seen) == {(inputs.dtype, inputs.normalised)}
-    # Rounded once, whatever its size: not to what fp16 makes of numbers that are not normalised.
-    unit = torch.finfo(inputs.dtype).eps if inputs.normalised else 64 * HALF_UNIT
-    for work, true, old in zip(works, exact, before):
-        assert_close(work, true, old, unit=unit, main=torch.float32)
-
-
-def test_norms_are_those_of_the_whole_where_ranks_hold_parts(kernel_device: torch.device) -> None:
-    # As if another rank held as much again: the norm grows by the root of two.
-    two = Inputs(torch.float32, True, lambda squares: 2 * squares)
-    works, others = (make_works(Storage(), kernel_device) for _ in range(2))
-    for one in (works, others):
-        for work in one:
-            assert work.main is not None
-            work.main.zero_()
-    moved(fast, works, torch.float32, two)
-    moved(fast, others, torch.float32)
-    for work, other in zip(works, others):
-        assert work.main is not None
-        assert other.main is not None
-        torch.testing.assert_close(work.main * 2**0.5, other.main, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("name", ["bf16-grads-bf16-out", "int8-momentum-remainder"])
 def test_a_skip_flag_leaves_every_byte_and_gradients_are_never_written(name: str, kernel_device: torch.device) -> None:
     storage = STORAGES[name]
@@ -369,3 +329,20 @@ def test_a_matrix_that_is_cut_moves_as_it_does_in_torch(mode: TpMode, kernel_dev
         rule.update_([Batch(replace(HYPER, lr=0.1), [work])])
         moving.append(main)
     torch.testing.assert_close(*moving, rtol=0, atol=2e-5)
+
+
+def test_rounds_of_the_same_tensors_may_differ_in_rule_and_split(kernel_device: torch.device) -> None:
+    """Two rules and two splits take turns on the same memory."""
+    plain = MuonRule(backend="triton", num_ns_steps=1)
+    splits = (MatrixSpec(), MatrixSpec(split_rows=(2,), by_group=True))
+    turns = [(rule, split) for split in splits for rule in (plain, replace(plain, extra_scale_factor=3.0))] * 2
+    shared, fresh = (make_works(Storage(), kernel_device, shapes=((4, 6),) * 3) for _ in range(2))
+    for rule, matrix in turns:
+        rule.update_([Batch(HYPER, [replace(work, matrix=matrix) for work in shared])])
+        fresh = [
+            replace(work, grad=work.grad.clone(), main=work.main.clone(), matrix=matrix,  # type: ignore[union-attr]
+                    state={name: tensor.clone() for name, tensor in work.state.items()})
+            for work in fresh
+        ]  # fmt: skip
+        rule.update_([Batch(HYPER, fresh)])
+    assert all(same_bytes(a, b) for one, other in zip(shared, fresh) for a, b in zip(tensors(one), tensors(other)))

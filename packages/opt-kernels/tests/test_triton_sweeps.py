@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from elementwise_works import HYPER, KEPT, gradients, start_of, written
+from elementwise_works import HYPER, work_of, written
 from torch import Tensor
 
 from opt_kernels.backends import grad_stats
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.needs_extra
 NUMEL = 1025
 MAKE: dict[str, Callable[..., ElementwiseRule]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
 CODECS = {"exp_avg": Plain()}
-
-
-def work_of(rule: ElementwiseRule, name: str = "fp32", numel: int = NUMEL) -> Work:
-    kept = KEPT[name]
-    work = kept.work(rule, start_of((numel,), "triton"))
-    return replace(work, grad=gradients((numel,), kept.grad)[0].to(work.grad.device))
 
 
 def shifted(work: Work, offset: int = 3) -> Work:
@@ -51,7 +45,7 @@ def shifted(work: Work, offset: int = 3) -> Work:
 @pytest.mark.parametrize("name", ["fp32", "fp32-out16", "remainder-g16"])
 def test_runs_without_alignment_give_the_same_bits(rule: str, name: str) -> None:
     made = MAKE[rule](backend="triton")
-    aligned, unaligned = work_of(made, name), shifted(work_of(made, name))
+    aligned, unaligned = work_of(made, NUMEL, name, "triton"), shifted(work_of(made, NUMEL, name, "triton"))
     for work in (aligned, unaligned):
         made.update_([Batch(HYPER, [work])], grad_scale=0.5)
     assert all(map(torch.equal, written(aligned), written(unaligned)))
@@ -59,7 +53,7 @@ def test_runs_without_alignment_give_the_same_bits(rule: str, name: str) -> None
 
 def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
     # The interpreter reads from any address; a GPU faults.
-    work = work_of(Lion())
+    work = work_of(Lion(), NUMEL, "fp32", "triton")
     for given, expected in ((work, (True, 4)), (shifted(work), (False, 1))):
         [found] = sweeps([Batch(HYPER, [given])], CODECS)
         assert (found.formats.aligned, found.formats.vector) == expected
@@ -67,7 +61,7 @@ def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
 
 def test_elements_keep_the_numbers_that_they_are_given_at_each_call() -> None:
     # A table is found again by its tensors; if only the numbers have changed it must not be.
-    work = work_of(Lion())
+    work = work_of(Lion(), NUMEL, "fp32", "triton")
     assert work.main is not None
     for first in (0, 640):
         works = Works([work.grad], mains=[work.main], states=[work.state], firsts=(first,))

@@ -1,8 +1,9 @@
-"""The chunk table against a brute-force one, and the scalar block against Python's own arithmetic."""
+"""Tables of Triton's launches: chunks against a brute-force table, what is kept on the device, numbers, devices."""
 
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix_works import tensor, work_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from triton.runtime.interpreter import InterpretedFunction
+
 from opt_kernels.backends import tables as backend_tables
-from opt_kernels.backends.tables import DeviceTables
-from opt_kernels.backends.triton import launches, scalars
+from opt_kernels.backends.tables import DeviceTables, launching_on
+from opt_kernels.backends.triton import INTERPRETED, launches, scalars
+from opt_kernels.backends.triton import grad_stats as stats
 from opt_kernels.backends.triton.launches import (
     MAX_CHUNK,
     MIN_CHUNK,
@@ -27,7 +32,10 @@ from opt_kernels.backends.triton.launches import (
     chunk_records,
     record_width,
 )
-from opt_kernels.works import Hyper, Works
+from opt_kernels.matrices.muon import rounds
+from opt_kernels.matrices.syrk import triton as syrk
+from opt_kernels.rules import SGD, Adam, Lion, MuonRule, Rule
+from opt_kernels.works import Batch, Hyper, Works
 
 pytestmark = pytest.mark.needs_extra
 
@@ -86,44 +94,48 @@ def test_chunks_grow_with_the_work_and_shrink_with_the_processors(total: int, pr
     assert chunk_elements(total, processors=processors) == expected
 
 
-def test_the_table_that_was_unused_longest_makes_room() -> None:
-    tables: DeviceTables[torch.Tensor] = DeviceTables(torch.device("cpu"), capacity=2)
-    a = tables.get("a", lambda: torch.zeros(1))
-    tables.get("b", lambda: torch.zeros(1))
-    tables.get("a", lambda: torch.zeros(1))
-    tables.get("c", lambda: torch.zeros(1))
-    assert len(tables) == 2
-    assert tables.get("a", lambda: torch.ones(1)) is a
-    assert tables.get("b", lambda: torch.ones(1)).item() == 1
-
-
-def test_large_tables_make_room_before_the_count_is_reached() -> None:
-    tables: DeviceTables[torch.Tensor] = DeviceTables(
-        torch.device("cpu"), capacity=9, room=100, bytes_of=lambda table: table.nbytes
-    )
-    for key in range(6):
-        tables.get(key, lambda: torch.zeros(10))
-    assert len(tables) == 2
-    tables.get(5, lambda: torch.ones(10), of=[torch.ones(1)])  # built anew in the place of the other
-    assert len(tables) == 2
-    tables.get("larger than the room", lambda: torch.zeros(40))
-    assert len(tables) == 1
+# --- tables on the device --------------------------------------------------------------------------------------------
 
 
 class Table:
     """A cached object whose deletion can be observed."""
 
 
-def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def tables() -> DeviceTables[Any]:
+    return DeviceTables(torch.device("cpu"), capacity=2, room=100, bytes_of=lambda table: getattr(table, "nbytes", 0))
+
+
+def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any]) -> None:
+    a = tables.get("a", lambda: torch.zeros(1))
+    for key in "bac":
+        tables.get(key, lambda: torch.zeros(1))
+    assert len(tables) == 2
+    assert tables.get("a", lambda: torch.ones(1)) is a
+    assert tables.get("b", lambda: torch.ones(1)).item() == 1
+    tables.get("b", lambda: torch.zeros(10), of=[torch.ones(1)])  # built anew in the place of the other
+    assert len(tables) == 2
+    assert tables.get("b", Table, of=[torch.zeros(1)]).numel() == 10
+    assert isinstance(tables.get("b", Table, of=[torch.zeros(2, 3)]), Table)
+    for key in range(6):  # large ones make room before the count is reached
+        tables.get(key, lambda: torch.zeros(20))
+    assert len(tables) == 1
+    tables.get("larger than the room", lambda: torch.zeros(40))
+    assert len(tables) == 1
+
+
+def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(
+    tables: DeviceTables[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A table that was built again under its old key once replaced the one that an earlier capture had used.
-    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"), capacity=1)
     captured = []
     for _ in range(2):
         tables.get("a", Table)
         monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
         captured.append(weakref.ref(tables.get("a", Table)))
         monkeypatch.setattr(backend_tables, "is_capturing", lambda device: False)
-        tables.get("b", Table)  # there is room for one
+        for key in "bc":  # there is room for two
+            tables.get(key, Table)
     gc.collect()
     first, second = (table() for table in captured)
     assert first is not None
@@ -131,11 +143,16 @@ def test_what_a_graph_has_captured_is_kept_for_as_long_as_it_may_be_replayed(mon
     assert first is not second
 
 
-def test_a_stream_does_not_use_the_tables_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A table that one stream was still copying was once read by a step on another stream.
-    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
+def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_those_of_the_step_before(
+    tables: DeviceTables[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A table that one stream was still copying was once read by a step on another stream; torch.cuda.graph captures on
+    # a stream of its own, where nothing could be built.
     first = tables.get("a", Table)
     monkeypatch.setattr(backend_tables, "current_stream", lambda device: 7)
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
+    assert tables.get("a", Table) is first
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: False)
     second = tables.get("a", Table)
     assert second is not first
     assert tables.get("a", Table) is second
@@ -143,20 +160,7 @@ def test_a_stream_does_not_use_the_tables_of_another(monkeypatch: pytest.MonkeyP
     assert tables.get("a", Table) is first
 
 
-def test_a_capture_uses_the_tables_of_the_step_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch.cuda.graph captures on a stream of its own, where nothing could be built.
-    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
-    first = tables.get("a", Table)
-    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
-    monkeypatch.setattr(backend_tables, "current_stream", lambda device: 7)
-    assert tables.get("a", Table) is first
-
-
-def test_a_table_of_other_layouts_is_built_anew() -> None:
-    tables: DeviceTables[Table] = DeviceTables(torch.device("cpu"))
-    first = tables.get("a", Table, of=[torch.zeros(2, 3)])
-    assert tables.get("a", Table, of=[torch.ones(2, 3)]) is first
-    assert tables.get("a", Table, of=[torch.zeros(3, 2)]) is not first
+# --- numbers ---------------------------------------------------------------------------------------------------------
 
 
 def single(value: float) -> float:
@@ -176,17 +180,15 @@ def test_the_scalar_block_holds_what_a_host_would_compute_in_float64(kind: str, 
     assert block[0, :6].tolist() == list(map(single, expected))
 
 
-def test_rows_mix_host_numbers_and_device_tensors(kernel_device: torch.device) -> None:
+def test_rows_mix_host_numbers_and_device_tensors_and_any_skip_flag_but_zero_stops_all(
+    kernel_device: torch.device,
+) -> None:
     hypers = [Hyper(lr=0.5, step=3), Hyper(lr=torch.tensor(0.25, device=kernel_device), step=4)]
-    block = scalars.scalar_block(hypers, grad_scale=1.0, skip=None, device=kernel_device)
-    assert block[:, scalars.LR.value].tolist() == [0.5, 0.25]
-
-
-@pytest.mark.parametrize(("flag", "proceed"), [(0.0, 1.0), (1.0, 0.0), (True, 0.0), (3, 0.0)], ids=str)
-def test_any_skip_flag_but_zero_stops_every_row(flag: float, proceed: float, kernel_device: torch.device) -> None:
-    skip = torch.tensor(flag, device=kernel_device)
-    block = scalars.scalar_block([Hyper(lr=1.0)] * 3, grad_scale=1.0, skip=skip, device=kernel_device)
-    assert block[:, scalars.PROCEED.value].tolist() == [proceed] * 3
+    for flag, proceed in ((None, 1.0), (0.0, 1.0), (1.0, 0.0), (True, 0.0), (3, 0.0)):
+        skip = None if flag is None else torch.tensor(flag, device=kernel_device)
+        block = scalars.scalar_block(hypers, grad_scale=1.0, skip=skip, device=kernel_device)
+        assert block[:, scalars.LR.value].tolist() == [0.5, 0.25]
+        assert block[:, scalars.PROCEED.value].tolist() == [proceed] * 2
 
 
 def test_numbers_of_any_kind_on_the_host_are_uploaded_alike(kernel_device: torch.device) -> None:
@@ -197,6 +199,14 @@ def test_numbers_of_any_kind_on_the_host_are_uploaded_alike(kernel_device: torch
     expected = block(float, 0.25)
     for number, lr in ((int, Fraction(1, 4)), (bool, torch.tensor(0.25, dtype=torch.float64)), (Decimal, 0.25)):
         assert torch.equal(block(number, lr), expected), number
+
+
+def test_host_numbers_are_refused_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch, kernel_device: torch.device
+) -> None:
+    monkeypatch.setattr(backend_tables, "is_capturing", lambda device: True)
+    with pytest.raises(scalars.FrozenHyperError, match="lr, weight_decay, step of a step that is being captured"):
+        scalars.scalar_block([Hyper(lr=1e-2, step=3)], grad_scale=1.0, skip=None, device=kernel_device)
 
 
 class NoReads(TorchDispatchMode):
@@ -228,3 +238,86 @@ def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(monkeypatch: 
     pieces.clear()
     gc.collect()
     assert table() is not None
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="watches launches of Triton's interpreter")
+HYPER = Hyper(lr=1e-2, step=3)
+
+
+def stepped(rule: Rule, *columns: int) -> None:
+    works = [work_of(rule, tensor(columns[0], column)) for column in columns[1:]]
+    rule.update_([Batch(HYPER, works)])
+
+
+LAUNCHES: dict[str, Callable[[], object]] = {
+    "adam": lambda: stepped(Adam(backend="triton"), 8, 6),
+    "lion": lambda: stepped(Lion(backend="triton"), 8, 6),
+    "sgd": lambda: stepped(SGD(backend="triton"), 8, 6),
+    "muon": lambda: stepped(MuonRule(backend="triton"), 8, 6),
+    "grad_stats": lambda: stats.grad_stats([torch.ones(9)]),
+    "syrk": lambda: syrk.halved_product(torch.ones(1, 8, 8), torch.ones(1, 8, 8)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES.keys())
+def test_every_launch_is_made_on_the_device_of_the_tensors(
+    launch: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Triton launches on the current device, and tables hold addresses: nothing else would notice another device.
+    entered: list[torch.device] = []
+    outside: list[str] = []
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.pop()
+
+    def getitem(kernel: Any, grid: Any) -> Any:
+        if entered[-1:] != [torch.device("cpu")]:
+            outside.append(kernel.__name__)
+        return found(kernel, grid)
+
+    found = InterpretedFunction.__getitem__
+    for module in (
+        "backends.triton.update",
+        "backends.triton.grad_stats",
+        "matrices.muon.triton",
+        "matrices.syrk.triton",
+    ):
+        monkeypatch.setattr(f"opt_kernels.{module}.launching_on", watched)
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", getitem)
+    launch()
+    assert not outside
+
+
+def test_a_gpu_is_made_the_current_one() -> None:
+    guard = launching_on(torch.device("cuda", 1))
+    assert isinstance(guard, torch.cuda.device)
+    assert guard.idx == 1
+
+
+@interpreted
+def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    upload = backend_tables.to_device
+
+    def counted(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        built.append(1)
+        return upload(host, device)
+
+    # Not `backends.triton.scalars`: numbers that include the step are uploaded in every launch group.
+    for module in ("backends.triton.launches", "matrices.muon.rounds"):
+        monkeypatch.setattr(f"opt_kernels.{module}.to_device", counted)
+    monkeypatch.setattr(rounds, "ROUND_NUMEL", 64)
+    rule = MuonRule(backend="triton", num_ns_steps=1)
+    # Works of one layout would share a stack, and so a round.
+    batch = Batch(HYPER, [work_of(rule, tensor(1, 60 + i)) for i in range(70)])
+    rule.update_([batch])
+    assert len(built) > 140
+    built.clear()
+    rule.update_([batch])
+    assert not built

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from opt_kernels.formulas import Formula, FormulaError, Number, NumberError, State, fma
-from opt_kernels.hooks import CautiousDecay, CautiousUpdate, ClipUpdateRms, CoupledDecay, Hook, LrDecoupledDecay, hooked
+from opt_kernels.hooks import CautiousDecay, CautiousUpdate, ClipUpdateRms, CoupledDecay, Hook, LrDecoupledDecay
 from opt_kernels.optim import drop_in
-from opt_kernels.rules import elementwise
-from opt_kernels.works import Batch, Hyper, Work
 
 
 def scalars(*, lr: float, beta1: float) -> dict[str, float]:
@@ -67,15 +65,6 @@ def test_defaults_and_what_is_read_are_accepted(options: dict[str, Any]) -> None
     optimizer.load_state_dict(optimizer.state_dict())
 
 
-def test_a_saved_weight_decay_without_effect_does_not_make_a_checkpoint_unreadable() -> None:
-    optimizer = Undecayed([weight()])
-    optimizer.step()
-    optimizer.param_groups[0]["weight_decay"] = 0.1  # as of a version that did not refuse it
-    resumed = Undecayed([weight()])
-    resumed.load_state_dict(optimizer.state_dict())
-    resumed.step()
-
-
 @pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.1), ("betas", (0.9, 0.5))])
 def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_step(name: str, value: Any) -> None:
     """A scheduler of weight decay ran over a rule without one, in silence."""
@@ -90,10 +79,11 @@ def test_a_number_without_effect_that_is_written_later_is_refused_by_the_next_st
     assert torch.equal(param, before)
     optimizer.param_groups[0][name] = 0.0 * present if name == "weight_decay" else (0.5, present[1])
     optimizer.step()
-    hooked_one = Undecayed([weight()], hooks=(CautiousDecay(),))
-    hooked_one.step()
-    hooked_one.param_groups[0]["weight_decay"] = 0.1
-    hooked_one.step()
+    if name == "weight_decay":  # as saved by a version that did not refuse it
+        optimizer.param_groups[0][name] = value
+        resumed = Undecayed([weight()])
+        resumed.load_state_dict(optimizer.state_dict())
+        resumed.step()
 
 
 @pytest.mark.parametrize("hook", [CautiousDecay(), LrDecoupledDecay(1.0), CoupledDecay()], ids=repr)
@@ -116,17 +106,6 @@ def test_hooks_with_norms_support_rules_without_weight_decay(hook: Hook, factor:
     with pytest.raises(NumberError, match=re.escape("weight_decay=0.1 has no effect")):
         Undecayed([weight()], weight_decay=0.1, hooks=(hook,))
     Undecayed([weight()], weight_decay=0.1, hooks=(hook, CautiousDecay()))
-
-
-def test_a_hook_with_norms_adds_no_decay_to_a_rule_without_one() -> None:
-    steps = []
-    for decay in (0.0, 0.25):
-        rule = hooked(elementwise(FORMULA), (ClipUpdateRms(1e6),))
-        main, grad = weight().data, torch.ones(3, 4)
-        work = Work(grad=grad, main=main, state=rule.init_state(main))
-        rule.update_([Batch(Hyper(lr=0.5, weight_decay=decay), [work])])
-        steps.append(main)
-    assert torch.equal(*steps)
 
 
 def rateless(*, weight_decay: float) -> dict[str, float]:
