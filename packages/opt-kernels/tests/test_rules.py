@@ -4,12 +4,13 @@ import ast
 import importlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from elementwise_works import ON_FAST, written
+from elementwise_works import KEPT, ON_BACKENDS, ON_FAST, device_of, main_of, written
 from torch import Tensor
 
 import opt_kernels
@@ -17,6 +18,7 @@ from opt_kernels import optim
 from opt_kernels.codecs import codecs_of, scale_name
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_kernels.formulas.adam import ADAM
+from opt_kernels.formulas.lion import LION
 from opt_kernels.formulas.sgd import SGD
 from opt_kernels.rules import ElementwiseRule, elementwise
 from opt_kernels.works import Batch, Hyper, Work
@@ -31,13 +33,7 @@ VARIANTS: Mapping[str, Formula] = {
     "sgd-dampening": SGD.with_defaults(dampening=0.3),
     "sgd-plain": SGD.with_constants(has_momentum=False),
 }
-# Main, out and gradient, and what the states are kept in.
-FORMATS: Mapping[str, tuple[torch.dtype, torch.dtype | None, torch.dtype]] = {
-    "fp32": (torch.float32, None, torch.float32),
-    "fp16-out": (torch.float32, torch.float16, torch.float16),
-    "bf16": (torch.bfloat16, None, torch.bfloat16),
-    "fp16": (torch.float16, None, torch.float16),
-}
+# What the states are kept in.
 STATES = {
     "fp32": (torch.float32, torch.float32),
     "bf16": (torch.bfloat16, torch.bfloat16),
@@ -50,11 +46,11 @@ STATES = {
 CASES = {
     f"{name}-{kept}-{states}": (formula, kept, states)
     for name, formula in {**FORMULAS, **VARIANTS}.items()
-    for kept in FORMATS
+    for kept in KEPT
     for states in STATES
-    if (kept, states) == ("fp16-out", "8-bit")
+    if (kept, states) == ("fp32-gfp16", "8-bit")
     or ((kept, states) == ("fp32", "fp32") and name in {"adam", "sgd", "lion", *VARIANTS})
-    or (name == "adam" and (kept == "fp32" or states == "fp8"))
+    or (name == "adam" and (kept == "fp32" or states == "fp8") and kept != "fp64")
 }
 
 
@@ -63,37 +59,43 @@ def dtypes(formula: Formula, states: str) -> dict[str, torch.dtype]:
     return {f"{state.name}_dtype": signed if state.signed else unsigned for state in formula.declared}
 
 
-def values(seed: int, *, special: bool = False) -> Tensor:
+def values(seed: int, numel: int = NUMEL, *, special: bool = False) -> Tensor:
     """Numbers over many decades and a block of zeros; with `special`, two blocks with values that are not finite."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(NUMEL, generator=generator) * 10 ** (-5 * torch.rand(NUMEL, generator=generator))
+    x = torch.randn(numel, generator=generator) * 10 ** (-5 * torch.rand(numel, generator=generator))
     x[128:256] = 0.0
     if special:
         x[300], x[500], x[513] = torch.inf, torch.nan, -torch.inf
     return x
 
 
-def moved(rule: ElementwiseRule, kept: str = "fp32", *, steps: int = 3, special: bool = False) -> Work:
-    """A work in the middle of a run, after so many steps."""
-    main, out, grad = FORMATS[kept]
-    work = Work(
-        grad=values(8, special=special).to(grad),
-        main=values(9).to(main),
-        out=None if out is None else torch.empty(NUMEL, dtype=out),
-        state=rule.init_state(values(9).to(main)),
-        first=2**32 - 640,
-    )
+def moved(
+    rule: ElementwiseRule, kept: str = "fp32", numel: int = NUMEL, *, special: bool = False, first: int = 3
+) -> Work:
+    """A work after three steps, from the first one or from the middle of a run on."""
+    device = device_of(rule.backend)
+    made = KEPT[kept].work(rule, values(9, numel).double().to(device))
+    work = replace(made, grad=values(8, numel, special=special).to(made.grad), first=2**32 - 640)
     signed = {state.name: state.signed for state in rule.formula.states}
-    for index, (name, codec) in enumerate(codecs_of(rule).items()):
-        x = values(index) if signed[name] else values(index).square()
-        codec.encode_(work.state[name], work.state.get(scale_name(name)), x)
+    for index, (name, codec) in enumerate(codecs_of(rule).items() if first > 1 else ()):
+        x = values(index, numel).to(device)
+        codec.encode_(work.state[name], work.state.get(scale_name(name)), x if signed[name] else x.square())
     numbers: dict[str, Any] = {**rule.formula.defaults, "lr": 0.01, "weight_decay": 0.1}
     numbers["momentum"] = 0.8 if "momentum" in numbers else 0.9
     shared = {name: numbers[name] for name in ("lr", "weight_decay", "betas", "eps", "momentum") if name in numbers}
-    for step in range(3, 3 + steps):
+    for step in range(first, first + 3):
         hyper = Hyper(step=step, own={name: numbers[name] for name in rule.hyper_names}, **shared)
         rule.update_([Batch(hyper, [work])], grad_scale=0.3)
     return work
+
+
+def check(found: Work, expected: Work, *, unit: float = 0.0) -> None:
+    """Equal bits, except for the payloads of NaNs, or equal up to some of these units."""
+    for a, b in zip(written(found), written(expected), strict=True):
+        a, b = a.cpu(), b.cpu()
+        assert torch.equal(a.isnan(), b.isnan())
+        a, b = a[~a.isnan()].double(), b[~b.isnan()].double()
+        torch.testing.assert_close(a, b, rtol=2 * unit, atol=unit)
 
 
 @ON_FAST
@@ -102,26 +104,38 @@ def moved(rule: ElementwiseRule, kept: str = "fp32", *, steps: int = 3, special:
 def test_every_backend_has_the_bits_of_the_reference(
     formula: Formula, kept: str, states: str, special: bool, backend: str
 ) -> None:
-    options = dtypes(formula, states)
-    expected, found = (
-        moved(elementwise(formula, backend=name, **options), kept, special=special) for name in ("reference", backend)
-    )
-    for a, b in zip(written(found), written(expected), strict=True):
-        assert torch.equal(a.isnan(), b.isnan())
-        a, b = a[~a.isnan()].float(), b[~b.isnan()].float()
-        if formula.name in ("adam", "sgd") and backend == "torch":  # torch's fused sweeps: the last bits may differ
-            stored = (FORMATS[kept][0], STATES[states][0])
-            unit = max(torch.finfo(dtype).eps if dtype.is_floating_point else 2**-6 for dtype in stored)
-            torch.testing.assert_close(a, b, rtol=max(2 * unit, 1e-5), atol=max(unit, 1e-6))
-        else:
-            assert torch.equal(a, b)
+    made = [elementwise(formula, backend=name, **dtypes(formula, states)) for name in (backend, "reference")]
+    if formula.name in ("adam", "sgd") and backend == "torch":
+        # torch's fused sweeps: the last bits may differ, and a remainder or code with them.
+        found, expected = (main_of(moved(rule, kept, special=special)) for rule in made)
+        close = torch.isclose(found, expected, rtol=2.0**-7, atol=1e-4, equal_nan=True)
+        assert (~close).double().mean() < 0.01
+    else:
+        check(*(moved(rule, kept, special=special) for rule in made))
+
+
+@ON_FAST
+@pytest.mark.parametrize("numel", [0, 1, 63, 4097, 65537])
+def test_works_of_any_size_have_the_bits_of_the_reference(numel: int, backend: str) -> None:
+    numel = min(numel, 5000) if backend == "triton" else numel  # an interpreter takes its time
+    for kept in ("fp32-out16", "remainder-g16"):
+        check(*(moved(elementwise(LION, backend=name), kept, numel) for name in (backend, "reference")))
+
+
+@ON_BACKENDS
+def test_float64_works_are_updated_in_float64(backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("Triton sweeps no float64")
+    wide = {f"{state.name}_dtype": torch.float64 for state in ADAM.states}
+    found, expected = (moved(elementwise(ADAM, backend=name, **wide), "fp64") for name in (backend, "reference"))
+    check(found, expected, unit=1e-14)
 
 
 @EVERY
 @pytest.mark.parametrize("narrow", ["bf16", "fp16", "fp8", "8-bit"])
 def test_narrow_states_stay_close(formula: Formula, narrow: str) -> None:
     wide, thin = elementwise(formula, backend="torch"), elementwise(formula, backend="torch", **dtypes(formula, narrow))
-    expected, found = moved(wide), moved(thin)
+    expected, found = moved(wide, first=1), moved(thin, first=1)
     assert {spec.name: spec.dtype for spec in thin.state_specs} == {n: t.dtype for n, t in found.state.items()}
     assert expected.main is not None
     assert found.main is not None

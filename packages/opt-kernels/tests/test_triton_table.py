@@ -69,18 +69,6 @@ def test_the_table_is_the_one_that_a_loop_over_chunks_gives(runs: list[tuple[int
     assert table.tolist() == brute_force(addresses, extents, chunk)
 
 
-@given(numels=st.lists(st.integers(0, 70000), max_size=20), chunk=st.sampled_from([128, 2048, 16384]))
-@settings(max_examples=60, deadline=None)
-def test_every_element_is_in_exactly_one_chunk(numels: list[int], chunk: int) -> None:
-    nowhere = (0,) * len(numels)
-    firsts = tuple(sum(numels[:i]) for i in range(len(numels)))
-    table = chunk_records([nowhere], COLUMNS[:1], Extents(tuple(numels), nowhere, firsts), chunk=chunk)
-    covered = [i for n, _, first in table[:, -3:].tolist() for i in (first, first + n)]
-    assert covered == sorted(covered)
-    assert table[:, -3].sum().item() == sum(numels)
-    assert covered[::2] == [0, *covered[1:-1:2]][: len(covered[::2])]
-
-
 @pytest.mark.parametrize(
     ("total", "processors", "expected"),
     [
