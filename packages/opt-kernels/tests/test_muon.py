@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from elementwise_works import on
+from elementwise_works import NEEDS_TRITON, device_of
 from matrix_works import HYPER, moved, tensor
 from torch import Tensor
 
@@ -232,22 +232,26 @@ def by_formula(
     return p
 
 
-@on("reference", "torch", "triton")
-@pytest.mark.parametrize("method", SecondMoment)
+@pytest.mark.parametrize(
+    ("method", "backend"),
+    [
+        *((method, "reference") for method in SecondMoment),  # test_triton_muon compares backends
+        *((NAMO, "torch"), pytest.param(NAMO, "triton", marks=NEEDS_TRITON)),
+    ],
+)
 @pytest.mark.parametrize("shape", OF_ADAPTIVE, ids=str)
 @pytest.mark.parametrize(("extra", "nesterov"), [(1.0, False), (0.2, True)])
 def test_steps_follow_the_formula(
     method: SecondMoment, shape: tuple[int, int], extra: float, nesterov: bool, backend: str
 ) -> None:
-    if backend != "reference" and (method is not NAMO or torch.cuda.is_available()):
-        pytest.skip("a triangle of other rules is in test_triton_muon")
     precision = MatmulPrecision.HIGHEST
     muon = MuonRule(extra_scale_factor=extra, nesterov=nesterov, backend=backend, fp32_matmul_prec=precision)
     rule = AdaptiveMuonRule(muon=muon, second_moment=method)
     main, grads = tensor(*shape), [tensor(*shape, seed=seed) for seed in (1, 2, 3)]
-    expected = by_formula(method, main, *grads, extra=extra, nesterov=nesterov)
+    expected, device = by_formula(method, main, *grads, extra=extra, nesterov=nesterov), device_of(backend)
+    found = moved(rule, main.to(device), *(grad.to(device) for grad in grads), hyper=ADAPTIVE)
     # fp32 states: 6e-8 of updates that AdaMuon makes sqrt(20) x lr x scale = 3 large, relatively more for small O.
-    torch.testing.assert_close(moved(rule, main, *grads, hyper=ADAPTIVE).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("lines", Lines)

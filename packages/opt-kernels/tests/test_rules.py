@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elementwise_works import KEPT, ON_BACKENDS, ON_FAST, device_of, main_of, written
+from elementwise_works import KEPT, ON_FAST, device_of, main_of, on, written
 from torch import Tensor
 
 import opt_kernels
@@ -122,10 +122,8 @@ def test_works_of_any_size_have_the_bits_of_the_reference(numel: int, backend: s
         check(*(moved(elementwise(LION, backend=name), kept, numel) for name in (backend, "reference")))
 
 
-@ON_BACKENDS
+@on("torch", "cpp")
 def test_float64_works_are_updated_in_float64(backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("Triton sweeps no float64")
     wide = {f"{state.name}_dtype": torch.float64 for state in ADAM.states}
     found, expected = (moved(elementwise(ADAM, backend=name, **wide), "fp64") for name in (backend, "reference"))
     check(found, expected, unit=1e-14)

@@ -26,7 +26,7 @@ def signed_qr(columns: Tensor) -> Tensor:
     return torch.mul(q, r.diagonal().sign())
 
 
-def step(rule: Any, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
+def advance(rule: Any, main: Tensor, state: dict[str, Tensor], grads: list[Tensor], *, first: int = 1) -> None:
     stepped(rule, grads, Work(grad=main, main=main, state=state), first=first)
 
 
@@ -143,7 +143,7 @@ def test_steps_follow_the_formula(kind: str, shape: tuple[int, int]) -> None:
         if name in state:
             state[name].copy_(value)
     for step, grad in enumerate(grads_of(*shape, steps=9), start=2):
-        step(rule, main, state, [grad], first=step)
+        advance(rule, main, state, [grad], first=step)
         formula.step(grad, step)
     torch.testing.assert_close(main, formula.p, rtol=0, atol=1e-7)
     assert ("L" in state, "R" in state) == (formula.has_left, formula.has_right)
@@ -198,10 +198,10 @@ def test_a_factor_that_overflows_is_refused_before_anything_is_written(scale: fl
     # LAPACK's "failed to converge" came out of the step, with moments half updated.
     main, (grad, *_) = tensor(8, 12), grads_of(8, 12, steps=1)
     state = KL.init_state(main)
-    step(KL, main, state, grads_of(8, 12, steps=2))
+    advance(KL, main, state, grads_of(8, 12, steps=2))
     before = [t.clone() for t in (main, *state.values())]
     with pytest.raises(MatrixError, match="a factor of SOAP overflowed, or a gradient is not finite"):
-        step(KL, main, state, [grad * scale], first=3)
+        advance(KL, main, state, [grad * scale], first=3)
     assert all(torch.equal(a, b) for a, b in zip((main, *state.values()), before))
 
 
@@ -218,7 +218,7 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
     # A step in the basis of its own gradient is rounding noise made as large as lr, and ruins the second moments.
     grad, main = tensor(7, 12).double(), torch.ones(7, 12, dtype=torch.float64)
     state = PLAIN.init_state(main)
-    step(PLAIN, main, state, [grad])
+    advance(PLAIN, main, state, [grad])
     assert torch.equal(main, torch.ones_like(main))
     assert not state["exp_avg"].any()
     assert not state["exp_avg_sq"].any()
@@ -232,7 +232,7 @@ def test_the_first_step_only_finds_the_bases_eigenvectors_of_the_first_factors()
 
 def test_bases_stay_orthonormal_and_sorted_through_many_steps() -> None:
     main, state = tensor(24, 10), KL.init_state(tensor(24, 10))
-    step(KL, main, state, grads_of(24, 10, steps=60))
+    advance(KL, main, state, grads_of(24, 10, steps=60))
     for side, n in (("L", 24), ("R", 10)):
         q = state[f"Q_{side}"].double()
         torch.testing.assert_close(q.mT @ q, torch.eye(n).double(), rtol=0, atol=1e-5)

@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -234,16 +235,19 @@ interpreted = pytest.mark.skipif(not INTERPRETED.value, reason="watches launches
 HYPER = Hyper(lr=1e-2, step=3)
 
 
-def stepped(rule: Rule, *columns: int) -> None:
-    works = [work_of(rule, tensor(columns[0], column)) for column in columns[1:]]
-    rule.update_([Batch(HYPER, works)])
+def batch_of(rule: Rule, shapes: Sequence[tuple[int, int]]) -> Batch:
+    return Batch(HYPER, [replace(work_of(rule, tensor(*shape)), grad=tensor(*shape, seed=1)) for shape in shapes])
+
+
+def stepped(rule: Rule) -> None:
+    rule.update_([batch_of(rule, [(8, 6)])])
 
 
 LAUNCHES: dict[str, Callable[[], object]] = {
-    "adam": lambda: stepped(Adam(backend="triton"), 8, 6),
-    "lion": lambda: stepped(Lion(backend="triton"), 8, 6),
-    "sgd": lambda: stepped(SGD(backend="triton"), 8, 6),
-    "muon": lambda: stepped(MuonRule(backend="triton"), 8, 6),
+    "adam": lambda: stepped(Adam(backend="triton")),
+    "lion": lambda: stepped(Lion(backend="triton")),
+    "sgd": lambda: stepped(SGD(backend="triton")),
+    "muon": lambda: stepped(MuonRule(backend="triton")),
     "grad_stats": lambda: stats.grad_stats([torch.ones(9)]),
     "syrk": lambda: syrk.halved_product(torch.ones(1, 8, 8), torch.ones(1, 8, 8)),
 }
@@ -303,7 +307,7 @@ def test_more_rounds_than_a_cache_of_64_are_built_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(rounds, "ROUND_NUMEL", 64)
     rule = MuonRule(backend="triton", num_ns_steps=1)
     # Works of one layout would share a stack, and so a round.
-    batch = Batch(HYPER, [work_of(rule, tensor(1, 60 + i)) for i in range(70)])
+    batch = batch_of(rule, [(1, 60 + i) for i in range(70)])
     rule.update_([batch])
     assert len(built) > 140
     built.clear()
