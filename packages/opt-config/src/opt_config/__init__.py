@@ -13,16 +13,20 @@ from opt_config.optimizer_config import (
     OnDevice,
     OnHost,
     OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    ParamWithNamePredicate,
     Placement,
     Precision,
     Replicated,
     SGDOptimizerConfig,
     Sharding,
     WholeParams,
+    has_attribute,
     load_config,
+    many,
     resolved,
 )
-from opt_config.param_key import ParamKey, ParamPredicate, ParamWithNamePredicate, has_attribute, many
 from opt_config.validate import Interval
 
 __all__ = [

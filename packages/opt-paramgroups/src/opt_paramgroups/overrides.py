@@ -81,7 +81,7 @@ def read_overrides(
     type, for reserved and unknown entries, and for values that are not allowed.
     """
     known = None if extra_group_keys is None else {*OVERRIDE_KEYS, *TORCH_KEYS, *extra_group_keys}
-    read: dict[ParamKey, dict[str, Any]] = {}
+    read: dict[ParamKey, Override] = {}
     if not isinstance(config_overrides, Mapping):
         raise ConfigError(f"config_overrides={config_overrides!r}: must map ParamKeys to overrides, or be None")
     for key, override in config_overrides.items():
@@ -89,29 +89,32 @@ def read_overrides(
             raise ConfigError(
                 f"config_overrides: {key!r}: must be a ParamKey; for a pattern of names, ParamKey(name=...)"
             )
+        at = f"config_overrides[{key.label}]"
         if isinstance(override, OptimizerConfig):
-            read[key] = dict(_difference(config, override, key))
+            entries = dict(_difference(config, override, key))
         elif isinstance(override, Mapping):
-            _check_names(override, key, known)
+            for entry, value in override.items():
+                is_known = known is None or entry in known or entry in _RESERVED
+                if not is_known and not isinstance(value, Mapping):
+                    raise ConfigError(f"{at}: {entry}={value!r}: {unknown_entry(entry)}")
             kind = DefaultEntries if isinstance(override, DefaultEntries) else dict
-            read[key] = kind({entry: value for entry, value in override.items() if value is not None})
+            entries = kind({entry: value for entry, value in override.items() if value is not None})
         else:
             reason = "must be a ParamGroupOverride (a dict) or an OptimizerConfig"
-            raise ConfigError(f"config_overrides[{key.label}]: {override!r}: {reason}")
-        _check(read[key], key)
-        if read[key].get("optimizer") == "adamw":
-            read[key] = type(read[key])({**read[key], "optimizer": _adamw(config, key)})
-    return dict(read)
-
-
-def _adamw(config: OptimizerConfig, key: ParamKey) -> str:
-    """The rule that "adamw" stands for. Raises `ConfigError` if the configuration does not decouple weight decay."""
-    if not config.decoupled_weight_decay:
-        raise ConfigError(
-            f"config_overrides[{key.label}]: optimizer='adamw': contradicts decoupled_weight_decay=False of the "
-            "configuration; set optimizer='adam', or decoupled_weight_decay=True"
-        )
-    return "adam"
+            raise ConfigError(f"{at}: {override!r}: {reason}")
+        for entry, value in entries.items():
+            reason = f"may not be set: {_RESERVED[entry]}" if entry in _RESERVED else value_problem(entry, value)
+            if reason:
+                raise ConfigError(f"{at}: {entry}={value!r}: {reason}")
+        if entries.get("optimizer") == "adamw":
+            if not config.decoupled_weight_decay:
+                raise ConfigError(
+                    f"{at}: optimizer='adamw': contradicts decoupled_weight_decay=False of the configuration; set "
+                    "optimizer='adam', or decoupled_weight_decay=True"
+                )
+            entries["optimizer"] = "adam"
+        read[key] = entries
+    return read
 
 
 def _difference(config: OptimizerConfig, override: OptimizerConfig, key: ParamKey) -> Override:
@@ -153,25 +156,12 @@ def _entries(override: OptimizerConfig) -> dict[str, dict[str, Any]]:
             return common | {"adam_beta1": betas, "adam_beta2": betas, "adam_eps": {"eps": override.adam_eps}}
 
 
-def _check_names(override: Override, key: ParamKey, known: Collection[str] | None) -> None:
-    for entry, value in override.items():
-        if known is not None and entry not in known and entry not in _RESERVED and not isinstance(value, Mapping):
-            raise ConfigError(f"config_overrides[{key.label}]: {entry}={value!r}: {unknown_entry(entry)}")
-
-
 def unknown_entry(entry: str, known: Collection[str] = OVERRIDE_KEYS) -> str:
     """Why an unknown entry of a group is refused, with the closest of the `known` names."""
     return (
         f"unknown entry; nothing reads it. Allowed are {', '.join(sorted(known))}.{did_you_mean(str(entry), known)} "
         f"For an entry that your own code reads, pass extra_group_keys=({entry!r},)"
     )
-
-
-def _check(override: Override, key: ParamKey) -> None:
-    for entry, value in override.items():
-        reason = f"may not be set: {_RESERVED[entry]}" if entry in _RESERVED else value_problem(entry, value)
-        if reason:
-            raise ConfigError(f"config_overrides[{key.label}]: {entry}={value!r}: {reason}")
 
 
 def value_problem(entry: str, value: object) -> str:

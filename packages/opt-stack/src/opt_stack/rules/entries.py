@@ -330,35 +330,30 @@ def _differences(group: Group, saved: Group) -> Iterator[tuple[str, str, str]]:
 def check_loaded_numbers(
     loaded: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], rules: Mapping[str, Rule]
 ) -> None:
-    """Raise ConfigError if a hyper-parameter of a loaded group is not valid. `loaded` are pairs (group, saved group).
+    """Raise ConfigError if a hyper-parameter of a loaded group is not valid, or if flags of torch's optimizer, or
+    choices of a drop-in, were saved as entries of the group, and the rule has others.
 
-    `rules` are those of this rank, by the groups' `optimizer`; elementwise rules define their own bounds.
+    `loaded` are pairs (group, saved group), `rules` those of this rank, by the groups' `optimizer`; elementwise rules
+    define their own bounds.
     """
     for group, saved in loaded:
-        rule = rules.get(group["optimizer"])
+        name, rule = group["name"], rules.get(group["optimizer"])
+        formula = rule.formula if isinstance(rule, ElementwiseRule) else None
         if rule is not None:
-            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": group["name"]}, rule)
-            _check_flags(group["name"], saved, rule)
-        declares = rule.formula.number_names if isinstance(rule, ElementwiseRule) else ()
+            check_numbers({**{key: saved[key] for key in saved if key in group}, "name": name}, rule)
+            chosen = dict(formula.constants) if formula else {}
+            flags = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
+            recorded = {c.name: chosen[c.name] for c in formula.choices if c.is_recorded} if formula else {}
+            for flag, own in {**flags, **recorded}.items():
+                if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
+                    raise ConfigError(
+                        f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; "
+                        "build it with the saved option, or set it in the state dict to continue without it"
+                    )
         for key in ("lr", "weight_decay", "eps", "momentum", "betas"):
-            values = saved.get(key)
+            values, declares = saved.get(key), formula is not None and key in formula.number_names
             for value in values if isinstance(values, tuple | list) else (values,):
-                is_usual = key in declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
+                is_usual = declares or value is None or 0 <= float(value) < (1 if key == "betas" else math.inf)
                 if not (is_usual and math.isfinite(value or 0.0)):
                     allowed = "in [0, 1)" if key == "betas" else "finite and at least 0"
-                    raise ConfigError(f"group {group['name']!r} was saved with {key}={values!r}; it must be {allowed}")
-
-
-def _check_flags(name: str, saved: Mapping[str, Any], rule: Rule) -> None:
-    """Raise ConfigError if flags of torch's optimizer, or choices of a drop-in, were saved as entries of the group,
-    and `rule` has others."""
-    formula = rule.formula if isinstance(rule, ElementwiseRule) else None
-    chosen = dict(formula.constants) if formula else {}
-    recorded = {choice.name: chosen[choice.name] for choice in formula.choices if choice.is_recorded} if formula else {}
-    of_torch = {flag: bool(chosen.get(flag, getattr(rule, flag, False))) for flag in _FLAGS_OF_TORCH}
-    for flag, own in {**of_torch, **recorded}.items():
-        if flag in saved and (bool(saved[flag]) if isinstance(own, bool) else saved[flag]) != own:
-            raise ConfigError(
-                f"group {name!r} was saved with {flag}={saved[flag]!r}, but optimizer {rule.name!r} has {own}; build "
-                "it with the saved option, or set it in the state dict to continue without it"
-            )
+                    raise ConfigError(f"group {name!r} was saved with {key}={values!r}; it must be {allowed}")

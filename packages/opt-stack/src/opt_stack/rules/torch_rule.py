@@ -8,7 +8,7 @@ plain numbers is refused, because a checkpoint would lose it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,15 +91,8 @@ class TorchRule:
     step_type: type[Any] | None  # type of the step count in the state of the class; None: it has no step count
     counts_in_group: bool = False  # whether it counts its steps in param_groups[0]["step"]
     hyper_names: tuple[str, ...] = ()  # of `numbers`, those that are in `Hyper.own`
-
-    @property
-    def needs(self) -> Needs:
-        return Needs.ELEMENTS  # `_checked` refuses shards
-
-    @property
-    def codecs(self) -> Mapping[str, StateCodec]:
-        """No state is encoded."""
-        return {}
+    needs: ClassVar[Needs] = Needs.ELEMENTS  # `_checked` refuses shards
+    codecs: ClassVar[Mapping[str, StateCodec]] = MappingProxyType({})
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
         """Return zeros as placeholders. They are not read: the class makes its state in its first step.
