@@ -89,27 +89,30 @@ def test_the_plan_says_it_in_words() -> None:
     ]
 
 
-MODES = {
-    "blockwise": (BLOCKWISE, "each rank computes its own block, each tensor-parallel block as a separate matrix"),
-    "duplicated": (DUPLICATED, "all ranks gather them, compute all, keep their parts"),
-    "distributed": (DISTRIBUTED, "ranks compute their parts, products are summed"),
+OVER_TP = "1 matrix cut over 2 ranks (tp): "
+GATHERED = "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, balanced by cost"
+BLOCKS = ", each tensor-parallel block as a separate matrix (muon_tp_mode='blockwise')"
+MODES = {  # with tensor parallelism alone, and with FSDP that cuts its parts further
+    "blockwise": (BLOCKWISE, f"{OVER_TP}each rank computes its own block{BLOCKS}", GATHERED + BLOCKS),
+    "duplicated": (
+        DUPLICATED,
+        f"{OVER_TP}all ranks gather them, compute all, keep their parts (muon_tp_mode='duplicated')",
+        GATHERED,
+    ),
+    "distributed": (
+        DISTRIBUTED,
+        f"{OVER_TP}ranks compute their parts, products are summed (muon_tp_mode='distributed')",
+        GATHERED,
+    ),
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_plan_names_the_tensor_parallel_mode_where_it_decides_the_update(mode: str) -> None:
-    rule, words = MODES[mode]
-    (line,) = compute_lines(plan(rule, meta((16, 8), TP)))
-    assert line == f"1 matrix cut over 2 ranks (tp): {words} (muon_tp_mode={mode!r})"
-
-
-def test_the_plan_says_blockwise_where_fsdp_cuts_the_blocks_further_and_no_mode_where_wholes_are_gathered() -> None:
-    owner = "1 matrix cut over 2 x 4 ranks (tp, dp): one rank gathers, computes and returns each, balanced by cost"
-    both = meta((16, 8), LAST_FSDP, TP)
-    (line,) = compute_lines(plan(BLOCKWISE, both))
-    assert line == f"{owner}, each tensor-parallel block as a separate matrix (muon_tp_mode='blockwise')"
-    for rule in (DUPLICATED, DISTRIBUTED):  # the whole matrix, once
-        assert list(compute_lines(plan(rule, both))) == [owner]
+@pytest.mark.parametrize(("rule", "alone", "with_fsdp"), MODES.values(), ids=MODES)
+def test_the_plan_names_the_tensor_parallel_mode_where_it_decides_the_update(
+    rule: Rule, alone: str, with_fsdp: str
+) -> None:
+    assert list(compute_lines(plan(rule, meta((16, 8), TP)))) == [alone]
+    assert list(compute_lines(plan(rule, meta((16, 8), LAST_FSDP, TP)))) == [with_fsdp]
 
 
 class NoPhases:
