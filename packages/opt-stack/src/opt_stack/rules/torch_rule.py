@@ -8,7 +8,7 @@ plain numbers is refused, because a checkpoint would lose it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,37 +46,23 @@ def torch_rule(name: str, cls: type[torch.optim.Optimizer], **options: Any) -> R
         raise ConfigError(
             f"torch_rule({name!r}): {taken[0]}={options[taken[0]]!r} cannot be fixed here; set it in OptimizerConfig"
         )
-    kept = _probe(name, cls, options, PROBE_SHAPES[0])
+    rule, defaults = _probe(name, cls, options, PROBE_SHAPES[0])
     try:
-        of_vector = _probe(name, cls, options, PROBE_SHAPES[1])
+        of_vector, _ = _probe(name, cls, options, PROBE_SHAPES[1])
     except ConfigError:
-        of_vector = kept  # a class for matrices only; `init_state` refuses other parameters
-    if of_vector[:3] != kept[:3]:
+        of_vector = rule  # a class for matrices only; `init_state` refuses other parameters
+    if of_vector != rule:
         raise ConfigError(f"torch_rule({name!r}): {cls.__name__} keeps different state for vectors and matrices")
-    numbers = {number: kept.defaults[number] for number in OF_THE_GROUP if number in kept.defaults}
-    rule = TorchRule(
-        name=name,
-        cls=cls,
-        options=MappingProxyType({key: value for key, value in options.items() if key not in OF_THE_GROUP}),
-        numbers=(*(number for number in OF_THE_CONFIG if number in kept.defaults), *numbers),
-        state_specs=kept.specs,
-        step_type=kept.step_type,
-        counts_in_group=kept.counts_in_group,
-    )
 
     def hyper(config: OptimizerConfig) -> Mapping[str, Any]:
         if config.weight_decay and "weight_decay" not in rule.numbers:
             raise ConfigError(
                 f"weight_decay={config.weight_decay!r}: optimizer={name!r} is {cls.__name__}, which has none; set 0.0"
             )
-        return numbers
+        return {number: defaults[number] for number in OF_THE_GROUP if number in defaults}
 
-    return RuleEntry(
-        name=name,
-        summary=f"{cls.__module__}.{cls.__qualname__}",
-        make=lambda config: _checked(rule, config),
-        hyper=hyper,
-    )
+    summary = f"{cls.__module__}.{cls.__qualname__}"
+    return RuleEntry(name=name, summary=summary, make=lambda config: _checked(rule, config), hyper=hyper)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,17 +188,13 @@ def _checked(rule: TorchRule, config: OptimizerConfig) -> TorchRule:
 # --- the state of a class ---------------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
-    """The state that a class was found to keep for a parameter."""
+def _probe(
+    name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]
+) -> tuple[TorchRule, Mapping[str, Any]]:
+    """Return the rule of `cls`, with the state that it keeps of a parameter of `shape`, and the defaults of its groups.
 
-    specs: tuple[StateSpec, ...]
-    step_type: type[Any] | None
-    counts_in_group: bool
-    defaults: Mapping[str, Any]  # of its groups
-
-
-def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
-    """Find the state that `cls` keeps of a parameter of `shape`. Raise ConfigError if it cannot be saved."""
+    Raises ConfigError if the state cannot be saved.
+    """
     param = nn.Parameter(torch.full(shape, 0.5))
     param.grad = torch.full(shape, 0.25)
     try:
@@ -249,7 +231,16 @@ def _probe(name: str, cls: type[torch.optim.Optimizer], options: Mapping[str, An
                 f"torch_rule({name!r}): {cls.__name__} keeps {key!r} as {found} for a parameter of shape {shape}; "
                 "allowed are tensors of the parameter's shape, and 0-d tensors"
             )
-    return _Kept(tuple(specs), step_type, counts_in_group, optimizer.defaults)
+    rule = TorchRule(
+        name=name,
+        cls=cls,
+        options=MappingProxyType({key: value for key, value in options.items() if key not in OF_THE_GROUP}),
+        numbers=tuple(number for number in (*OF_THE_CONFIG, *OF_THE_GROUP) if number in optimizer.defaults),
+        state_specs=tuple(specs),
+        step_type=step_type,
+        counts_in_group=counts_in_group,
+    )
+    return rule, optimizer.defaults
 
 
 def _outside(optimizer: torch.optim.Optimizer) -> dict[str, str]:
