@@ -207,38 +207,30 @@ CHOICES = MappingProxyType(
 
 # Fields without effect unless another one is set. Without it, a value other than the default is refused, because it
 # would be silently ignored.
-_NEEDS = MappingProxyType(
-    {
-        "reuse_grad_buf_for_mxfp8_param_ag": "fp8_recipe",
-        "main_grads_dtype": "use_precision_aware_optimizer",
-        "main_params_dtype": "use_precision_aware_optimizer",
-        "exp_avg_dtype": "use_precision_aware_optimizer",
-        "exp_avg_sq_dtype": "use_precision_aware_optimizer",
-        "decoupled_min_lr": "decoupled_lr",
-        "overlap_param_gather_with_optimizer_step": "overlap_param_gather",
-        "optimizer_offload_fraction": "optimizer_cpu_offload",
-        "use_torch_optimizer_for_cpu_offload": "optimizer_cpu_offload",
-        "overlap_cpu_optimizer_d2h_h2d": "optimizer_cpu_offload",
-        "pin_cpu_grads": "optimizer_cpu_offload",
-        "pin_cpu_params": "optimizer_cpu_offload",
-    }
-)
-
-
+_FIELDS_THAT_NEED = {
+    "fp8_recipe": "reuse_grad_buf_for_mxfp8_param_ag",
+    "use_precision_aware_optimizer": "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
+    "decoupled_lr": "decoupled_min_lr",
+    "overlap_param_gather": "overlap_param_gather_with_optimizer_step",
+    "optimizer_cpu_offload": (
+        "optimizer_offload_fraction use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads "
+        "pin_cpu_params"
+    ),
+}
+_NEEDS = MappingProxyType({name: needed for needed, names in _FIELDS_THAT_NEED.items() for name in names.split()})
 _OF_DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def validate_optimizer_config(config: "OptimizerConfig") -> None:
     """Raise `ConfigError` with every problem of `config`. Conflicts are checked once every single field is valid."""
-    check(config, lambda: _field_problems(config), lambda: _conflicts(config))
 
+    def singly() -> Iterator[Problem]:
+        yield from interval_problems(config, INTERVALS)
+        yield from choice_problems(config, CHOICES)
+        if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
+            yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
 
-def _field_problems(config: "OptimizerConfig") -> Iterator[Problem]:
-    """Problems of single fields."""
-    yield from interval_problems(config, INTERVALS)
-    yield from choice_problems(config, CHOICES)
-    if isinstance(config.optimizer, str) and not re.fullmatch(r"[A-Za-z_][\w.:-]*", config.optimizer):
-        yield Problem("optimizer", config.optimizer, "must be the name of a rule, such as adam, sgd or muon")
+    check(config, singly, lambda: _conflicts(config))
 
 
 def _conflicts(config: "OptimizerConfig") -> Iterator[Problem]:

@@ -269,37 +269,33 @@ def _check_buffers(draft: Draft) -> Iterator[str]:
 
 def _check_units(draft: Draft) -> Iterator[str]:
     """Matrix rules on matrices that ranks cut or on other parameters, and hooks on layouts that they cannot see."""
+    sharding = draft.config.sharding
     for unit in draft.plan.units:
-        if unit.rule.needs is Needs.MATRICES:
-            yield from _check_matrices(draft, unit)
-        buffer_of = {id: buffer for buffer, id in draft.placed(unit)} if hooks_of(unit.rule) else {}
-        for hook in hooks_of(unit.rule):
-            for id in sorted(unit.ids):
-                if problem := _problem_of_hook(hook, unit, draft.metas[id], buffer_of[id]):
-                    yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"
-
-
-def _check_matrices(draft: Draft, unit: UnitPlan) -> Iterator[str]:
-    name = f"optimizer={unit.rule.name!r}"
-    for buffer, id in draft.placed(unit):
-        if buffer.kind.cuts and isinstance(draft.config.sharding, WholeParams):  # it came with a wrapped chunk
-            yield (
-                f"{name} needs whole matrices, but {str(id)!r} was wrapped in a buffer that is cut between ranks; pass "
-                "optimizer_config=config to DistributedDataParallel, which keeps matrices whole that are neither "
-                "embeddings nor outputs, or use an elementwise rule for it"
-            )
-        if buffer.kind.cuts:
-            yield (
-                f"{name} needs whole matrices, but use_distributed_optimizer=True "
-                f"({type(draft.config.sharding).__name__}) cuts parameters between ranks; set "
-                "use_layer_wise_distributed_optimizer=True and use_distributed_optimizer=False"
-            )
-    for id in sorted(unit.ids):
-        if len(draft.metas[id].shape) not in (2, 3):
-            yield (
-                f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape "
-                f"{draft.metas[id].shape}; use an elementwise rule for it through config_overrides"
-            )
+        name, buffer_of = f"optimizer={unit.rule.name!r}", {id: buffer for buffer, id in draft.placed(unit)}
+        needs_matrices = unit.rule.needs is Needs.MATRICES
+        for id, buffer in buffer_of.items() if needs_matrices else ():
+            if buffer.kind.cuts and isinstance(sharding, WholeParams):  # it came with a wrapped chunk
+                yield (
+                    f"{name} needs whole matrices, but {str(id)!r} was wrapped in a buffer that is cut between ranks; "
+                    "pass optimizer_config=config to DistributedDataParallel, which keeps matrices whole that are "
+                    "neither embeddings nor outputs, or use an elementwise rule for it"
+                )
+            if buffer.kind.cuts:
+                yield (
+                    f"{name} needs whole matrices, but use_distributed_optimizer=True ({type(sharding).__name__}) cuts "
+                    "parameters between ranks; set use_layer_wise_distributed_optimizer=True and "
+                    "use_distributed_optimizer=False"
+                )
+        for id in sorted(unit.ids):
+            shape = draft.metas[id].shape
+            if needs_matrices and len(shape) not in (2, 3):
+                yield (
+                    f"{name} updates matrices (2-D or 3-D parameters), but {id} has shape {shape}; use an elementwise "
+                    "rule for it through config_overrides"
+                )
+        for hook, id in product(hooks_of(unit.rule), sorted(unit.ids)):
+            if problem := _problem_of_hook(hook, unit, draft.metas[id], buffer_of[id]):
+                yield f"hooks: {hook!r} of rule {unit.rule.name!r} on {str(id)!r}: {problem}"
 
 
 def _problem_of_hook(hook: Hook, unit: UnitPlan, meta: ParamMeta, buffer: BufferPlan) -> str:
