@@ -1,6 +1,6 @@
 """muP: learning rates and eps scaled by width, so that tuned values transfer (arXiv 2203.03466, table 8)."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
@@ -29,18 +29,12 @@ class _Traits(NamedTuple):
         """A parameter with two or more dims that is not an embedding: its input dim grows with the width."""
         return self.num_dims >= 2 and not self.is_embedding
 
-    def keeps_lr(self, config: OptimizerConfig, rule: str) -> bool:
-        """Whether its learning rate is not scaled: it has a decoupled rate, or Muon scales its update."""
+    def scaled(self, config: OptimizerConfig, rule: str) -> list[str]:
+        """Which of its "lr" and "eps" muP scales: not a decoupled rate, nor where Muon scales its update."""
         decoupled = config.decoupled_lr is not None and self.is_embedding_or_output
         by_muon = rule in MUON_FAMILY and self.use_muon and self.num_dims == 2 and not self.is_embedding_or_output
-        return decoupled or by_muon
-
-
-class _Scale(NamedTuple):
-    """Which hyper-parameters of a parameter muP scales."""
-
-    lr: bool
-    eps: bool
+        has_lr = self.is_hidden != (rule == "sgd") and not (decoupled or by_muon)
+        return ["lr"] * has_lr + ["eps"] * (self.is_hidden and rule in _WITH_EPS)
 
 
 def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, optimizer_type: str = "adam") -> Overrides:
@@ -63,11 +57,9 @@ def get_mup_config_overrides(config: OptimizerConfig, mup_width_mult: float, opt
         return {}
     _check_width(config, mup_width_mult)
     rule = optimizer_type.lower()
-    scaled = _by_traits("lr", lambda traits: _scale(traits, config, rule).lr)
-    overrides: Overrides = {scaled: _rates(config, rule, mup_width_mult)}
+    overrides: Overrides = {_by_traits("lr", config, rule): _rates(config, rule, mup_width_mult)}
     if rule in _WITH_EPS:
-        key = _by_traits("eps", lambda traits: _scale(traits, config, rule).eps)
-        overrides[key] = {"eps": config.adam_eps / mup_width_mult}
+        overrides[_by_traits("eps", config, rule)] = {"eps": config.adam_eps / mup_width_mult}
     return overrides
 
 
@@ -97,13 +89,25 @@ def get_mup_overrides_by_shape(
     """
     rule = optimizer_type.lower()
     names: dict[tuple[str, float], set[str]] = {}
+    seen: dict[tuple[str, str], float] = {}
     for id, meta in (metas if metas is not None else describe(model_chunks)).items():
         traits = _Traits(len(meta.shape), meta.is_embedding, meta.is_embedding_or_output, meta.use_muon)
-        width = _width(meta, base_shapes, is_hidden=traits.is_hidden)
+        base = base_shapes.get(id)
+        if base is None or len(base) != len(meta.shape) or prod(base) == 0:
+            raise ConfigError(
+                f"base_shapes: parameter {str(id)!r} of shape {meta.shape} has base shape {base}; it must have "
+                f"{len(meta.shape)} dims and no empty dim, as shapes_of(base_model_chunks) returns it"
+            )
+        first = 1 if traits.is_hidden else 0
+        width = prod(meta.shape[first:]) / prod(base[first:])
         _check_width(config, width)
-        for entry in _scaled_entries(_scale(traits, config, rule), width):
+        for entry in traits.scaled(config, rule) if width != 1 else ():
             names.setdefault((entry, width), set()).add(id.name)
-    _check_one_width(names)
+            if (earlier := seen.setdefault((entry, id.name), width)) != width:  # keys cannot tell these apart
+                raise ConfigError(
+                    f"muP: model chunks use the name {id.name!r} for parameters of widths {earlier:g} and {width:g}; "
+                    "make the overrides of each chunk separately"
+                )
     return {
         _by_name(entry, width, frozenset(called)): (
             _rates(config, rule, width) if entry == "lr" else {"eps": config.adam_eps / width}
@@ -117,30 +121,23 @@ def shapes_of(model_chunks: Sequence[nn.Module]) -> dict[ParamId, tuple[int, ...
     return {id: meta.shape for id, meta in describe(model_chunks).items()}
 
 
-def _scale(traits: _Traits, config: OptimizerConfig, rule: str) -> _Scale:
-    hidden = traits.is_hidden
-    if rule == "sgd":
-        return _Scale(lr=not hidden and not traits.keeps_lr(config, rule), eps=False)
-    return _Scale(lr=hidden and not traits.keeps_lr(config, rule), eps=hidden and rule in _WITH_EPS)
-
-
 def _rates(config: OptimizerConfig, rule: str, width: float) -> dict[str, float]:
     """The scaled learning rates. A rate that is not set stays unset."""
     rates = {"max_lr": config.lr, "min_lr": config.min_lr}
     return {name: rate * width if rule == "sgd" else rate / width for name, rate in rates.items() if rate is not None}
 
 
-def _by_traits(entry: str, applies: Callable[[_Traits], bool]) -> ParamKey:
-    return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=lambda param: applies(_traits_of(param))))
+def _by_traits(entry: str, config: OptimizerConfig, rule: str) -> ParamKey:
+    def applies(param: Parameter) -> bool:
+        traits = _Traits(
+            num_dims=param.dim(),
+            is_embedding=bool(getattr(param, "is_embedding_parameter", False)),
+            is_embedding_or_output=bool(getattr(param, "is_embedding_or_output_parameter", False)),
+            use_muon=bool(getattr(param, "use_muon", True)),
+        )
+        return entry in traits.scaled(config, rule)
 
-
-def _traits_of(param: Parameter) -> _Traits:
-    return _Traits(
-        num_dims=param.dim(),
-        is_embedding=bool(getattr(param, "is_embedding_parameter", False)),
-        is_embedding_or_output=bool(getattr(param, "is_embedding_or_output_parameter", False)),
-        use_muon=bool(getattr(param, "use_muon", True)),
-    )
+    return ParamKey(predicate=ParamPredicate(name=f"mup {entry}", fn=applies))
 
 
 def _by_name(entry: str, width: float, names: frozenset[str]) -> ParamKey:
@@ -148,37 +145,8 @@ def _by_name(entry: str, width: float, names: frozenset[str]) -> ParamKey:
     return ParamKey(with_name_predicate=ParamWithNamePredicate(name=label, fn=lambda param, name: name in names))
 
 
-def _scaled_entries(scale: _Scale, width: float) -> Iterator[str]:
-    if width != 1:
-        yield from (entry for entry, scaled in scale._asdict().items() if scaled)
-
-
-def _width(meta: ParamMeta, base_shapes: Shapes, *, is_hidden: bool) -> float:
-    """The ratio of the width of a parameter to that of its base."""
-    base = base_shapes.get(meta.id)
-    if base is None or len(base) != len(meta.shape) or prod(base) == 0:
-        raise ConfigError(
-            f"base_shapes: parameter {str(meta.id)!r} of shape {meta.shape} has base shape {base}; it must have "
-            f"{len(meta.shape)} dims and no empty dim, as shapes_of(base_model_chunks) returns it"
-        )
-    first = 1 if is_hidden else 0
-    return prod(meta.shape[first:]) / prod(base[first:])
-
-
 def _check_width(config: OptimizerConfig, width: float) -> None:
     if not 0 < width < inf:
         raise ConfigError(f"muP: width {width!r}: must be greater than 0 and finite")
     if config.lr is None:
         raise ConfigError("muP: lr=None: muP scales the learning rate; set lr in the OptimizerConfig")
-
-
-def _check_one_width(names: Mapping[tuple[str, float], set[str]]) -> None:
-    """Raise ConfigError if chunks use one name for parameters of different widths: keys cannot tell these apart."""
-    seen: dict[tuple[str, str], float] = {}
-    for (entry, width), called in names.items():
-        for name in called:
-            if seen.setdefault((entry, name), width) != width:
-                raise ConfigError(
-                    f"muP: model chunks use the name {name!r} for parameters of widths {seen[entry, name]:g} and "
-                    f"{width:g}; make the overrides of each chunk separately"
-                )
