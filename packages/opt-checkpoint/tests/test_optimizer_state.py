@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_checkpoint import (
-    KEEP_VARS_HINT,
     REFERENCE_ALIASES,
     CheckpointingException,
     CheckpointKeyError,
@@ -53,15 +51,6 @@ def stepped(params: list[nn.Parameter]) -> torch.optim.AdamW:
 
 def sharded_params(module: nn.Module) -> dict[str, ShardedTensor]:
     return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict(keep_vars=True).items()}
-
-
-def test_the_signatures_begin_as_megatron_cores_do() -> None:
-    names = lambda f: list(inspect.signature(f).parameters)
-    assert names(get_optim_param_to_id_map) == ["optim_params_iter"]
-    assert names(get_param_id_to_sharded_param_map)[:2] == ["model_sharded_state_dict", "optim_params_iter"]
-    assert names(make_sharded_optimizer_tensor) == ["model_param", "optim_param", "prefix"]
-    assert names(optim_state_to_sharding_state)[:3] == ["optim_state_dict", "id_to_sharded_param_map", "exclude_keys"]
-    assert "keep_vars=True" in KEEP_VARS_HINT
 
 
 def test_the_first_position_of_a_repeated_parameter_wins() -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -166,12 +165,8 @@ def test_a_damaged_name_of_the_run_is_an_error(tmp_path: Path, case: str) -> Non
     with pytest.warns(UserWarning, match="one node"):
         manager = tiers(str(tmp_path), 0)
     for call in (manager.find, lambda: manager.save(1, {"step": 1})):
-        _raises_damage(call)
-
-
-def _raises_damage(call: Callable[[], object]) -> None:
-    with pytest.raises(CheckpointCorruptError, match=r"run\.json is damaged"):
-        call()
+        with pytest.raises(CheckpointCorruptError, match=r"run\.json is damaged"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["durable_every", "keep_local"])
