@@ -175,6 +175,17 @@ def test_a_batch_without_tokens_divides_by_one() -> None:
     assert all(of_name == {0.0} for of_name in owned_values(ddp).values())
 
 
+def test_rates_of_routers_that_differ_between_ranks_are_refused_on_every_rank() -> None:
+    """Biases of the same routers drifted apart in silence."""
+
+    def rank_main(comm: ThreadComm) -> None:
+        ddp = DistributedDataParallel(CONFIGS["flat"], Router(torch.ones(4)), groups=over(comm))
+        with pytest.raises(ValueError, match=r"router_bias_update_rate is \[0\.25, 0\.5\] on ranks that share routers"):
+            finalize_model_grads([ddp], router_bias_update_rate=0.5 if comm.rank == 1 else 0.25)
+
+    run_threads(3, rank_main)
+
+
 REFUSALS: dict[str, tuple[Callable[[], None], str]] = {
     "a plain module": (lambda: finalize_model_grads([nn.Linear(2, 2)]), "model chunk 0 is a Linear; wrap it"),  # type: ignore[list-item]
     "tokens of means": (

@@ -63,7 +63,7 @@ def finalize_model_grads(
     Raises:
         ValueError: a chunk is not wrapped; `num_tokens` is given, but a chunk averages gradients already, so that they
             would be divided twice; a parameter is marked, but its group is not given; `router_bias_update_rate` is
-            below 0.
+            below 0, or differs between ranks in the first iteration.
         CollectiveError: a reduction failed, or exceeded the timeout of its group.
     """
     chunks = tuple(model_chunks)
@@ -98,7 +98,8 @@ def finalize_model_grads(
     for chunk in incomplete:
         chunk.num_finalized = len(chunks)
     replicas = [comm for chunk in chunks[:1] for comm in (chunk.roles.dense.dp, chunk.roles.dense.inter)]
-    update_router_biases_(chunks, rate=router_bias_update_rate, comms=[peers.get("tp", ALONE), *replicas])
+    comms, is_first = [peers.get("tp", ALONE), *replicas], any(chunk.grad_sync.iteration == 1 for chunk in chunks)
+    update_router_biases_(chunks, rate=router_bias_update_rate, comms=comms, compares=is_first)
     unscaled = [chunk for chunk in chunks if not chunk.is_scaled]
     if num_tokens is None or not unscaled:
         return
@@ -159,23 +160,30 @@ def _check_peers(chunks: Sequence[DistributedDataParallel], peers: Mapping[str, 
 # shape (num_experts,): `expert_bias`, floating point and not trained, and `local_tokens_per_expert`, to which its
 # forward adds this rank's token counts.
 @torch.no_grad()
-def update_router_biases_(modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm]) -> None:
+def update_router_biases_(
+    modules: Iterable[nn.Module], *, rate: float, comms: Sequence[Comm], compares: bool = False
+) -> None:
     """Update the `expert_bias` of every router among `modules` and their submodules; reset `local_tokens_per_expert`.
 
     bias += rate * sign(mean(tokens) - tokens): up where an expert had fewer tokens than the mean, down where it had
     more. Tokens are summed over `comms`: all ranks that route with the same bias, which are the data-, context- and
-    tensor-parallel ones. All of them call this function, so that their biases stay equal.
+    tensor-parallel ones. All of them call this function, so that their biases stay equal; `compares` rates first.
 
     Raises:
-        ValueError: `rate` is below 0.
+        ValueError: `rate` is below 0, or, on every rank, is not the same on all of them.
     """
-    if rate < 0:
-        raise ValueError(f"router_bias_update_rate={rate}; pass a rate above 0, or 0 to leave biases unchanged")
     routers = []
     for inner in (inner for module in modules for inner in module.modules()):
         bias, tokens = getattr(inner, "expert_bias", None), getattr(inner, "local_tokens_per_expert", None)
         if isinstance(bias, Tensor) and isinstance(tokens, Tensor):  # the bias of a router may be None
             routers.append((bias, tokens))
+    rates = {rate}
+    for comm in comms if compares and routers else ():
+        rates = set().union(*comm.gather_objects(rates))
+    if len(rates) > 1:
+        raise ValueError(f"router_bias_update_rate is {sorted(rates)} on ranks that share routers; pass one on all")
+    if rate < 0:
+        raise ValueError(f"router_bias_update_rate={rate}; pass a rate above 0, or 0 to leave biases unchanged")
     for comm in comms:
         sum_together_([tokens for _, tokens in routers], comm)
     for bias, tokens in routers:

@@ -19,9 +19,9 @@ from opt_distributed.buffers.planner import BufferPlan, WorldSizes, default_buck
 from opt_distributed.buffers.storage import LocalSums, ParamAndGradBuffer
 from opt_distributed.buffers.stored import check_apart, check_unbound
 from opt_distributed.buffers.wires import wire_of
-from opt_distributed.comm.collectives import Comm, agree
+from opt_distributed.comm.collectives import Alone, Comm, agree
 from opt_distributed.comm.roles import Axes, Roles, from_all_replicas
-from opt_distributed.comm.user_buffers import UserBuffers, user_buffers
+from opt_distributed.comm.user_buffers import UserBuffers
 from opt_distributed.layout import LayoutError, Piece
 from opt_paramgroups import ParamId, ParamMeta
 
@@ -177,7 +177,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
     """
     config = spec.config
     buffers: tuple[SyncedBuffer, ...] = ()
-    pools: dict[tuple[bool, str], UserBuffers | None] = {}
+    pools: dict[tuple[bool, str], UserBuffers] = {}
     error = None
     try:
         _check_config(spec)
@@ -188,12 +188,14 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
         if config.nccl_ub:  # one pool for each family and device, dense ones first: registering is collective
             for is_expert, name in sorted({(plan.is_expert, str(_device(spec, plan))) for plan in planned}):
                 axes, symmetric = _axes(spec, is_expert), not config.disable_symmetric_registration
-                groups = (axes.dp, axes.inter)
-                pools[is_expert, name] = user_buffers(groups, device=torch.device(name), symmetric=symmetric)
+                groups = [comm for comm in (axes.dp, axes.inter) if not isinstance(comm, Alone)]
+                if groups:
+                    device = torch.device(name)
+                    pools[is_expert, name] = UserBuffers(groups, device=device, symmetric=symmetric)
         buffers = tuple(
             _make_buffer(spec, plan, pools.get((plan.is_expert, str(_device(spec, plan))))) for plan in planned
         )
-        for pool in filter(None, pools.values()):
+        for pool in pools.values():
             pool.check()
     except Exception as caught:  # of any kind, out of memory included: the other ranks wait for the verdict
         error = caught
@@ -206,7 +208,7 @@ def make_buffers(spec: ChunkSpec) -> tuple[SyncedBuffer, ...]:
         order = {"order of buffers": ", ".join(plan.name for plan in plans)}
         families.append((_axes(spec, is_expert), settings | order | layouts))
     agree_on(families, error, spec.roles.everyone)
-    for pool in filter(None, pools.values()):
+    for pool in pools.values():
         pool.register()
     return buffers
 

@@ -87,8 +87,7 @@ class Run(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the run."""
-        numel: int = self.of_param.stop - self.of_param.start
-        return numel
+        return int(self.of_param.stop - self.of_param.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,9 +171,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 def is_outside(comm: Comm, mesh: DeviceMesh) -> bool:
     """Whether `comm` has several ranks, of which this one is the only one in the mesh."""
     group = group_of(comm)
-    if group is None:
-        return comm.size > 1
-    return comm.size > 1 and len(set(dist.get_process_group_ranks(group)).intersection(_ranks(mesh))) == 1
+    inside = 1 if group is None else len(set(dist.get_process_group_ranks(group)).intersection(_ranks(mesh)))
+    return comm.size > 1 and inside == 1
 
 
 def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> tuple[Comm, ...]:

@@ -268,20 +268,12 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
     return agreed(everyone, lambda: _roles_given(chunks, given, sharded=sharded))
 
 
-class _Mark(NamedTuple):
-    """Why a parameter may differ between ranks."""
-
-    param: str
-    reason: str
-    axis: str  # the mesh axis along which it would differ
-
-
 class _Facts(NamedTuple):
     """What one rank knows about its model."""
 
     has_params: bool
     has_megatron: bool
-    marked: _Mark | None  # of the first parameter that may differ between ranks
+    marked: tuple[str, str, str] | None  # the first parameter that may differ between ranks, why, along which mesh axis
     mesh: tuple[tuple[str, ...], tuple[int, ...]] | None  # names and sizes of the axes of a root mesh
 
 
@@ -333,9 +325,9 @@ def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
         if meta.is_dtensor or marked is not None:  # the mesh of a DTensor describes it
             continue
         if meta.is_expert:
-            marked = _Mark(str(meta.id), "an expert (allreduce=False)", "ep")
+            marked = (str(meta.id), "an expert (allreduce=False)", "ep")
         elif meta.tensor_parallel:
-            marked = _Mark(str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
+            marked = (str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
     return _Facts(bool(parameters_by_id(chunks)), megatron_is_initialized(), marked, mesh)
 
@@ -343,9 +335,9 @@ def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
 def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
     """Raise ProcessGroupError, the same on every rank, if it is unknown which ranks hold replicas of a parameter."""
     for rank, facts in enumerate(per_rank):
-        if facts.marked is not None and facts.marked.axis not in known_axes:
+        if facts.marked is not None and facts.marked[2] not in known_axes:
             raise ProcessGroupError(
-                f"parameter {facts.marked.param!r} is {facts.marked.reason} on rank {rank} of {len(per_rank)}, and "
+                f"parameter {facts.marked[0]!r} is {facts.marked[1]} on rank {rank} of {len(per_rank)}, and "
                 "neither process groups nor a mesh were given: "
                 "which ranks hold its replicas is unknown; pass pg_collection=opt_stack.ProcessGroups(dp=..., tp=..., "
                 "expt_dp=..., ...) or mesh=init_device_mesh(device, sizes, mesh_dim_names=('dp', 'tp')), or initialise "

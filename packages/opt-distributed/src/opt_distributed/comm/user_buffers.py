@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opt_distributed.comm.collectives import Alone, Comm, ProcessGroupError, TorchComm, zeros
+from opt_distributed.comm.collectives import Comm, ProcessGroupError, TorchComm, zeros
 
 
 class UserBuffers:
@@ -66,12 +66,6 @@ class UserBuffers:
                     f"nccl_ub=True: torch {torch.__version__} does not register symmetric memory; set "
                     "disable_symmetric_registration=True, or install torch 2.9 or later"
                 ) from error
-
-
-def user_buffers(comms: Sequence[Comm], *, device: torch.device, symmetric: bool) -> UserBuffers | None:
-    """Return the user buffers of these groups; None if each is a world of one rank, which has no collectives."""
-    groups = [comm for comm in comms if not isinstance(comm, Alone)]
-    return UserBuffers(groups, device=device, symmetric=symmetric) if groups else None
 
 
 def nccl_backend(comm: Comm, device: torch.device) -> Any:

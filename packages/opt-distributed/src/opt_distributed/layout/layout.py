@@ -100,8 +100,7 @@ class Piece(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the piece; never 0."""
-        numel: int = self.of_param.stop - self.of_param.start
-        return numel
+        return int(self.of_param.stop - self.of_param.start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
