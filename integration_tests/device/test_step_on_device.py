@@ -3,6 +3,7 @@
 More orders at night.
 """
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_accelerator import DeferredComm, DeferredRank, HostReadError, run_deferred
+from fake_accelerator import DeferredComm, DeferredDevice, DeferredRank, run_deferred
 from on_device import (
     SHAPES,
     SIZE,
@@ -24,20 +25,26 @@ from on_device import (
     launched,
     layouts,
     outcome,
-    train_on_device,
-    train_on_host,
 )
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
 from opt_distributed import run_threads
 from opt_distributed.buffers import UnusableGradientError
-from opt_distributed.buffers.wires import InFlight
 from opt_distributed.comm import Comm
+from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import HostCopy
-from opt_distributed.pieces import BufferedGrads
-from opt_distributed.pieces.piece import StepCount
-from opt_distributed.step.scaler import DynamicScaler
+from opt_kernels.hooks import (
+    CautiousDecay,
+    CautiousUpdate,
+    CentralizeGradient,
+    ClipUpdateRms,
+    GivenHooks,
+    Hyperball,
+    RelativeUpdate,
+    measured,
+)
+from opt_kernels.works import Batch
 from opt_stack import Optimizer, StepStats
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -68,6 +75,45 @@ FORMATS: dict[str, dict[str, Any]] = {
 def test_so_do_main_values_moments_and_gradients_in_other_formats(name: str, spread: Spread) -> None:
     case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
     assert_every_order_has_the_bits_of_a_cpu(case, use_precision_aware_optimizer=True, **FORMATS[name])
+
+
+HOOKS: dict[str, tuple[str, GivenHooks]] = {
+    "part of a formula": ("adam", (CautiousDecay(),)),
+    "norms": ("adam", (ClipUpdateRms(0.5), CautiousUpdate())),
+    "relative": ("muon", {"muon": (RelativeUpdate(),), "adam": (ClipUpdateRms(0.1),)}),
+    "row means": ("adam", (CentralizeGradient(), ClipUpdateRms(0.5))),
+    "on a sphere": ("muon", {"muon": (Hyperball(),)}),
+    "centered": ("muon", {"muon": (CentralizeGradient(),)}),
+}
+version = measured.version
+
+
+def launched_version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Any:
+    """The sweep over weights as one queued kernel."""
+    sweep = version(op, function, backend=backend, tensors=tensors)
+
+    def launch(batches: Sequence[Batch], *args: Any, **kwargs: Any) -> None:
+        device = devices.device_of(tensors[0].device) if tensors else None
+        if isinstance(device, DeferredDevice):
+            device.mode.queue("move", partial(sweep, batches, *args, **kwargs), ())
+        else:
+            sweep(batches, *args, **kwargs)
+
+    return launch
+
+
+def cases_with_hooks() -> Iterator[tuple[str, Case]]:
+    for name, (rule, _) in HOOKS.items():
+        for spread in (Spread.WHOLE,) if rule == "muon" else (Spread.FLAT, Spread.REPLICATED):
+            for numbers, wrapping in ((Numbers.FP16, Wrapping.PLAIN), (Numbers.REMAINDER, Wrapping.OVERLAP)):
+                yield name, Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
+
+
+@pytest.mark.parametrize(("name", "case"), list(cases_with_hooks()), ids=str)
+def test_so_do_steps_with_hooks(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "version", launched_version)
+    decay = 0.0 if "sphere" in name else 0.1
+    assert_every_order_has_the_bits_of_a_cpu(case, hooks=HOOKS[name][1], weight_decay=decay)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -130,86 +176,10 @@ def test_recorded_numbers_are_those_of_a_cpu(wrapping: Wrapping, graphs: bool) -
                 assert list(numbers) == pytest.approx(list(other.params[name]), nan_ok=True), (stats.step, name)
 
 
-def a_step_count_is_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepCount, "next", lambda count: int(count) + 1)
-
-
-def the_loss_scale_is_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DynamicScaler, "factor", property(lambda scaler: scaler.scale))
-
-
-def flags_of_gradients_are_read(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BufferedGrads, "resolve_", lambda source, flags: flags.tolist())
-
-
-@pytest.mark.parametrize("plant", [a_step_count_is_read, the_loss_scale_is_read, flags_of_gradients_are_read])
-def test_a_host_read_inside_the_step_is_refused(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(HostReadError):
-        run_deferred(SIZE, partial(train_on_device, FLAT), seed=0)
-
-
-def a_result_is_read_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostCopy, "wait", lambda copy: copy._copy)
-
-
-def an_update_does_not_wait_for_the_reduction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InFlight, "finish", lambda flight: None)
-
-
-def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
-    advance = StepCount.advance
-    patch.setattr(StepCount, "advance", lambda count, *flags: advance(count, None))
-
-
-@pytest.mark.parametrize(
-    "plant", [a_result_is_read_before_it_is_there, an_update_does_not_wait_for_the_reduction, a_skipped_step_is_counted]
-)
-def test_a_fault_in_the_step_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_threads(SIZE, partial(train_on_host, FLAT))
-    plant(monkeypatch)
-
-    def is_noticed(seed: int) -> bool:
-        try:
-            found = run_deferred(SIZE, partial(train_on_device, FLAT), seed=seed)
-        except ValueError as error:  # garbage where a count of ranks belongs
-            return "NaN" in str(error)
-        return not all(map(equal, found, expected))
-
-    assert any(is_noticed(seed) for seed in range(10))
-
-
-def step_alone(one: Any, *, prepare: Any) -> tuple[str, str, bool]:
-    """One step of rank 0 and 1, prepared by `prepare`: the error of the step, that of its result, and whether the
-    weights stayed."""
-    model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
-    launch_rules_(optimizer)
-    before = [param.detach().clone() for param in model.parameters()]
-    optimizer.scale_loss(model(grads_of(0, one.rank, SIZE, SHAPES))).backward()
-    prepare(one.rank, model, optimizer)
-    of_step = of_result = ""
-    try:
-        result = optimizer.step()
-    except ValueError as error:
-        of_step = type(error).__name__
-    else:
-        try:
-            assert result.success
-        except ValueError as error:
-            of_result = type(error).__name__
-    stayed = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    return of_step, of_result, stayed
-
-
 def moved(model: nn.Module, optimizer: Optimizer) -> Any:
     data = model.first.weight.data
     model.first.weight.data = data.clone()
     return lambda: setattr(model.first.weight, "data", data)
-
-
-def sparse(model: nn.Module, optimizer: Optimizer) -> Any:
-    model.first.weight.grad = model.first.weight.grad.to_sparse()
-    return lambda: None
 
 
 def without_rate(model: nn.Module, optimizer: Optimizer) -> Any:
@@ -263,58 +233,10 @@ def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(prepar
         assert [[has_moved for _, has_moved in of_rank] for of_rank in found] == [moves] * SIZE
 
 
-@pytest.mark.parametrize(
-    ("prepare", "own", "other"), [*OBJECTIONS, (sparse, "SparseGradientError", "UnusableGradientError")]
-)
-def test_on_a_cpu_it_is_raised_in_the_step_that_it_refuses(prepare: Any, own: str, other: str) -> None:
-    found = run_threads(SIZE, partial(objecting, prepare=prepare))
-    moves = [("", True)] * 4
-    assert found == [[moves[0], (other, False), *moves]] * (SIZE - 1) + [[moves[0], (own, False), *moves]]
-
-
 @pytest.mark.parametrize(("prepare", "own"), [(without_rate, "ValueError"), (renamed, "GroupError")])
 def test_a_rank_without_others_raises_its_objection_at_once(prepare: Any, own: str) -> None:
     (found,) = run_deferred(1, lambda one: objecting(one.comm, prepare=prepare), seed=0)
     assert [error for error, _ in found] == ["", own, "", "", "", ""]
-
-
-def test_groups_that_differ_are_an_error_on_every_rank_that_looks() -> None:
-    def other_lr(rank: int, model: nn.Module, optimizer: Optimizer) -> None:
-        optimizer.param_groups[0]["lr"] += rank
-
-    assert run_deferred(SIZE, partial(step_alone, prepare=other_lr), seed=0) == [("", "HyperError", True)] * SIZE
-
-
-def test_an_unread_error_is_raised_by_the_next_step() -> None:
-    def rank_main(one: DeferredRank) -> list[str]:
-        model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
-        launch_rules_(optimizer)
-        optimizer.param_groups[0]["lr"] += one.rank
-        found = []
-        for step in (2, 3, 4):
-            try:
-                iterate(model, optimizer, step, one.comm)
-                found.append("")
-            except ValueError as error:
-                found.append(type(error).__name__)
-                optimizer.param_groups[0]["lr"] -= one.rank
-        return found
-
-    assert run_deferred(SIZE, rank_main, seed=0) == [["", "HyperError", ""]] * SIZE
-
-
-def test_a_refused_norm_changes_nothing_and_is_not_counted() -> None:
-    def rank_main(one: DeferredRank) -> tuple[bool, bool, set[float]]:
-        model, optimizer = built(FLAT, one.comm)
-        optimizer.stepper.limits = replace(optimizer.stepper.limits, skip_above=1e-3)
-        launch_rules_(optimizer)
-        before = [param.detach().clone() for param in model.parameters()]
-        result = iterate(model, optimizer, 0, one.comm)
-        stayed = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-        steps = {float(state["step"]) for state in optimizer.state_dict()["state"].values()}
-        return result.success, stayed, steps
-
-    assert run_deferred(SIZE, rank_main, seed=0) == [(False, True, {0.0})] * SIZE
 
 
 def some_unused(comm: Comm) -> Trained:

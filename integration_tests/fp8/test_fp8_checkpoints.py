@@ -10,7 +10,7 @@ import torch
 from fp8_training import Stored, build, fp8_params, make_model, set_grads, stored
 from torch import Tensor, nn
 
-from opt_checkpoint import Segment, ShardedTensor, ShardedTensorFactory, load, save, sharded_model
+from opt_checkpoint import Segment, ShardedTensorFactory, load, save, sharded_model
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Comm
 from opt_kernels.quantized import RECIPES
@@ -135,33 +135,6 @@ def test_a_factory_of_fused_rows_quantises_what_it_merges(tmp_path: Path) -> Non
     save(state(model), tmp_path / "fused")
     load(state(other), tmp_path / "fused")
     assert torch.equal(other[0].weight.values(), model[0].weight.values())
-
-
-def test_a_factory_that_cuts_by_a_function_quantises_what_it_merges(tmp_path: Path) -> None:
-    def gates(key: str, weight: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
-        return [ShardedTensor.from_rank_offsets(f"{key}.{i}", weight[i::2]) for i in range(2)]
-
-    def woven(parts: list[Tensor]) -> Tensor:
-        return torch.stack(parts, dim=1).flatten(0, 1)
-
-    def state(model: nn.Module) -> dict[str, Any]:
-        return {"w": ShardedTensorFactory("w", model[0].weight, gates, woven)}
-
-    model, other = make_model("blockwise"), make_model("blockwise", seed=7)
-    save(state(model), tmp_path / "gates")
-    load(state(other), tmp_path / "gates")
-    assert torch.equal(other[0].weight.values(), model[0].weight.values())
-
-
-def test_a_copied_state_is_not_changed_by_later_steps() -> None:
-    model, _, optimizer = build(Alone(), "delayed")
-    train(model, optimizer, range(2))
-    kept = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, range(2, 4))
-    optimizer.load_state_dict(kept)
-    again, _, other = build(Alone(), "delayed")
-    train(again, other, range(2))
-    assert stored(model).equals(stored(again))
 
 
 def test_reloaded_weights_become_main_values_and_exact_ones_are_quantised() -> None:

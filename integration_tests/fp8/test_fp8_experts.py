@@ -1,82 +1,132 @@
 """fp8 experts under expert and tensor parallelism: values and norms of one process that holds everything. Threads."""
 
 import copy
+import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fp8_experts import (
-    EP,
-    GRIDS,
-    SPREADS,
-    Place,
-    Resumed,
-    Trained,
-    built,
-    dim_of,
-    grads_alone,
-    groups_of,
-    own_grads,
-    place_alone,
-    place_on,
-    resume,
-    resume_everywhere,
-    stepped,
-    train,
-    whole_grads,
-)
-from fp8_training import fp8_params, stored
-from processes import Job, run_jobs
-from torch import Tensor
+from fp8_training import Stored, fp8_params, stored
+from statistics_grid import Net, Place, Shape, mean_gradients, parts, run_grid
+from torch import Tensor, nn
 from tp_model import comms_of, cut
 
+from opt_checkpoint import ShardedTensor, load, save
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Alone
 from opt_distributed.comm.threads import ThreadComm
-from opt_kernels.quantized import RECIPES
+from opt_kernels.quantized import RECIPES, QuantizedTensor
+from opt_stack import Optimizer, get_optimizer
 
+# Between squares of 128 and runs of 32.
+DENSE = {"column": Shape((256, 96), 0), "norm": Shape((64,), None)}
+EXPERT = {"up": Shape((256, 64), 0), "down": Shape((64, 256), 1)}
+SHAPES: dict[str, Any] = {"dense": DENSE, "expert": EXPERT}
 BY_PART = ("delayed", "tensorwise")  # recipes that give each tensor-parallel part a scale of its own
-plain_or_wrapped = pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+STEPS, EP = 3, 2
+GRIDS = {
+    "TP 2": {"tp": 2, "ep": EP, "etp": 2},
+    "TP 2, experts whole": {"tp": 2, "ep": EP, "etp": 1},
+    "two replicas": {"tp": 1, "ep": EP, "etp": 1},
+}
+FLAT = {"use_distributed_optimizer": True}
+SPREADS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "flat": FLAT,
+    "whole": {"optimizer": "muon", "muon_tp_mode": "duplicated", "use_layer_wise_distributed_optimizer": True},
+}
+LAYOUTS = [(recipe, "flat", wrapped) for recipe in RECIPES for wrapped in (False, True)]
+LAYOUTS += [(recipe, spread, False) for recipe in ("delayed", "mxfp8") for spread in ("replicated", "whole")]
+Grads = Callable[[int], dict[str, Tensor]]  # of a step
 
 
-def grid(rank_main: Callable[[Place], Any], name: str) -> list[Any]:
-    """Each rank's result on four threads."""
-    comms = [comms_of(groups) for groups in groups_of(name)]
+def own_grads(place: Place, replicas: tuple[int, int] | None = None) -> Grads:
+    return lambda step: parts(place, 1000 * step, replicas=replicas, **SHAPES)
 
-    def start(comm: ThreadComm) -> Any:
-        return rank_main(place_on(name, comm, *[of_ranks[comm.rank] for of_ranks in comms]))
 
-    return run_threads(4, start)
+def built(
+    recipe: str, place: Place, *, wrapped: bool = False, in_fp8: str = "", **fields: Any
+) -> tuple[Net, nn.Module, Optimizer]:
+    """The model, whose matrices are in fp8, or those with `in_fp8` in their names; what the optimizer gets; and it."""
+    net = Net(place, dtype=torch.bfloat16, **SHAPES)
+    for name, held in net.named_children():
+        if held.weight.dim() == 2 and in_fp8 in name:
+            marks = dict(vars(held.weight))
+            held.weight = nn.Parameter(QuantizedTensor.of(held.weight.detach(), recipe))
+            for mark, value in marks.items():
+                setattr(held.weight, mark, value)
+    base = {"lr": 2e-2, "bf16": True, "clip_grad": 0.0, "fp8_recipe": recipe, "muon_fp32_matmul_prec": "highest"}
+    config, chunk = OptimizerConfig(**{**base, **fields}), net
+    if wrapped:
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=config.use_distributed_optimizer,
+            grad_reduce_in_fp32=True,
+            fp8_param_gather=config.use_distributed_optimizer,
+            num_distributed_optimizer_instances=place.inter.size,
+            reuse_grad_buf_for_mxfp8_param_ag=config.reuse_grad_buf_for_mxfp8_param_ag,
+        )
+        chunk = DistributedDataParallel(ddp, net, groups=place.roles, optimizer_config=config)
+    return net, chunk, get_optimizer(config, [chunk], pg_collection=place.roles)
+
+
+def stepped(chunk: nn.Module, optimizer: Optimizer, grads: Grads, steps: range) -> list[float]:
+    norms = []
+    for step in steps:
+        chunk(grads(step)).backward()
+        result = optimizer.step()
+        assert result.success
+        norms.append(result.grad_norm)
+        optimizer.zero_grad()
+    return norms
+
+
+class Trained(NamedTuple):
+    place: Place
+    weights: dict[str, Tensor]
+    norms: list[float]
+
+
+def train(recipe: str, place: Place, grads: Grads, **options: Any) -> Trained:
+    net, chunk, optimizer = built(recipe, place, **options)
+    norms = stepped(chunk, optimizer, grads, range(STEPS))
+    if isinstance(chunk, DistributedDataParallel):
+        chunk.finish_param_sync()
+    return trained(net, place, norms)
+
+
+def trained(net: Net, place: Place, norms: list[float]) -> Trained:
+    return Trained(place, {name: (held.weight + 0).detach() for name, held in net.named_children()}, norms)
+
+
+ALONE = Place(Alone(), Alone(), Alone(), Alone(), tuple(range(EP)), Alone())
+
+
+def mean_grads(dp: int, expert_dp: int) -> Grads:
+    return lambda step: {
+        name: grad.float()
+        for name, grad in mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, **SHAPES).items()
+    }
 
 
 @cache
-def trained_alone(recipe: str, num_replicas: int, **options: Any) -> Trained:
-    return train(recipe, place_alone(), lambda step: grads_alone(step, num_replicas), **options)
+def trained_alone(recipe: str, dp: int, expert_dp: int, **options: Any) -> Trained:
+    return train(recipe, ALONE, mean_grads(dp, expert_dp), **options)
 
 
 def assert_same(found: Trained, alone: Trained, recipe: str, *, atol: float) -> None:
-    weights, whole = ({n: h.weight + 0 for n, h in one.net.named_children()} for one in (found, alone))
-    assert_parts_of(found.net.place, weights, whole, recipe, atol=atol)
-    assert found.norms == pytest.approx(alone.norms, rel=1e-6)
-
-
-def assert_parts_of(
-    place: Place, weights: dict[str, Tensor], whole: dict[str, Tensor], recipe: str, *, atol: float
-) -> None:
     """Parts have the values of the whole, within two codes if they have scales of their own; a step moves ten codes."""
-    for name, weight in weights.items():
-        tp = (place.roles.expert if name[-1].isdigit() else place.roles.dense).tp
-        want = cut(whole[name], tp.rank, tp.size, dim=dim_of(name))
+    for name, weight in found.weights.items():
+        tp = found.place.expert_tp if name[-1].isdigit() else found.place.tp
+        want = cut(alone.weights[name], tp.rank, tp.size, dim={**DENSE, **EXPERT}[name.rstrip("01")].cut)
         is_scaled_alone = recipe in BY_PART and weight.dim() == 2 and tp.size > 1
         far = {"rtol": 1 / 8, "atol": 2e-3} if is_scaled_alone else {"rtol": 0.0, "atol": atol}
         torch.testing.assert_close(weight, want, **far)
-
-
-LAYOUTS = [(recipe, "flat", wrapped) for recipe in RECIPES for wrapped in (False, True)]
-LAYOUTS += [(recipe, spread, False) for recipe in ("delayed", "mxfp8") for spread in ("replicated", "whole")]
+    assert found.norms == pytest.approx(alone.norms, rel=1e-6)
 
 
 @pytest.mark.parametrize(("recipe", "spread", "wrapped"), LAYOUTS)
@@ -84,79 +134,92 @@ LAYOUTS += [(recipe, spread, False) for recipe in ("delayed", "mxfp8") for sprea
 def test_every_grid_of_experts_has_the_values_of_one_process(
     name: str, recipe: str, spread: str, wrapped: bool
 ) -> None:
-    options = SPREADS[spread]
+    options, sizes = SPREADS[spread], GRIDS[name]
     rule = {key: value for key, value in options.items() if key.startswith(("optimizer", "muon"))}
-    alone = trained_alone(recipe, EP * GRIDS[name][1], **rule)
-    for found in grid(lambda place: train(recipe, place, own_grads(place), wrapped=wrapped, **options), name):
+    alone = trained_alone(recipe, 4 // sizes["tp"], 4 // sizes["etp"] // EP, **rule)
+    for found in run_grid(lambda place: train(recipe, place, own_grads(place), wrapped=wrapped, **options), **sizes):
         # Muon sums its products in another order, so that a few values round to the next code.
         assert_same(found, alone, recipe, atol=2**-4 if spread == "whole" else 0.0)
 
 
 def test_experts_gathered_through_the_gradients_have_the_codes_of_one_process() -> None:
-    options = {"use_distributed_optimizer": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
-    alone = trained_alone("mxfp8", 2 * EP, wrapped=True, **options)  # quantised from bf16 values, too
-    for found in grid(lambda place: train("mxfp8", place, own_grads(place), wrapped=True, **options), "two replicas"):
+    options = {**FLAT, "wrapped": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+    alone = trained_alone("mxfp8", 4, 2, **options)  # quantised from bf16 values, too
+    for found in run_grid(lambda place: train("mxfp8", place, own_grads(place), **options), **GRIDS["two replicas"]):
         assert_same(found, alone, "mxfp8", atol=0.0)
 
 
-@plain_or_wrapped
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_experts_under_two_instances_have_the_codes_of_one_process(recipe: str, wrapped: bool) -> None:
     """Dense shards over the two ranks of an instance; each expert has one shard, and a replica in each instance."""
-    alone = trained_alone(recipe, 4)
     dp, inter = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
 
     def rank_main(comm: ThreadComm) -> Trained:
         rank = comm.rank
-        dense = Axes(dp=dp[rank], tp=Alone(), inter=inter[rank])
-        expert = Axes(dp=Alone(), tp=Alone(), inter=inter[rank])
-        place = Place(Alone(), Roles(dense=dense, expert=expert, everyone=comm), (rank % EP,), rank, 4)
-        return train(recipe, place, own_grads(place), wrapped=wrapped, use_distributed_optimizer=True)
+        place = Place(Alone(), dp[rank], Alone(), Alone(), (rank % EP,), comm, inter[rank])
+        return train(recipe, place, own_grads(place, (rank, rank // 2)), wrapped=wrapped, **FLAT)
 
     for found in run_threads(4, rank_main):
-        assert_same(found, alone, recipe, atol=0.0)
+        assert_same(found, trained_alone(recipe, 4, 2), recipe, atol=0.0)
 
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name: str) -> None:
+    def everything(net: Net) -> tuple[Stored, list[Tensor]]:
+        return stored(net), [tensor.clone() for param in fp8_params(net) for tensor in param.extra().values()]
+
     def rank_main(place: Place) -> tuple[bool, bool]:
-        net, chunk, optimizer = built(recipe, place, wrapped=True, use_distributed_optimizer=True)
-        stepped(net, chunk, optimizer, own_grads(place), range(1))
-        before = stored(net)
-        grads = net.here(whole_grads(1, place.replica))
-        if place.experts == (1,) and place.replica == 1:
+        net, chunk, optimizer = built(recipe, place, wrapped=True, **FLAT)
+        stepped(chunk, optimizer, own_grads(place), range(1))
+        before, histories = everything(net)
+        grads = own_grads(place)(1)
+        if place.world.rank == 3:
             grads["down1"][0, 0] = torch.inf
         chunk(grads).backward()
         success = bool(optimizer.step().success)
         chunk.finish_param_sync()
-        return success, stored(net).equals(before)
+        after, histories_after = everything(net)
+        return success, after.equals(before) and all(map(torch.equal, histories, histories_after))
 
-    assert grid(rank_main, name) == [(False, True)] * 4
+    assert run_grid(rank_main, **GRIDS[name]) == [(False, True)] * 4
 
 
-@pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Resumed]]]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    job = Job(resume_everywhere, (str(folder), [*RECIPES], ["replicated", "flat"]))
-    return folder, run_jobs(4, {"experts": job})["experts"]
+def state_of(net: Net, place: Place, optimizer: Optimizer) -> dict[str, Any]:
+    weights = {}
+    for name, held in net.named_children():
+        is_expert, dim = name[-1].isdigit(), {**DENSE, **EXPERT}[name.rstrip("01")].cut
+        tp, dp = (place.expert_tp, place.expert_dp) if is_expert else (place.tp, place.dp)
+        offsets = [] if dim is None else [(dim, tp.rank, tp.size)]
+        replica = (0, tp.rank if dim is None else 0, dp.rank)
+        weights[name] = ShardedTensor.from_rank_offsets(name, held.weight, *offsets, replica_id=replica)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("spread", ["replicated", "flat"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_checkpoint_of_experts_continues_on_every_grid(
-    recipe: str, spread: str, name: str, resumed: tuple[Path, list[dict[str, Resumed]]]
-) -> None:
-    """Saved on TP 2; every grid continues as one process that loads the same files."""
-    folder, by_rank = resumed
-    grads = partial(grads_alone, num_replicas=EP * GRIDS[name][1])
-    alone = resume(place_alone(), recipe, f"{folder}/{recipe} {spread}", None, grads, **SPREADS[spread])
-    places = grid(lambda place: place, name)
-    for place, ranks in zip(places, by_rank, strict=True):
-        found = ranks[f"{recipe} {spread} {name}"]
-        assert_parts_of(place, found.weights, alone.weights, recipe, atol=0.0)
-        assert found.norms == pytest.approx(alone.norms, rel=1e-6)
+def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: str, name: str, tmp_path: Path) -> None:
+    """Saved by one process, which goes on itself."""
+    sizes, lock = GRIDS[name], threading.Lock()  # a load without torch.distributed is not made for threads
+    net, chunk, optimizer = built(recipe, ALONE, **SPREADS[spread])
+    grads = mean_grads(4 // sizes["tp"], 4 // sizes["etp"] // EP)
+    stepped(chunk, optimizer, grads, range(2))
+    save(state_of(net, ALONE, optimizer), tmp_path / "saved")
+    alone = trained(net, ALONE, stepped(chunk, optimizer, grads, range(2, 4)))
+
+    def rank_main(place: Place) -> Trained:
+        net, chunk, optimizer = built(recipe, place, **SPREADS[spread])
+        stepped(chunk, optimizer, own_grads(place), range(1))  # of which nothing is left
+        state = state_of(net, place, optimizer)
+        with lock:
+            loaded = load(state, tmp_path / "saved").state
+        optimizer.load_state_dict(loaded["optimizer"])
+        return trained(net, place, stepped(chunk, optimizer, own_grads(place), range(2, 4)))
+
+    for found in run_grid(rank_main, **sizes):
+        assert_same(found, alone, recipe, atol=0.0)
 
 
 @pytest.mark.parametrize("spread", ["replicated", "flat"])
@@ -164,13 +227,12 @@ def test_experts_in_fp8_on_some_ranks_only_load_without_waiting_for_the_others(s
     """Ranks whose experts are not in fp8 have nothing to quantise after a load."""
 
     def rank_main(place: Place) -> bool:
-        chosen = ("up1", "down1")
-        net, chunk, optimizer = built("blockwise", place, **SPREADS[spread], in_fp8=lambda name: name in chosen)
-        stepped(net, chunk, optimizer, own_grads(place), range(2))
+        net, chunk, optimizer = built("blockwise", place, **SPREADS[spread], in_fp8="1")
+        stepped(chunk, optimizer, own_grads(place), range(2))
         before, kept = stored(net), copy.deepcopy(optimizer.state_dict())
-        stepped(net, chunk, optimizer, own_grads(place), range(2, 3))
+        stepped(chunk, optimizer, own_grads(place), range(2, 3))
         optimizer.load_state_dict(kept)
         assert len(fp8_params(net)) == (2 if place.experts == (1,) else 0)
         return all(map(torch.equal, sum(stored(net).fp8, ()), sum(before.fp8, ())))
 
-    assert grid(rank_main, "two replicas") == [True] * 4
+    assert run_grid(rank_main, **GRIDS["two replicas"]) == [True] * 4

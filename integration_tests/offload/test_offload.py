@@ -6,14 +6,14 @@ import pytest
 import torch
 from allocations import peak_bytes
 from fake_accelerator import DeferredRank, run_deferred
-from parity import Case, Numbers, Spread, Wrapping, roles_over, train
+from parity import roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import Alone
 from opt_distributed.pieces import Update
 from opt_kernels import hooks
-from opt_stack import Optimizer, build, get_optimizer
+from opt_stack import Optimizer, get_optimizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 1.0}
@@ -183,24 +183,6 @@ def test_staging_is_pinned_if_requested(pin_grads: bool, pin_params: bool) -> No
     assert (params, grads) == ((torch.float16, pin_params), (torch.float16, pin_grads))
 
 
-@pytest.mark.parametrize(("part_numel", "parts"), [(1, [1, 1, 1, 1]), (70, [2, 2]), (1000, [4])])
-def test_a_unit_travels_in_parts_of_enough_elements(
-    part_numel: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64, 16, 10 and 6 elements; one part where copies do not overlap. Only the last publishes."""
-    monkeypatch.setattr(build, "PART_NUMEL", part_numel)
-
-    def rank_main(one: DeferredRank) -> list[Any]:
-        found = []
-        for overlap in (True, False):
-            units = built(Vectors(), **OFFLOAD, overlap_cpu_optimizer_d2h_h2d=overlap).stepper.units
-            found.append([len(unit.pieces) for unit in units if unit.host is not None])
-            assert [bool(unit.completes) for unit in units] == [*(False for _ in units[1:]), True]
-        return found
-
-    assert run_deferred(1, rank_main, seed=0) == [[parts, [4]]]
-
-
 def test_on_a_cpu_nothing_is_copied_and_a_step_allocates_what_it_did() -> None:
     """Host and device are one: a gradient is read, and a parameter written, where it is."""
 
@@ -215,32 +197,4 @@ def test_on_a_cpu_nothing_is_copied_and_a_step_allocates_what_it_did() -> None:
     assert peak(**OFFLOAD) <= peak() + 4096  # of 131072 that the gradient has
 
 
-def test_a_captured_step_and_offload_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="optimizer_cpu_offload=True: excludes optimizer_cuda_graph"):
-        OptimizerConfig(**OFFLOAD, optimizer_cuda_graph=True)
-
-
 # --- the same bits ----------------------------------------------------------------------------------------------------
-
-PARITY = [
-    Case(size=2, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
-    for spread, rule, wrapping in [
-        (Spread.REPLICATED, "soap", Wrapping.PLAIN),
-        (Spread.REPLICATED, "lion", Wrapping.WRAPPED),
-        (Spread.FLAT, "adam", Wrapping.PLAIN),
-        (Spread.FLAT, "sgd", Wrapping.OVERLAP),
-        (Spread.WHOLE, "muon", Wrapping.PLAIN),
-        (Spread.WHOLE, "adaptive_muon", Wrapping.OVERLAP),
-    ]
-    for numbers in Numbers
-]
-
-
-@pytest.mark.parametrize("case", PARITY, ids=str)
-def test_training_has_the_bits_of_training_without_offload(case: Case) -> None:
-    expected = train(case)
-    for fraction in (0.5, 1.0):
-        found = train(case, **OFFLOAD | {"optimizer_offload_fraction": fraction})
-        for here, there in zip(found, expected, strict=True):
-            assert here.norms == there.norms
-            assert all(torch.equal(here.weights[name], there.weights[name]) for name in there.weights)

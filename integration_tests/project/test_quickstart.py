@@ -79,11 +79,6 @@ def test_a_folder_of_another_program_is_not_deleted(tmp_path: Path, monkeypatch:
     assert (tmp_path / "checkpoints").exists()
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def shown(stream: io.StringIO, steps: int, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "40")
     progress = Progress(0, steps, every=3, stream=stream)
@@ -101,12 +96,3 @@ def test_a_file_gets_a_line_every_few_steps_and_one_at_the_end(monkeypatch: pyte
     ]
     assert "\r" not in text
     assert "\x1b" not in text
-
-
-def test_a_terminal_gets_one_line_that_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(Terminal(), 7, monkeypatch)
-    assert text.count("\n") == 1
-    assert text.endswith("\n")
-    lines = text.removesuffix("\n").split("\r\x1b[K")[1:]
-    assert len(lines) == 7
-    assert max(map(len, lines)) < 40

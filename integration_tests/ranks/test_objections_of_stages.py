@@ -1,7 +1,6 @@
 """A sparse gradient or replaced parameters on one pipeline stage are refused by all stages in the same step."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from opt_distributed.buffers.main_grad import SparseGradientError
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer, release_gradients
 
-SPARSE = "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed"
-REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
 OTHER = "1 other rank(s) refused their gradients or parameter groups"
 
 
@@ -53,100 +50,63 @@ def of_stages(comm: Comm, *, wrapped: bool) -> tuple[nn.Module, Optimizer]:
     return model, get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles)
 
 
-def whole_step(optimizer: Optimizer) -> None:
-    optimizer.step()
+def other_params(optimizer: Optimizer) -> None:
+    groups = [dict(group) for group in optimizer.param_groups]
+    for group in groups:
+        group["params"] = [nn.Parameter(torch.zeros_like(param)) for param in group["params"]]
+    optimizer.param_groups = groups
 
 
-def in_halves(optimizer: Optimizer) -> None:
-    assert not optimizer.prepare_grads()
-    optimizer.step_with_ready_grads()
+def no_groups(optimizer: Optimizer) -> None:
+    optimizer.param_groups = []
 
 
-STEPS = pytest.mark.parametrize("step", [whole_step, in_halves])
+def no_rate(optimizer: Optimizer) -> None:
+    optimizer.param_groups = [group | {"lr": None} for group in optimizer.param_groups]
 
 
-def outcome_of(model: nn.Module, optimizer: Optimizer, step: Callable[[Optimizer], None]) -> tuple[str, bool]:
-    """The error of a step, and whether a weight has moved."""
-    before = [param.detach().clone() for param in model.parameters()]
-    error = ""
-    try:
-        step(optimizer)
-    except (UnusableGradientError, ValueError) as caught:
-        error = str(caught)
-    optimizer.zero_grad()
-    return error, not all(map(torch.equal, before, model.parameters()))
+REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
+# What changes on the first stage (None: its gradient is sparse), and the error there.
+OBJECTIONS: dict[str, tuple[Callable[[Optimizer], None] | None, str]] = {
+    "sparse": (None, "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed"),
+    "other params": (other_params, REPLACED),
+    "no groups": (no_groups, REPLACED),
+    "no rate": (no_rate, "lr of group"),
+}
 
 
-def with_sparse_gradients(comm: Comm, *, wrapped: bool, step: Callable[[Optimizer], None]) -> list[tuple[str, bool]]:
-    """Three steps, the second with a sparse gradient on the first stage."""
-    model, optimizer = of_stages(comm, wrapped=wrapped)
-    found = []
-    for number in range(3):
-        model(sparse=number == 1).sum().backward()
-        found.append(outcome_of(model, optimizer, step))
-    return found
-
-
-def assert_second_is_refused(found: list[list[tuple[str, bool]]], *, first: str) -> None:
-    for of_rank, start in zip(found, (first, OTHER), strict=True):
-        assert of_rank[1][0].startswith(start)
-        assert [(bool(error), moved) for error, moved in of_rank] == [(False, True), (True, False), (False, True)]
-
-
-@STEPS
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_a_sparse_gradient_of_one_stage_is_refused_by_all(wrapped: bool, step: Callable[[Optimizer], None]) -> None:
-    """It raised on that stage alone, and the others waited for its statistics until the timeout."""
-    found = run_threads(2, partial(with_sparse_gradients, wrapped=wrapped, step=step))
-    assert_second_is_refused(found, first=SPARSE)
-
-
-@STEPS
-@pytest.mark.parametrize("without_groups", [False, True], ids=["other params", "no groups"])
-def test_replaced_parameters_of_one_stage_are_refused_by_all(
-    step: Callable[[Optimizer], None], without_groups: bool
+@pytest.mark.parametrize("halves", [False, True], ids=["whole step", "in halves"])
+@pytest.mark.parametrize(("name", "wrapped"), [*((name, False) for name in OBJECTIONS), ("sparse", True)])
+def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_all(
+    name: str, wrapped: bool, halves: bool
 ) -> None:
     """It raised on that stage alone, and the others waited for its statistics until the timeout."""
+    change, message = OBJECTIONS[name]
 
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
-        model, optimizer = of_stages(comm, wrapped=False)
-        built, groups = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
-        for group in groups:
-            group["params"] = [nn.Parameter(torch.zeros_like(param)) for param in group["params"]]
-        found = []
+        """Of each step the error, and whether a weight has moved."""
+        model, optimizer = of_stages(comm, wrapped=wrapped)
+        groups, found = optimizer.param_groups, []
         for number in range(3):
-            model(sparse=False).sum().backward()
-            if comm.rank == 0:
-                other = [] if without_groups else groups
-                optimizer.param_groups = other if number == 1 else built
-            found.append(outcome_of(model, optimizer, step))
+            model(sparse=number == 1 and change is None).sum().backward()
+            if comm.rank == 0 and number == 1 and change is not None:
+                change(optimizer)
+            before, error = [param.detach().clone() for param in model.parameters()], ""
+            try:
+                if not halves:
+                    optimizer.step()
+                elif not optimizer.prepare_grads():
+                    optimizer.step_with_ready_grads()
+            except (UnusableGradientError, ValueError) as caught:
+                error = str(caught)
+            optimizer.param_groups = groups
+            optimizer.zero_grad()
+            found.append((error, not all(map(torch.equal, before, model.parameters()))))
         return found
 
-    assert_second_is_refused(run_threads(2, rank_main), first=REPLACED)
-
-
-@STEPS
-def test_a_group_without_a_rate_on_one_stage_is_refused_by_all(step: Callable[[Optimizer], None]) -> None:
-    """The second half of a step raised on that stage alone."""
-
-    def rank_main(comm: Comm) -> list[tuple[str, bool]]:
-        model, optimizer = of_stages(comm, wrapped=False)
-        found = []
-        for number in range(3):
-            model(sparse=False).sum().backward()
-            if comm.rank == 0:
-                optimizer.param_groups[0]["lr"] = None if number == 1 else 0.1
-            found.append(outcome_of(model, optimizer, step))
-        return found
-
-    assert_second_is_refused(run_threads(2, rank_main), first="lr of group")
-
-
-def test_a_sparse_gradient_is_a_value_error() -> None:
-    model, optimizer = of_stages(Alone(), wrapped=False)
-    model(sparse=True).sum().backward()
-    with pytest.raises(ValueError, match=r"is torch\.sparse_coo"):
-        optimizer.step()
+    for of_rank, start in zip(run_threads(2, rank_main), (message, OTHER), strict=True):
+        assert of_rank[1][0].startswith(start)
+        assert [(bool(error), moved) for error, moved in of_rank] == [(False, True), (True, False), (False, True)]
 
 
 def test_a_released_gradient_that_is_sparse_is_refused_in_backward() -> None:

@@ -1,16 +1,21 @@
-"""An option of a rule that differs on one rank is refused, with the same message on every rank."""
+"""What differs on one rank is refused on every rank, with its name; so are models that would not train."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import slow_tiger
 import torch
+from parity import LR, Net, roles_over
+from processes import refusal
 from torch import nn
 
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.formulas import Formula
@@ -67,31 +72,26 @@ CASES: dict[str, tuple[Options, Options, str]] = {
 }  # fmt: skip
 
 
-def data_parallel(comm: Comm) -> Axes:
-    return Axes(dp=comm, tp=Alone())
+def matrix(*, is_part: bool) -> nn.Module:
+    model = nn.Module()
+    model.register_parameter("w", nn.Parameter(torch.ones(6, 4)))
+    if is_part:
+        model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 0, 1
+    return model
 
 
-def tensor_parallel(comm: Comm) -> Axes:
-    return Axes(dp=Alone(), tp=comm)
-
-
-@pytest.mark.parametrize("axes_of", [data_parallel, tensor_parallel], ids=["data", "tensor"])
+@pytest.mark.parametrize("parallel", ["data", "tensor"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_another_option_of_one_rank_is_refused_on_every_rank(
-    case: str, size: int, axes_of: Callable[[Comm], Axes]
-) -> None:
+def test_another_option_of_one_rank_is_refused_on_every_rank(case: str, size: int, parallel: str) -> None:
     of_first, of_last, message = CASES[case]
 
     def rank_main(comm: Comm) -> str:
         options = dict(of_last if comm.rank == size - 1 else of_first)
         config = OptimizerConfig(lr=0.1, optimizer=options.pop("optimizer", "adam"))
-        axes, model = axes_of(comm), nn.Module()
-        model.register_parameter("w", nn.Parameter(torch.ones(6, 4)))
-        if axes.tp.size > 1:
-            model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 0, 1
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
-        with pytest.raises(ConfigError, match=message) as caught:
+        axes = Axes(dp=comm, tp=Alone()) if parallel == "data" else Axes(dp=Alone(), tp=comm)
+        roles, model = Roles(dense=axes, expert=axes, everyone=comm), matrix(is_part=axes.tp.size > 1)
+        with pytest.raises(ValueError, match=message) as caught:
             get_optimizer(config, [model], {}, pg_collection=roles, **options)
         return str(caught.value)
 
@@ -103,17 +103,149 @@ def test_a_group_that_one_replica_of_one_part_has_otherwise_is_refused_on_every_
     waited for them."""
     parts, replicas = ([World(2, timeout_s=30) for _ in range(2)] for _ in range(2))
 
-    def rank_main(comm: Comm) -> str:
+    def rank_main(comm: Comm) -> None:
         replica, part = divmod(comm.rank, 2)
         axes = Axes(dp=ThreadComm(replicas[part], replica), tp=ThreadComm(parts[replica], part))
-        model = nn.Module()
-        model.register_parameter("w", nn.Parameter(torch.ones(6, 4)))
-        model.w.tensor_model_parallel, model.w.partition_dim, model.w.partition_stride = True, 0, 1
+        roles, model = Roles(dense=axes, expert=axes, everyone=comm), matrix(is_part=True)
         groups = [{"params": [model.w], "weight_decay": 0.2 if comm.rank == 3 else 0.1}]
-        with pytest.raises(ValueError, match=r"weight_decay of w is 0\.1 on rank 0 and 0\.2 on rank 1") as caught:
-            get_optimizer_based_on_param_groups(
-                OptimizerConfig(lr=0.1), [model], groups, pg_collection=Roles(dense=axes, expert=axes, everyone=comm)
-            )
-        return str(caught.value)
+        with pytest.raises(ValueError, match=r"weight_decay of w is 0\.1 on rank 0 and 0\.2 on rank 1"):
+            get_optimizer_based_on_param_groups(OptimizerConfig(lr=0.1), [model], groups, pg_collection=roles)
 
     run_threads(4, rank_main)
+
+
+# --- fields, marks, wrappers, files -----------------------------------------------------------------------------------
+
+FIELDS: Options = {
+    "optimizer": "sgd", "use_distributed_optimizer": True, "decoupled_weight_decay": False, "lr": 2 * LR,
+    "adam_beta2": 0.5, "clip_grad": 7.0, "loss_scale": 8.0, "grad_norm_skip_threshold": 3.0,
+    "log_num_zeros_in_grad": True,
+}  # fmt: skip
+MARKS = {"grad_norm_group": "mtp", "shared": True, "tensor_model_parallel": True}
+
+
+def net_with(**marks: Any) -> Net:
+    net = Net(torch.float32)
+    for name, value in marks.items():
+        setattr(net.second.weight, name, value)
+    return net
+
+
+def config(**fields: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": LR, "clip_grad": 0.0, **fields})
+
+
+def built(comm: Comm, *, net: nn.Module | None = None, **fields: Any) -> object:
+    return get_optimizer(config(**fields), [net or Net(torch.float32)], {}, pg_collection=roles_over(comm))
+
+
+def with_groups(comm: Comm) -> object:
+    net = Net(torch.float32)
+    groups = [{"params": list(net.parameters()), "weight_decay": 0.1 * comm.rank}]
+    return get_optimizer_based_on_param_groups(config(), [net], groups, pg_collection=roles_over(comm))
+
+
+def wrapped(net: nn.Module, groups: Any = None, *, per_token: bool = False, **fields: Any) -> DistributedDataParallel:
+    ddp = DistributedDataParallelConfig(**fields)
+    return DistributedDataParallel(ddp, net, groups=groups, calculate_per_token_loss=per_token)
+
+
+def over_other_ranks(comm: Comm, *, sharded: bool) -> object:
+    model = wrapped(Net(torch.float32), roles_over(Alone()), use_distributed_optimizer=sharded)
+    return built(comm, net=model, use_distributed_optimizer=sharded)
+
+
+# Only the plan was compared: another learning rate let weights diverge, another norm limit hung. Norms counted an
+# element on one rank only, or in two groups' norms. With a wrapper over other ranks, each rank stepped with its own
+# gradients, without an error.
+DIFFERENT: dict[str, tuple[Callable[[Comm], object], tuple[str, ...]]] = {
+    **{
+        field: (
+            lambda comm, field=field, value=value: built(comm, **({field: value} if comm.rank == 1 else {})),
+            (f"{field} is ", f"{value!r} on ranks [1]"),
+        )
+        for field, value in FIELDS.items()
+    },
+    **{
+        mark: (
+            lambda comm, mark=mark, value=value: built(comm, net=net_with(**({mark: value} if comm.rank == 1 else {}))),
+            ("of second.weight is", f"{value!r} on rank 1"),
+        )
+        for mark, value in MARKS.items()
+    },
+    "groups": (with_groups, ("weight_decay of bias.weight is 0.0 on rank 0 and 0.1 on rank 1",)),
+    "another loss": (
+        lambda comm: wrapped(Net(torch.float32), roles_over(comm), per_token=comm.rank == 1),
+        ("calculate_per_token_loss is False on rank 0 and True on rank 1",),
+    ),
+    "other ranks": (partial(over_other_ranks, sharded=False), ("data-parallel groups of 1 x 1 ranks",)),
+    "other ranks, flat": (partial(over_other_ranks, sharded=True), ("data-parallel groups of 1 x 1 ranks",)),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_differ_all_refuse_and_name_what_differs(what: str) -> None:
+    attempt, words = DIFFERENT[what]
+    for message in run_threads(2, lambda comm: refusal(lambda: attempt(comm))):
+        assert all(word in message for word in words)
+
+
+def test_ranks_may_log_elsewhere_and_write_maps_together_only(tmp_path: Path) -> None:
+    """A rank that logged alone waited for the others in another collective than they were in."""
+
+    def rank_main(comm: ThreadComm, rank: int) -> str:
+        log, path = (str(tmp_path / name) if comm.rank == rank else None for name in ("logs", "map"))
+        built(comm, config_logger_dir=log or "")
+        options = {"pg_collection": roles_over(comm), "dump_param_to_param_group_map": path}
+        return refusal(lambda: get_optimizer(config(config_logger_dir=log or ""), [Net(torch.float32)], {}, **options))
+
+    for rank in (1, 0):
+        for message in run_threads(2, lambda comm, rank=rank: rank_main(comm, rank)):
+            assert "dump_param_to_param_group_map is " in message
+        assert (tmp_path / "logs").exists() == (rank == 0)
+
+
+# --- models that would not train --------------------------------------------------------------------------------------
+
+
+def module_inside_a_wrapper() -> object:
+    """Its gradients are in the wrapper's buffers: every step succeeded with a norm of zero and updated nothing."""
+    net = Net(torch.float32)
+    wrapped(net)
+    return built(Alone(), net=net)
+
+
+def wrapped_twice(*, nested: bool) -> object:
+    """The first wrapper took every gradient, and the second reduced zeros."""
+    net = Net(torch.float32)
+    first = wrapped(net)
+    return wrapped(first if nested else net)
+
+
+def cut_matrices() -> object:
+    """The message asked for fields that were already set."""
+    muon = config(optimizer="muon", use_layer_wise_distributed_optimizer=True)
+    return get_optimizer(muon, [wrapped(Net(torch.float32), use_distributed_optimizer=True)])
+
+
+TWICE = "gradients of 'embedding.weight' (and 7 more) accumulate in a buffer already"
+UNTRAINED: dict[str, tuple[Callable[[], object], str]] = {
+    "a norm group": (
+        lambda: built(Alone(), net=net_with(grad_norm_group="other")), "has grad_norm_group='other'; allowed are",
+    ),
+    "no norm group": (
+        lambda: built(Alone(), net=net_with(grad_norm_group="")), "has grad_norm_group=''; allowed are 'mtp'",
+    ),
+    "inside a wrapper": (
+        module_inside_a_wrapper, "model chunk 0 is a plain Net, but gradients of 'embedding.weight' accumulate in",
+    ),
+    "wrapped twice": (partial(wrapped_twice, nested=False), TWICE),
+    "wrapped twice, nested": (partial(wrapped_twice, nested=True), TWICE),
+    "cut matrices": (cut_matrices, "pass optimizer_config=config to DistributedDataParallel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNTRAINED)
+def test_models_that_would_not_train_are_refused(what: str) -> None:
+    attempt, message = UNTRAINED[what]
+    assert message in refusal(attempt)

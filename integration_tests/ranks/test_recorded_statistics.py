@@ -19,7 +19,7 @@ from cut_ranks import (
 )
 from parity import Held
 from processes import FSDP2_RUNS, Job, run_jobs
-from statistics_grid import DENSE, EXPERT, GRIDS, KINDS, Net, Place, gradients, parts, run_grid
+from statistics_grid import GRIDS, KINDS, Net, Place, mean_gradients, parts, run_grid
 from torch import Tensor, nn
 from tp_model import comms_of
 
@@ -36,11 +36,7 @@ LR, CLIP = 0.5, 0.1
 
 def wholes(*, dp: int, ep: int, expert_dp: int) -> dict[str, tuple[Tensor, Tensor]]:
     """The first weights and the mean gradient of every parameter of the whole model, in float64."""
-    means = {name: sum(gradients(DENSE, replica)[name].double() for replica in range(dp)) / dp for name in DENSE}
-    for expert in range(ep):
-        for name in EXPERT:
-            seeds = range(100 + 10 * expert, 100 + 10 * expert + expert_dp)
-            means[f"{name}{expert}"] = sum(gradients(EXPERT, seed)[name].double() for seed in seeds) / dp
+    means = mean_gradients(dp=dp, ep=ep, expert_dp=expert_dp)
     generators = {name: torch.Generator().manual_seed(1) for name in means}
     return {
         name: (Held(tuple(mean.shape), torch.float32, generators[name]).weight.detach().double(), mean)
@@ -54,10 +50,10 @@ def wholes(*, dp: int, ep: int, expert_dp: int) -> dict[str, tuple[Tensor, Tenso
 def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, wrapped: bool) -> None:
     sizes = GRIDS[grid]
     rule: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
-    config = OptimizerConfig(lr=LR, clip_grad=CLIP, **rule, **KINDS[kind])
+    config = OptimizerConfig(lr=LR, clip_grad=CLIP, log_num_zeros_in_grad=True, **rule, **KINDS[kind])
 
-    def rank_main(place: Place) -> list[StepStats]:
-        model: nn.Module = Net(place, sizes["ep"])
+    def rank_main(place: Place) -> tuple[list[StepStats], int | None]:
+        model: nn.Module = Net(place)
         if wrapped:
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
             model = DistributedDataParallel(ddp, model, groups=place.roles)
@@ -66,17 +62,19 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
         optimizer.stats_every(2, records.append)
         for _ in range(3):
             model(parts(place)).backward()
-            assert optimizer.step().success
+            result = optimizer.step()
+            assert result.success
             optimizer.zero_grad()
         assert [record.step for record in records] == [1, 3]
         assert records[-1] == optimizer.stats()
-        return records
+        return records, result.num_zeros_in_grad
 
     dp, expert_dp = 4 // sizes["tp"], 4 // sizes["ep"] // sizes["etp"]
     whole = wholes(dp=dp, ep=sizes["ep"], expert_dp=expert_dp)
     norm = torch.cat([grad.flatten() for _, grad in whole.values()]).norm().item()
     clip = CLIP / (norm + 1e-6)
-    per_rank = run_grid(rank_main, **sizes)
+    per_rank, zeros = zip(*run_grid(rank_main, **sizes))
+    assert set(zeros) == {sum(int((grad == 0).sum()) for _, grad in whole.values())}
     assert all(records == per_rank[0] for records in per_rank)
     if dp > 1 and expert_dp > 1:  # then every gradient of a rank is reduced in a buffer
         local = run_grid(lambda place: torch.cat([grad.flatten() for grad in parts(place).values()]).norm(), **sizes)
@@ -250,21 +248,6 @@ def test_weights_that_are_not_finite_have_no_spread_and_every_rank_goes_on() -> 
     with pytest.warns(UserWarning, match="NaN in the gradient of '2.weight'"):
         spreads = run_threads(2, rank_main)
     assert all(spread is not None and math.isnan(spread) for spread in spreads)
-
-
-def test_gradients_that_were_dropped_do_not_count_in_the_norms_of_ranks() -> None:
-    def rank_main(comm: ThreadComm) -> StepStats:
-        net, optimizer = two_ranks(comm, wrapped=True)
-        optimizer.stats_every(1)
-        for drops in (False, True, False):
-            net(torch.ones(3, 4)).sum().backward()
-            if not optimizer.prepare_grads() and not drops:
-                optimizer.step_with_ready_grads()
-            optimizer.zero_grad()
-        return optimizer.stats()
-
-    for stats in run_threads(2, rank_main):
-        assert stats.rank_norms == pytest.approx(dict.fromkeys(range(2), stats.grad_norm))
 
 
 def test_other_arguments_on_another_rank_are_refused_on_every_rank() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity import Net, grads_of, roles_over
 from statistics_grid import Net as Parts
-from statistics_grid import Place, parts, run_grid
+from statistics_grid import Place, run_grid
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
@@ -64,16 +64,6 @@ def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, 
     assert set(run_threads(3, rank_main)) == {MESSAGE.format(name="second.weight", ranks=[2])}
 
 
-def test_equal_nans_are_equal_weights() -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        net = Net(torch.bfloat16)
-        with torch.no_grad():
-            net.second.weight[0, 0] = math.nan
-        get_optimizer(OptimizerConfig(lr=0.01, bf16=True), [net], pg_collection=roles_over(comm))
-
-    run_threads(2, rank_main)
-
-
 @pytest.mark.parametrize("spread", [*CONFIGS, "wrapped"])
 def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
     def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
@@ -104,7 +94,7 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
     """A dense norm, and an expert's bias, which both tensor-parallel ranks hold whole."""
 
     def rank_main(place: Place) -> str:
-        net = Parts(place, 2)
+        net = Parts(place)
         named = {name.rstrip("01"): module for name, module in net.named_children()}
         if place.world.rank == 1:
             with torch.no_grad():
@@ -123,7 +113,7 @@ def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every
     """Otherwise it would stay fixed on one rank and be updated on the other."""
 
     def rank_main(place: Place) -> str:
-        net = Parts(place, 2)
+        net = Parts(place)
         net.norm.requires_grad_(place.tp.rank != frozen_on)
         return refusal(
             lambda: get_optimizer(
@@ -135,20 +125,6 @@ def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every
     assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in reported), (
         reported
     )
-
-
-def test_parts_of_one_matrix_and_other_experts_may_differ() -> None:
-    def rank_main(place: Place) -> None:
-        net = Parts(place, 2)
-        with torch.no_grad():
-            net.column.weight.add_(place.tp.rank)
-            for module in (module for name, module in net.named_children() if name.startswith(("up", "bias"))):
-                module.weight.add_(place.experts[0])
-        optimizer = get_optimizer(CONFIGS["replicated"], [net], {}, pg_collection=place.roles)
-        net(parts(place)).backward()
-        assert optimizer.step().success
-
-    run_grid(rank_main, tp=2, ep=2, etp=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
@@ -167,43 +143,6 @@ def test_a_checksum_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> No
     assert len(seen) == 7
     assert of(tensor.clone()) == of(tensor)
     assert of(tensor.view(1, -1).t()) == of(tensor)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_a_rank_whose_scheduler_follows_its_own_loss_stops_every_rank(config: str) -> None:
-    def rank_main(comm: ThreadComm) -> tuple[str, bool]:
-        net = Net(torch.float32)
-        optimizer = get_optimizer(CONFIGS[config], [net], pg_collection=roles_over(comm))
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        for loss in (1.0, 0.5 + comm.rank):
-            for param in net.parameters():
-                param.grad = torch.ones_like(param)
-            optimizer.step()
-            scheduler.step(loss)
-        before = [param.detach().clone() for param in net.parameters()]
-        message = refusal(optimizer.step)
-        return message, all(map(torch.equal, before, net.parameters()))
-
-    for message, unchanged in run_threads(2, rank_main):
-        assert message.startswith("group 'default' has different numbers on the ranks that update its parameters")
-        assert "ReduceLROnPlateau" in message
-        assert unchanged
-
-
-def test_schedulers_that_agree_keep_all_ranks_stepping() -> None:
-    def rank_main(comm: ThreadComm) -> list[bool]:
-        net = Net(torch.float32)
-        optimizer = get_optimizer(CONFIGS["flat"], [net], pg_collection=roles_over(comm))
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-        done = []
-        for _ in range(5):
-            for param in net.parameters():
-                param.grad = torch.ones_like(param)
-            done.append(optimizer.step().success)
-            scheduler.step()
-        return done
-
-    assert run_threads(2, rank_main) == [[True] * 5] * 2
 
 
 class Partly(nn.Module):

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from fuzz.cases import Grid, Place
+from fuzz.ranks import process_groups
 from processes import once_a_world, run_processes
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import load, save, sharded_model
 from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer
@@ -18,61 +17,10 @@ from opt_stack import OptimizerConfig, ProcessGroups, get_optimizer
 LAYERS, EXPERTS, LR, STEPS = 4, 4, 0.05, 3
 
 
-class Layout(NamedTuple):
-    """How many ranks along each axis; rank = (pp, dp, tp), the last one changes first."""
-
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.dp * self.pp
-
-
-class At(NamedTuple):
-    tp: int
-    dp: int
-    pp: int
-    ep: int
-    etp: int
-
-
-def place(layout: Layout, rank: int) -> At:
-    in_stage = rank % (layout.tp * layout.dp)
-    etp, ep = in_stage % layout.etp, in_stage // layout.etp % layout.ep
-    return At(rank % layout.tp, rank // layout.tp % layout.dp, rank // (layout.tp * layout.dp), ep, etp)
-
-
 @once_a_world
-def groups_of(layout: Layout) -> ProcessGroups:
+def groups_of(layout: Grid) -> ProcessGroups:
     """Process groups by role. Collective."""
-    everyone = [place(layout, rank) for rank in range(layout.world)]
-    me = everyone[dist.get_rank()]
-    same = {
-        "tp": lambda at: (at.dp, at.pp),
-        "dp": lambda at: (at.tp, at.pp),
-        "mp": lambda at: at.dp,
-        "pp": lambda at: (at.dp, at.tp),
-        "expt_tp": lambda at: (at.pp, at.ep, edp(layout, at)),
-        "ep": lambda at: (at.pp, at.etp, edp(layout, at)),
-        "expt_dp": lambda at: (at.pp, at.etp, at.ep),
-        "tp_ep_pp": lambda at: edp(layout, at),
-    }
-    found: dict[str, Any] = {"intra_dist_opt": dist.group.WORLD}
-    for role, key in same.items():
-        for value in dict.fromkeys(map(key, everyone)):
-            ranks = [rank for rank, at in enumerate(everyone) if key(at) == value]
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if key(me) == value:
-                found[role] = group
-    return ProcessGroups(**found)
-
-
-def edp(layout: Layout, at: At) -> int:
-    return (at.dp * layout.tp + at.tp) // (layout.etp * layout.ep)
+    return process_groups(layout, dist.get_rank())
 
 
 def whole(kind: str, step: int = 0) -> dict[str, Tensor]:
@@ -99,7 +47,7 @@ class Part(NamedTuple):
     stride: int = 1
 
 
-def parts(layout: Layout, at: At, kind: str) -> dict[str, Part]:
+def parts(layout: Grid, at: Place, kind: str) -> dict[str, Part]:
     """This rank's part of each whole tensor that it has, by global name."""
     found = {}
     each, experts = LAYERS // layout.pp, EXPERTS // layout.ep
@@ -107,11 +55,11 @@ def parts(layout: Layout, at: At, kind: str) -> dict[str, Part]:
         words = name.split(".")
         if words[0] != "layers":
             stage = 0 if name == "embed" else layout.pp - 1
-            if at.pp != stage:
+            if at.stage != stage:
                 continue
         else:
             stage, words[1] = int(words[1]) // each, str(int(words[1]) % each)
-            if at.pp != stage:
+            if at.stage != stage:
                 continue
         if "experts" in words:
             if int(words[3]) // experts != at.ep:
@@ -133,7 +81,7 @@ def cut(value: Tensor, part: Part) -> Tensor:
     return value.contiguous()
 
 
-def make(layout: Layout, at: At, kind: str, dtype: torch.dtype, *, fill: float | None = None) -> nn.Module:
+def make(layout: Grid, at: Place, kind: str, dtype: torch.dtype, *, fill: float | None = None) -> nn.Module:
     model = nn.Module()
     for name, part in parts(layout, at, kind).items():
         value = cut(whole(kind)[name], part).to(dtype)
@@ -159,30 +107,24 @@ def make(layout: Layout, at: At, kind: str, dtype: torch.dtype, *, fill: float |
     return model
 
 
-def build(layout: Layout, kind: str, *, bf16: bool = False, fill: float | None = None, **fields: Any) -> Any:
-    at = place(layout, dist.get_rank())
+def build(layout: Grid, kind: str, *, bf16: bool = False, fill: float | None = None, **fields: Any) -> Any:
+    at = layout.place(dist.get_rank())
     model = make(layout, at, kind, torch.bfloat16 if bf16 else torch.float32, fill=fill)
     groups = groups_of(layout)
     config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=0.0, bf16=bf16, **fields)
     return at, model, groups, get_optimizer(config, [model], {}, pg_collection=groups)
 
 
-def step(layout: Layout, at: At, kind: str, model: nn.Module, optimizer: Any, number: int) -> None:
+def step(layout: Grid, at: Place, kind: str, model: nn.Module, optimizer: Any, number: int) -> None:
     grads, named = whole(kind, number), dict(model.named_parameters())
     for name, part in parts(layout, at, kind).items():
         if part.local in named:
             param = named[part.local]
             param.grad = cut(grads[name], part).to(param.dtype)
             if not getattr(param, "allreduce", True):
-                param.grad *= expert_share(layout)
+                param.grad *= layout.dp / layout.expert_dp  # divided by the dense replicas, summed over its own
     assert optimizer.step().success
     optimizer.zero_grad()
-
-
-def expert_share(layout: Layout) -> float:
-    """Gradients of experts are divided by the dense replicas, but summed over their own."""
-    own = layout.dp * layout.tp // (layout.etp * layout.ep)
-    return layout.dp / own
 
 
 def described(model: nn.Module, groups: ProcessGroups, optimizer: Any, *, groups_given: bool) -> dict[str, Any]:
@@ -190,7 +132,7 @@ def described(model: nn.Module, groups: ProcessGroups, optimizer: Any, *, groups
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-def train_and_save(layout: Layout, kind: str, path: str, *, groups_given: bool = False, **fields: Any) -> None:
+def train_and_save(layout: Grid, kind: str, path: str, *, groups_given: bool = False, **fields: Any) -> None:
     at, model, groups, optimizer = build(layout, kind, **fields)
     for number in (1, 2):
         step(layout, at, kind, model, optimizer, number)
@@ -199,7 +141,7 @@ def train_and_save(layout: Layout, kind: str, path: str, *, groups_given: bool =
     save(described(model, groups, optimizer, groups_given=groups_given), path)
 
 
-def resume(layout: Layout, kind: str, path: str, *, groups_given: bool = False, **fields: Any) -> dict[str, Tensor]:
+def resume(layout: Grid, kind: str, path: str, *, groups_given: bool = False, **fields: Any) -> dict[str, Tensor]:
     """This rank's tensors after the load and one step, by global name."""
     at, model, groups, optimizer = build(layout, kind, fill=0.5, **fields)
     loaded = load(described(model, groups, optimizer, groups_given=groups_given), path).state
@@ -210,7 +152,7 @@ def resume(layout: Layout, kind: str, path: str, *, groups_given: bool = False, 
     return {name: state[part.local].clone() for name, part in parts(layout, at, kind).items()}
 
 
-def save_and_resume_all(kind: str, pairs: dict[Layout, list[Layout]], folder: str, options: dict[str, Any]) -> Any:
+def save_and_resume_all(kind: str, pairs: dict[Grid, list[Grid]], folder: str, options: dict[str, Any]) -> Any:
     """Save on each layout, then resume on others; this rank's tensors by both."""
     found = {}
     for saved, others in pairs.items():
@@ -234,38 +176,18 @@ def truth(kind: str) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in params.items()} | buffers
 
 
-def load_under_fsdp2(path: str) -> str:
-    """As docs/first_hour.md writes it; the rows are uneven."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    models = [torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5)) for _ in range(2)]
-    for value, model in enumerate(models, start=1):
-        for tensor in (*model.parameters(), *model.buffers()):
-            tensor.data.fill_(value)
-        fully_shard(model, mesh=mesh)
-    save({"model": sharded_model(models[0])}, path)
-    state = load({"model": sharded_model(models[1])}, path).state
-    assert all(isinstance(state["model"][name], DTensor) for name, _ in models[1].named_parameters())
-    for param in models[1].parameters():
-        param.data.zero_()
-    models[1].load_state_dict(load({"model": sharded_model(models[1])}, path).state["model"])
-    for name, value in models[1].state_dict().items():
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        assert torch.equal(value, torch.ones_like(value)), name
-    return "loaded"
-
-
 # --- tests ---
 
-DENSE = [Layout(tp=2, dp=2), Layout(dp=4), Layout(tp=4), Layout(pp=2, dp=2), Layout(pp=2, tp=2), Layout(pp=4)]
+DENSE = [Grid(tp=2, dp=2), Grid(dp=4), Grid(tp=4), Grid(pp=2, dp=2), Grid(pp=2, tp=2), Grid(pp=4)]
 MOE = [
-    Layout(dp=4, ep=2),
-    Layout(dp=4, ep=4),
-    Layout(dp=4),
-    Layout(tp=2, dp=2, ep=2, etp=2),
-    Layout(tp=2, dp=2, ep=4),
-    Layout(pp=2, dp=2, ep=2),
+    Grid(dp=4, ep=2),
+    Grid(dp=4, ep=4),
+    Grid(dp=4),
+    Grid(tp=2, dp=2, ep=2, etp=2),
+    Grid(tp=2, dp=2, ep=4),
+    Grid(pp=2, dp=2, ep=2),
 ]
-CASES: dict[str, tuple[str, list[Layout], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, list[Grid], dict[str, Any]]] = {
     "dense": ("dense", DENSE, {}),
     "dense, ZeRO-1": ("dense", DENSE, {"use_distributed_optimizer": True}),
     "dense, bf16": ("dense", DENSE[:4], {"use_distributed_optimizer": True, "bf16": True}),
@@ -285,13 +207,8 @@ def test_a_divided_model_is_resumed_on_its_own_and_on_other_layouts(case: str, t
     for saved, layout in per_rank[0]:
         seen = set()
         for rank, results in enumerate(per_rank):
-            for name, part in parts(layout, place(layout, rank), kind).items():
+            for name, part in parts(layout, layout.place(rank), kind).items():
                 got, want = results[saved, layout][name].double(), cut(expected[name], part)
                 torch.testing.assert_close(got, want, msg=f"{name}, saved on {saved}, loaded on {layout}", **rounding)
                 seen.add(name)
         assert seen == expected.keys()
-
-
-def test_the_loaded_state_of_a_model_under_fsdp2_fits_the_model(tmp_path: Path) -> None:
-    for rank in run_processes(2, load_under_fsdp2, str(tmp_path / "x")):
-        assert rank == "loaded", rank

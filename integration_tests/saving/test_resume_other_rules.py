@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from partly_trained import (
-    KINDS,
     UNUSED,
     ZERO,
     assert_same,
@@ -18,10 +17,7 @@ from partly_trained import (
     train,
 )
 
-from opt_checkpoint import BucketSlot, CheckpointKeyError, load, save, sharded_like
-from opt_checkpoint.convert.megatron import megatron_to_checkpoint
-from opt_distributed.layout import ParamShape, flat_layout
-from opt_paramgroups import ParamId
+from opt_checkpoint import CheckpointKeyError, save
 
 MOVED = ("first.weight", "second.weight", ZERO, UNUSED)
 TO_MOMENTUM = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
@@ -76,65 +72,4 @@ def test_state_of_the_same_name_from_another_rule_is_reported(
     assert "lion continues from the state that adam kept for" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])
-def test_a_16_bit_run_takes_its_main_values_from_saved_fp32_weights(plain_run: Any, kind: str) -> None:
-    model, _, path = plain_run
-    other, again = begin(kind, seed=1)
-    report = resume(other, again, path, {"dtype": "cast"})  # for the frozen parameter and narrow moments
-    assert report.missing == ()
-    for name, state in states(again).items():
-        weight = model.get_parameter(name).detach()
-        assert torch.equal(state["fp32_param"], weight)
-        assert not torch.equal(weight, weight.bfloat16().float())
-        assert torch.equal(other.get_parameter(name).detach(), weight.bfloat16())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "bf16" in kind])
-def test_an_fp32_run_takes_its_weights_from_saved_main_values(tmp_path: Path, kind: str) -> None:
-    model, optimizer = begin(kind)
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "saved")
-    other, again = begin("replicated fp32", seed=1)
-    report = resume(other, again, tmp_path / "saved", {"dtype": "cast"})
-    assert report.missing == ()
-    for name, state in states(optimizer).items():
-        assert torch.equal(other.get_parameter(name).detach(), state["fp32_param"])
-
-
 # --- from Megatron-Core -----------------------------------------------------------------------------------------------
-
-
-def test_buckets_of_megatron_core_continue_as_our_state(tmp_path: Path) -> None:
-    """Its default directory holds whole buckets. The planner of flat shards knows where parameters are in them."""
-    model, optimizer = begin("flat bf16 with mains")
-    train(model, optimizer, range(3))
-    want = states(optimizer)
-    params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    shapes = [ParamShape(id=ParamId(0, name), shape=tuple(param.shape)) for name, param in params.items()]
-    layout = flat_layout(shapes, num_shards=2, bucket_size=1000, shard_multiple=1)
-    slots, buckets = [], {}
-    for number, bucket in enumerate(layout.buckets):
-        key = f"optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(bf16, fp32).bucket_idx_{number}"
-        flat = {
-            state: torch.zeros(bucket.slots[-1].stop - bucket.start) for state in ("param", "exp_avg", "exp_avg_sq")
-        }
-        for slot in bucket.slots:
-            name, start = slot.id.name, slot.start - bucket.start
-            slots.append(BucketSlot(name=name, shape=tuple(params[name].shape), start=start, bucket=number))
-            for state, values in flat.items():
-                held = want[name]["fp32_param" if state == "param" else state]
-                values[start : start + slot.numel] = held.flatten()
-        buckets.update({f"{key}.{state}": sharded_like(f"{key}.{state}", values) for state, values in flat.items()})
-    assert len(layout.buckets) > 1
-    save(buckets, tmp_path / "theirs")
-    megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots, step=3)
-    other, again = begin("flat bf16 with mains", seed=1)
-    train(other, again, range(2))
-    other.load_state_dict(model.state_dict())
-    loaded = load({"optimizer": state_of(other, again)["optimizer"]}, tmp_path / "ours", strict="return_unexpected")
-    again.load_state_dict(loaded.state["optimizer"])
-    del want[UNUSED]["step"]  # Megatron-Core counts steps once for all parameters
-    got = states(again)
-    del got[UNUSED]["step"]
-    assert_same(got, want)
-    assert train(other, again, range(3, 6)) == train(model, optimizer, range(3, 6))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from parity import roles_over
 from partly_trained import (
     FROZEN,
     KINDS,
@@ -20,14 +19,10 @@ from partly_trained import (
     states,
     train,
 )
-from torch import nn
 
-from opt_checkpoint import CheckpointKeyError, load, load_optimizer, read_index, save, sharded_model
+from opt_checkpoint import CheckpointKeyError, load, load_optimizer, save
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
-from opt_config import OptimizerConfig, ParamKey
-from opt_distributed import run_threads
-from opt_distributed.comm.threads import ThreadComm
-from opt_stack import Optimizer, get_optimizer
+from opt_config import ParamKey
 
 # --- parameters that did not all train --------------------------------------------------------------------------------
 
@@ -47,14 +42,6 @@ def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(tmp_
     assert FROZEN not in got
     assert torch.equal(other.frozen.weight, model.frozen.weight)
     assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
-
-
-def test_a_tied_parameter_has_one_state_under_the_name_that_sorts_first(plain_run: Any) -> None:
-    keys = {
-        key.removeprefix("optimizer.state.exp_avg.") for key in read_index(plain_run[2]).tensors if "exp_avg." in key
-    }
-    assert "embedding.weight" in keys
-    assert "head.weight" not in keys
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,22 +88,6 @@ def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(plain_run: Any
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 TWO_RATES = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*"): {"max_lr": 5e-3}}
-
-
-def test_groups_and_parameters_in_another_order_keep_their_own(tmp_path: Path) -> None:
-    """torch matches both by position, which would give each parameter another one's moments and learning rate."""
-    model, optimizer = begin("replicated fp32", overrides=TWO_RATES)
-    group_of(optimizer, "second.weight")["lr"] = 7e-3
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "x")
-    backwards = dict(reversed(TWO_RATES.items()))
-    other, again = begin("replicated fp32", model=PartlyTrained(seed=1, backwards=True), overrides=backwards, lr=0.5)
-    names = [[str(id) for id in group["param_ids"]] for group in again.param_groups]
-    assert names != [[str(id) for id in group["param_ids"]] for group in optimizer.param_groups]
-    resume(other, again, tmp_path / "x")
-    assert_same(states(again), states(optimizer))
-    assert [group_of(again, n)["lr"] for n in ("first.weight", "second.weight", ZERO)] == [3e-3, 7e-3, 1e-2]
-    assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
 
 
 def test_the_saved_rate_is_used_unless_another_is_requested(plain_run: Any) -> None:
@@ -182,49 +153,3 @@ def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="step, exp_avg was loaded and exp_avg_sq was not"):
         resume(other, again, tmp_path / "muon", {"aliases": part, "strict": "return_unexpected"})
     assert group_of(again, "first.bias")["lr"] == 0.5
-
-
-def test_the_loss_scale_and_its_counts_go_on_from_a_sharded_state(tmp_path: Path) -> None:
-    """One overflow is left before a backoff, one clean step before the scale grows."""
-
-    def scales(optimizer: Optimizer, net: nn.Module, gradients: str) -> list[float]:
-        found = []
-        for kind in gradients:
-            net.weight.grad = torch.full_like(net.weight, torch.inf if kind == "x" else 1.0)
-            optimizer.step()
-            found.append(optimizer.get_loss_scale().item())
-        return found
-
-    def build() -> tuple[nn.Linear, Optimizer]:
-        net = nn.Linear(4, 4, bias=False).half()
-        config = OptimizerConfig(lr=1e-3, fp16=True, initial_loss_scale=64.0, loss_scale_window=3.0, hysteresis=2)
-        return net, get_optimizer(config, [net])
-
-    net, optimizer = build()
-    assert scales(optimizer, net, "xx..") == [64, 32, 32, 32]
-    save(optimizer.sharded_state_dict(sharded_model(net)), tmp_path / "saved")
-    resumed_net, resumed = build()
-    report = load(resumed.sharded_state_dict(sharded_model(resumed_net)), tmp_path / "saved")
-    resumed.load_state_dict(report.state)
-    assert resumed.get_loss_scale().item() == 32
-    for gradients in (".", "x", "x"):
-        assert scales(resumed, resumed_net, gradients) == scales(optimizer, net, gradients)
-    assert resumed.get_loss_scale().item() == 32
-
-
-def test_what_one_rank_refuses_all_ranks_refuse_and_none_has_set_anything(plain_run: Any) -> None:
-    models = [PartlyTrained(seed=1) for _ in range(2)]  # not on the threads, which share torch's generator
-
-    def rank_main(comm: ThreadComm) -> tuple[str, float]:
-        model = models[comm.rank]
-        optimizer = get_optimizer(OptimizerConfig(lr=0.5), [model], pg_collection=roles_over(comm))
-        loaded = load(state_of(model, optimizer), plain_run[2]).state["optimizer"]
-        if comm.rank == 1:
-            del loaded["state"]["first.weight"]["exp_avg"]
-        with pytest.raises(ValueError) as caught:
-            optimizer.load_state_dict(loaded)
-        return str(caught.value), group_of(optimizer, "first.weight")["lr"]
-
-    for message, rate in run_threads(2, rank_main):
-        assert "state of 'first.weight': step, exp_avg_sq was loaded and exp_avg was not" in message
-        assert rate == 0.5

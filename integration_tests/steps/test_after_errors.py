@@ -145,34 +145,6 @@ def test_an_update_that_raised_half_way_is_not_made_again(monkeypatch: pytest.Mo
         optimizer.step_with_ready_grads()
 
 
-def test_a_group_without_a_learning_rate_stops_the_step_before_any_update() -> None:
-    """Units before that group had been updated when the error was raised."""
-    model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(optimizer="muon", lr=0.1, clip_grad=0.0), [model])
-    optimizer.param_groups[-1]["lr"] = None
-    before = [param.detach().clone() for param in model.parameters()]
-    backward(model)
-    with pytest.raises(ValueError, match=r"lr of group .* is None: set lr in the configuration"):
-        optimizer.step()
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_a_step_that_an_error_refused_has_no_norm() -> None:
-    """The result was that of the previous step."""
-    model = make_model()
-    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0), [model])
-    backward(model)
-    optimizer.step()
-    assert optimizer.stepper.grad_norm > 0
-    model[0].weight.data = model[0].weight.detach().double()
-    backward_of = [torch.ones_like(param) for param in model.parameters()]
-    for param, grad in zip(model.parameters(), backward_of, strict=True):
-        param.grad = grad.to(param.dtype)
-    with pytest.raises(ValueError, match="has left the memory"):
-        optimizer.step()
-    assert optimizer.stepper.grad_norm == 0.0
-
-
 FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP32, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
 
 

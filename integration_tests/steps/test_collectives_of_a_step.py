@@ -1,21 +1,12 @@
-"""Collectives of a step: each gradient is reduced once, each parameter gathered once; and the memory of a rank."""
-
-from collections.abc import Callable
-from typing import Any
+"""Collectives of a step: each gradient is reduced once, each parameter gathered once."""
 
 import pytest
-import torch
-from layouts import SPREADS, config, step_once
-from parity import SHAPES, Net, grads_of, roles_over
+from parity import SHAPES, SPREADS, config, step_once
 from recording_comm import Call, RecordingComm
-from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
-from opt_stack import Optimizer, get_optimizer
+from opt_stack import Optimizer
 
 
 def calls_of_a_step(spread: str, *, optimizer: str = "adam") -> tuple[list[Call], Optimizer]:
@@ -61,95 +52,4 @@ def test_a_replicated_step_sums_each_gradient_once_and_gathers_nothing() -> None
     assert statistics.numel <= 9 + 3 * len(optimizer.param_groups) + len(SHAPES)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_flat_ranks_state_is_its_share_to_a_percent(size: int) -> None:
-    """12 million parameters: AdamW's fp32 moments of bf16 parameters, and fp32 mains."""
-    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(11)), nn.Linear(1024, 500)).to(torch.bfloat16)
-    numel = sum(p.numel() for p in model.parameters())
-    assert numel > 10_000_000
-
-    class Pretended(Alone):
-        """One rank of a group that plans but does not step."""
-
-        def gather_objects(self, value: Any) -> list[Any]:
-            return [value] * size
-
-    pretended: Any = Pretended()
-    pretended.size = size
-    axes = Axes(dp=pretended, tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=Alone())
-    optimizer = get_optimizer(config(bf16=True, use_distributed_optimizer=True), [model], {}, pg_collection=roles)
-    for rank in range(size):
-        assert optimizer.plan.state_bytes(rank) == pytest.approx(12 * numel / size, rel=0.01)
-    (unit,) = optimizer.stepper.units
-    assert unit.state_bytes() == optimizer.plan.state_bytes(0)
-    (buffer,) = optimizer.plan.buffers
-    assert buffer.layout.numel < 1.01 * numel
-
-
 # --- several chunks --------------------------------------------------------------------------------------------------
-
-
-def two_chunks(roles: Roles, *, first_early: bool) -> tuple[list[nn.Module], Optimizer]:
-    ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=10**6
-    )
-    chunks: list[nn.Module] = [
-        DistributedDataParallel(ddp, Net(torch.float32), groups=roles, chunk=chunk) for chunk in range(2)
-    ]
-    overlaps = config(
-        use_distributed_optimizer=True,
-        overlap_param_gather=True,
-        overlap_param_gather_with_optimizer_step=first_early,
-    )
-    return chunks, get_optimizer(overlaps, chunks, {}, pg_collection=roles)
-
-
-def train_chunks(roles: Roles, watch: Callable[[Optimizer], None] = lambda optimizer: None, **how: Any) -> list[Tensor]:
-    chunks, optimizer = two_chunks(roles, **how)
-    watch(optimizer)
-    for step in range(2):
-        for chunk in chunks:
-            chunk(grads_of(step, roles.everyone.rank, roles.everyone.size)).backward()
-        assert optimizer.step().success
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-    for chunk in chunks:
-        chunk.finish_param_sync()
-    return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
-
-
-def test_the_first_chunks_gather_starts_before_the_others_are_stepped() -> None:
-    """overlap_param_gather_with_optimizer_step: another order of the same work, so the same bits."""
-
-    def rank_main(comm: ThreadComm) -> tuple[list[str], list[Tensor]]:
-        events: list[str] = []
-        recorded = RecordingComm(comm)
-
-        def watch(optimizer: Optimizer) -> None:
-            for unit in optimizer.stepper.units:
-                unit.rule = NotingRule(unit.rule, unit.name, events, recorded)
-
-        weights = train_chunks(roles_over(recorded), watch, first_early=True)
-        return events, weights
-
-    late = run_threads(2, lambda comm: train_chunks(roles_over(comm), first_early=False))
-    for (events, early), plain in zip(run_threads(2, rank_main), late, strict=True):
-        assert events == ["adam after 0 gathers", "adam/later chunks after 1 gathers"] * 2
-        assert all(torch.equal(a, b) for a, b in zip(early, plain, strict=True))
-
-
-class NotingRule:
-    """A rule that notes how many gathers were issued since the step began when it is called."""
-
-    def __init__(self, rule: Any, name: str, events: list[str], comm: RecordingComm):
-        self._rule, self._name, self._events, self._comm = rule, name, events, comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
-
-    def update_(self, *args: Any, **kwargs: Any) -> None:
-        last = max(i for i, call in enumerate(self._comm.calls) if call.kind == "all_reduce")  # the statistics
-        gathers = sum(call.kind == "all_gather" for call in self._comm.calls[last:])
-        self._events.append(f"{self._name} after {gathers} gathers")
-        self._rule.update_(*args, **kwargs)

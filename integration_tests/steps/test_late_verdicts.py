@@ -5,15 +5,13 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from layouts import SPREADS, config
 from on_device import SHAPES, SIZE, built, launch_rules_, launched
-from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from parity import SPREADS, Case, Net, Numbers, Spread, Wrapping, config, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
@@ -21,9 +19,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, ReplicaError
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import ThreadComm
-from opt_distributed.pieces.piece import StepCount
 from opt_distributed.step import verdict
-from opt_distributed.step.scaler import DynamicScaler
 from opt_stack import Optimizer, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -85,53 +81,31 @@ Read = Callable[[nn.Module, Optimizer], tuple[set[float], float]]
 READS = pytest.mark.parametrize("read", [in_state_dict, in_sharded_state])
 
 
-def saved_after(one: DeferredRank, *, bad: bool, read: Read, graphs: bool) -> tuple[set[float], float]:
-    model, optimizer = begun(one, graphs=graphs)
-    backward(model, optimizer, 4, one, bad=bad)
-    optimizer.step()
-    return read(model, optimizer)
+# What happens in the fourth step; counts and scale after it. The scale grows after two good steps, and falls at once
+# after an overflow; a refused step, of which nobody has read the result, leaves it.
+OUTCOMES = {"overflow": ({3.0}, SCALE), "good": ({4.0}, 4 * SCALE), "refused": ({3.0}, 2 * SCALE)}
 
 
 @GRAPHS
 @READS
-@pytest.mark.parametrize("bad", [True, False], ids=["overflow", "good"])
-def test_a_save_right_after_a_step_has_its_counts_and_scale(bad: bool, read: Read, graphs: bool) -> None:
-    """Scales grow after two good steps; an overflow backs off at once."""
-    expected = ({3.0}, SCALE) if bad else ({4.0}, 4 * SCALE)
+@pytest.mark.parametrize("outcome", OUTCOMES)
+@pytest.mark.filterwarnings("ignore:.*step 4 was refused:RuntimeWarning")
+def test_a_save_right_after_a_step_has_its_counts_and_scale(outcome: str, read: Read, graphs: bool) -> None:
+    """Refused: ranks have different learning rates. The next step raises that."""
+
+    def rank_main(one: DeferredRank) -> tuple[set[float], float]:
+        model, optimizer = begun(one, graphs=graphs)
+        optimizer.param_groups[0]["lr"] += one.rank * (outcome == "refused")
+        backward(model, optimizer, 4, one, bad=outcome == "overflow")
+        optimizer.step()
+        found = read(model, optimizer)
+        if outcome == "refused":
+            with pytest.raises(ValueError, match="has different numbers on the ranks"):
+                optimizer.step()
+        return found
+
     for seed in ORDERS:
-        found = run_deferred(SIZE, partial(saved_after, bad=bad, read=read, graphs=graphs), seed=seed)
-        assert found == [expected] * SIZE
-
-
-def a_skipped_step_is_counted(patch: pytest.MonkeyPatch) -> None:
-    advance = StepCount.advance
-    patch.setattr(StepCount, "advance", lambda count, *flags: advance(count, None))
-
-
-def a_scale_is_read_too_early(patch: pytest.MonkeyPatch) -> None:
-    update = DynamicScaler.update
-
-    def updated(scaler: DynamicScaler, found_inf: Any, *, unless: Any = None) -> None:
-        before = scaler.state
-        update(scaler, found_inf, unless=unless)
-        scaler._known = before
-
-    patch.setattr(DynamicScaler, "update", updated)
-
-
-@pytest.mark.parametrize(
-    ("plant", "bad", "expected"),
-    [
-        (a_skipped_step_is_counted, True, ({3.0}, SCALE)),
-        (a_scale_is_read_too_early, False, ({4.0}, 4 * SCALE)),
-    ],
-)
-def test_a_wrong_count_or_scale_is_noticed(
-    plant: Any, bad: bool, expected: tuple[set[float], float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    found = run_deferred(SIZE, partial(saved_after, bad=bad, read=in_state_dict, graphs=False), seed=0)
-    assert found != [expected] * SIZE
+        assert run_deferred(SIZE, rank_main, seed=seed) == [OUTCOMES[outcome]] * SIZE
 
 
 @GRAPHS
@@ -163,27 +137,6 @@ def copied(tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return tree.detach().clone()
     return {name: copied(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
-
-
-@GRAPHS
-@READS
-@pytest.mark.filterwarnings("ignore:.*step 4 was refused:RuntimeWarning")
-def test_a_save_right_after_a_refused_step_has_the_counts_of_before(read: Read, graphs: bool) -> None:
-    """Ranks have different learning rates: the error has not been read yet. The save warns of it, and the next step
-    raises it."""
-
-    def rank_main(one: DeferredRank) -> tuple[Any, ...]:
-        model, optimizer = begun(one, graphs=graphs)
-        optimizer.param_groups[0]["lr"] += one.rank
-        backward(model, optimizer, 4, one)
-        optimizer.step()
-        found = read(model, optimizer)
-        with pytest.raises(ValueError, match="has different numbers on the ranks"):
-            optimizer.step()
-        return found
-
-    for seed in ORDERS:
-        assert run_deferred(SIZE, rank_main, seed=seed) == [({3.0}, 2 * SCALE)] * SIZE
 
 
 REFUSED = "step 4 was refused, and its result has not been read: .* has different numbers on the ranks"
@@ -259,15 +212,11 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
     """An overflow is not an error: the loss scale is lowered."""
 
     def rank_main(one: DeferredRank) -> None:
-        if ends == "overflow":
-            model, optimizer = begun(one, graphs=False)
-            backward(model, optimizer, 4, one, bad=True)
-            optimizer.step()
-        else:
-            model, optimizer = begun(one, graphs=False)
-            optimizer.param_groups[0]["lr"] += one.rank
-            backward(model, optimizer, 4, one)
-            result = optimizer.step()
+        model, optimizer = begun(one, graphs=False)
+        optimizer.param_groups[0]["lr"] += one.rank * (ends != "overflow")
+        backward(model, optimizer, 4, one, bad=ends == "overflow")
+        result = optimizer.step()
+        if ends != "overflow":
             with pytest.raises(ValueError, match="has different numbers"):
                 result.success if ends == "read" else optimizer.step()
         optimizer.state_dict()
@@ -343,14 +292,12 @@ def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: 
         assert run_deferred(SIZE, rank_main, seed=seed) == expected
 
 
-def one_rank_has_another_guard(optimizer: Optimizer, rank: int, step: int) -> None:
-    if step == rank == 0:
-        optimizer.stepper.guards.append(MyGuard())
+def appended(at: int) -> Callable[[Optimizer, int, int], None]:
+    def change(optimizer: Optimizer, rank: int, step: int) -> None:
+        if (step, rank) == (at, 0):
+            optimizer.stepper.guards.append(MyGuard())
 
-
-def one_rank_appends_a_guard_later(optimizer: Optimizer, rank: int, step: int) -> None:
-    if (step, rank) == (1, 0):
-        optimizer.stepper.guards.append(MyGuard())
+    return change
 
 
 def with_flags(flags: Callable[[], list[float]]) -> Callable[[Optimizer, int, int], None]:
@@ -363,16 +310,12 @@ def with_flags(flags: Callable[[], list[float]]) -> Callable[[Optimizer, int, in
     return change
 
 
-def broken() -> list[float]:
-    raise ZeroDivisionError("a guard divides by zero")
-
-
 @pytest.mark.parametrize(
     ("change", "at", "says"),
     [
-        (one_rank_has_another_guard, 0, ("ranks have different guards, by type and number of flags",) * 2),
-        (one_rank_appends_a_guard_later, 1, ("guards were changed after the first step", "1 other rank")),
-        (with_flags(broken), 1, ("a guard divides by zero", "1 other rank")),
+        (appended(0), 0, ("ranks have different guards, by type and number of flags",) * 2),
+        (appended(1), 1, ("guards were changed after the first step", "1 other rank")),
+        (with_flags(lambda: [1 / 0]), 1, ("division by zero", "1 other rank")),
         (with_flags(lambda: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
     ],
 )

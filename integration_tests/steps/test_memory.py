@@ -11,7 +11,7 @@ from allocations import peak_bytes
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed.buffers import DistributedDataParallel, wires
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.collectives import DONE, Pending
 from opt_kernels.backends.cpp.compiler import usable
@@ -101,15 +101,6 @@ def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overla
     assert max(built.peaks_of_two_steps()) <= SMALL
 
 
-def test_fp32_sums_of_a_16_bit_wire_take_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second bucket, which receives; sums are made in tiles. Without a compiler, statistics widen the shard."""
-    monkeypatch.setattr(wires, "SUM_TILE_NUMEL", 1 << 12)
-    sums = {"reduce_scatter_with_fp32_accumulation": True, "overlap_grad_reduce": True}
-    built = Built(torch.bfloat16, wrapper=sums)
-    widened = 0 if usable() else 4 * NUMEL // SIZE
-    assert 2 * BUCKET <= max(built.peaks_of_two_steps()) <= max(2 * BUCKET, widened) + SMALL
-
-
 BF16_GRADS = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
 without_widening = pytest.mark.skipif(not usable(), reason="torch's operations widen a tile of gradients at a time")
 
@@ -161,13 +152,6 @@ def peak_of_backward(*, releases: bool, depth: int, width: int, state_bytes: int
     # Remainders and moments; weights are two more bytes.
     assert state == pytest.approx(state_bytes * depth * width**2, rel=0.05)
     return peak
-
-
-def test_gradients_take_the_memory_of_two_layers_rather_than_of_all() -> None:
-    depth, width = 16, 256
-    one = 2 * width**2
-    assert peak_of_backward(releases=False, depth=depth, width=width) >= depth * one
-    assert peak_of_backward(releases=True, depth=depth, width=width) <= 2 * one + (1 << 14)
 
 
 def test_training_in_five_bytes_a_parameter() -> None:

@@ -12,7 +12,6 @@ from opt_checkpoint import CheckpointKeyError, ShardedTensor, load, save
 from opt_config import OptimizerConfig
 from opt_distributed import StateError, run_threads
 from opt_distributed.comm import Comm
-from opt_kernels.hooks import CautiousUpdate
 from opt_stack import Optimizer, get_optimizer
 
 # Shapes that differ, so that no two matrices are batched on one rank and not on another.
@@ -139,31 +138,3 @@ def test_the_plan_counts_the_bytes_of_parts_and_says_what_is_not_split() -> None
     squares = (8**2 + 2 * 2**2 + 3 * 8**2) - (12**2 + 8**2)
     numel = 2 * squares + (8 + 2 * 2 + 3 * 8) - (12 + 8)
     assert parts.plan.state_bytes() - whole.plan.state_bytes() == 4 * numel
-
-
-def test_hooks_apply_to_the_update_of_parts() -> None:
-    config = OptimizerConfig(**FIELDS, soap_order="megatron")
-
-    def trained(marks: Any, steps: int) -> dict[str, Tensor]:
-        model, _ = made(marks=marks)
-        return train(model, get_optimizer(config, [model], {}, hooks=[CautiousUpdate()]), range(steps))
-
-    split, whole = trained(MARKS, 3), trained({}, 3)
-    assert not torch.allclose(split["heads"], whole["heads"], atol=1e-2)
-    assert torch.equal(split["whole"], whole["whole"])
-
-
-def test_offloaded_parts_move_as_those_on_the_device() -> None:
-    want = train(*made(), range(STEPS))
-    assert_equal(train(*made(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0), range(STEPS)), want)
-
-
-def test_a_rank_local_state_goes_on() -> None:
-    want = train(*made(), range(STEPS))
-    model, optimizer = made()
-    then = train(model, optimizer, range(2))
-    again, resumed = made()
-    resumed.load_state_dict(optimizer.state_dict())
-    for name, param in again.named_parameters():
-        param.data.copy_(then[name])
-    assert_equal(train(again, resumed, range(2, STEPS)), want)

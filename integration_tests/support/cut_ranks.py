@@ -93,7 +93,6 @@ class Trained(NamedTuple):
     norms: list[float]
     state_numel: int
     planned_bytes: int  # of state, on this rank
-    plan: str
 
 
 def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks: GivenHooks = ()) -> Trained:
@@ -101,7 +100,7 @@ def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks
     net, optimizer = _begun(config, shapes, lay_out, hooks=hooks)
     norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
     numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
-    return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes(), str(optimizer.plan))
+    return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes())
 
 
 def record(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut) -> StepStats:

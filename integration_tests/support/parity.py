@@ -1,22 +1,20 @@
 """A small model whose gradients are known to the bit, and ranks as threads that train it in a layout and format."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_kernels.hooks import GivenHooks
 from opt_stack import Optimizer, get_optimizer
 
 LR, WEIGHT_DECAY, MAX_NORM, SCALE = 0.02, 0.1, 3.0, 2.0**8
-STEPS = 3
 
 
 class Spread(Enum):
@@ -40,9 +38,6 @@ class Wrapping(Enum):
     PLAIN = "plain"
     WRAPPED = "wrapped"
     OVERLAP = "overlap"
-
-
-MATRIX_RULES = ("muon", "adaptive_muon", "soap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +93,6 @@ class Case:
         """The same training in one process."""
         return replace(self, size=1, spread=Spread.REPLICATED, wrapping=Wrapping.PLAIN)
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether bits must agree: an elementwise rule, a mean that is exact, and no clip coefficient, which comes from
-        a norm that is summed in another order."""
-        return self.rule not in MATRIX_RULES and self.size != 3 and not self.clips
-
 
 # --- the model --------------------------------------------------------------------------------------------------------
 
@@ -117,13 +106,6 @@ SHAPES: Mapping[str, tuple[int, ...]] = {  # awkward for 64-element starts, for 
     "router": (5, 8),  # fp32 in every model, in one group with 16-bit ones
     "scale": (1,),
 }
-SQUARE = {"first": (24, 24), "qkv": (12, 12), "second": (17, 17), "router": (6, 6)}
-
-
-def shapes_for(rule: str) -> Mapping[str, tuple[int, ...]]:
-    """Square matrices for SOAP: a factor of the longer side of others is singular at first, and the basis of its null
-    space is rounding errors."""
-    return {**SHAPES, **SQUARE} if rule == "soap" else SHAPES
 
 
 class Held(nn.Module):
@@ -173,29 +155,6 @@ def roles_over(comm: Comm) -> Roles:
     return Roles(dense=axes, expert=axes, everyone=comm)
 
 
-class Trained(NamedTuple):
-    weights: dict[str, Tensor]
-    norms: list[float]
-
-
-def train(case: Case, hooks: GivenHooks = (), **changes: Any) -> list[Trained]:
-    """Every rank's weights and norms after STEPS steps; `changes` are of the configuration."""
-    config = replace(case.config, **changes)
-    return run_threads(case.size, lambda comm: _train(case, config, hooks, comm))
-
-
-def _train(case: Case, config: OptimizerConfig, hooks: GivenHooks, comm: Comm) -> Trained:
-    shapes = shapes_for(case.rule)
-    net = Net(case.numbers.dtype, shapes)
-    roles = roles_over(comm)
-    model: nn.Module = net
-    if case.wrapping is not Wrapping.PLAIN:
-        model = DistributedDataParallel(case.ddp_config, net, groups=roles, optimizer_config=config)
-    optimizer = get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
-    norms = norms_while_training(model, optimizer, range(STEPS), comm, shapes)
-    return Trained({name: p.detach().clone() for name, p in net.named_parameters()}, norms)
-
-
 def norms_while_training(
     model: nn.Module, optimizer: Optimizer, steps: range, comm: Comm, shapes: Mapping[str, tuple[int, ...]]
 ) -> list[float]:
@@ -214,7 +173,33 @@ def norms_while_training(
     return norms
 
 
-def dtypes(case: Case) -> Iterator[tuple[str, torch.dtype]]:
-    """Every parameter's name and dtype."""
-    for name in SHAPES:
-        yield f"{name}.weight", torch.float32 if name == "router" else case.numbers.dtype
+# --- one step in each layout, with the mean gradient and its norm -----------------------------------------------------
+
+SPREADS = {
+    "replicated": {},
+    "flat": {"use_distributed_optimizer": True},
+    "whole": {"use_layer_wise_distributed_optimizer": True},
+}
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(**{"lr": LR, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest", **changes})
+
+
+def step_once(
+    config: OptimizerConfig, comm: Comm, *, overrides: Any = None, scale: float = 1.0, net: Net | None = None
+) -> Optimizer:
+    """An optimizer after one step; the gradients stay where they were."""
+    net = net or Net(torch.float32)
+    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm))
+    (net(grads_of(0, comm.rank, comm.size)) * scale).backward()
+    optimizer.last = optimizer.step()
+    return optimizer
+
+
+def mean_grads() -> dict[str, Tensor]:
+    return grads_of(0, 0, 1)
+
+
+def norm_of(names: Any) -> float:
+    return math.sqrt(sum(mean_grads()[name].double().square().sum().item() for name in names))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tp_model import comms_of, cut
 
 from opt_distributed import run_threads
-from opt_distributed.comm import Axes, Comm, Roles
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.threads import ThreadComm
 
 
@@ -31,11 +31,13 @@ class Place(NamedTuple):
     expert_tp: Comm
     experts: tuple[int, ...]  # of which this rank holds its part
     world: Comm
+    inter: Comm = Alone()  # the same shard in other optimizer instances
 
     @property
     def roles(self) -> Roles:
-        dense = Axes(dp=self.dp, tp=self.tp)
-        return Roles(dense=dense, expert=Axes(dp=self.expert_dp, tp=self.expert_tp), everyone=self.world)
+        dense = Axes(dp=self.dp, tp=self.tp, inter=self.inter)
+        expert = Axes(dp=self.expert_dp, tp=self.expert_tp, inter=self.inter)
+        return Roles(dense=dense, expert=expert, everyone=self.world)
 
 
 def run_grid(rank_main: Callable[[Place], Any], *, tp: int, ep: int, etp: int, size: int = 4) -> list[Any]:
@@ -66,22 +68,29 @@ def run_grid(rank_main: Callable[[Place], Any], *, tp: int, ep: int, etp: int, s
 class Net(nn.Module):
     """This rank's part of the model; `forward` takes the gradients by name."""
 
-    def __init__(self, place: Place, num_experts: int, *, dense: Mapping[str, Shape] = DENSE):
+    def __init__(
+        self,
+        place: Place,
+        *,
+        dense: Mapping[str, Shape] = DENSE,
+        expert: Mapping[str, Shape] = EXPERT,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__()
         for name, shape in dense.items():
-            self.add_module(name, _held(shape, place.tp))
-        for expert in place.experts:
-            for name, shape in EXPERT.items() if num_experts else ():
-                held = _held(shape, place.expert_tp)
+            self.add_module(name, _held(shape, place.tp, dtype))
+        for number in place.experts:
+            for name, shape in expert.items():
+                held = _held(shape, place.expert_tp, dtype)
                 held.weight.allreduce = False
-                self.add_module(f"{name}{expert}", held)
+                self.add_module(f"{name}{number}", held)
 
     def forward(self, grads: Mapping[str, Tensor]) -> Tensor:
         return torch.stack([module(grads[name]) for name, module in self.named_children()]).sum()
 
 
-def _held(shape: Shape, tp: Comm) -> Held:
-    held = Held(shape.size, torch.float32, torch.Generator().manual_seed(1))
+def _held(shape: Shape, tp: Comm, dtype: torch.dtype) -> Held:
+    held = Held(shape.size, dtype, torch.Generator().manual_seed(1))
     held.weight = nn.Parameter(cut(held.weight.detach(), tp.rank, tp.size, dim=shape.cut))
     if shape.cut is not None and tp.size > 1:
         held.weight.tensor_model_parallel, held.weight.partition_dim = True, shape.cut
@@ -94,28 +103,42 @@ def gradients(shapes: Mapping[str, Shape], seed: int, suffix: str = "") -> dict[
     return {f"{n}{suffix}": torch.randint(-2, 3, s.size, generator=generator) / 64 for n, s in shapes.items()}
 
 
-def parts(place: Place) -> dict[str, Tensor]:
-    """This rank's local gradients. An expert receives tokens of all dense replicas, so its gradient is a sum."""
-    dense = gradients(DENSE, place.dp.rank)
-    found = {name: cut(grad, place.tp.rank, place.tp.size, dim=DENSE[name].cut) for name, grad in dense.items()}
-    for expert in place.experts:
-        for name, grad in gradients(EXPERT, 100 + 10 * expert + place.expert_dp.rank, str(expert)).items():
-            dim = EXPERT[name.rstrip("0123456789")].cut
+def parts(
+    place: Place,
+    seed: int = 0,
+    *,
+    dense: Mapping[str, Shape] = DENSE,
+    expert: Mapping[str, Shape] = EXPERT,
+    replicas: tuple[int, int] | None = None,
+) -> dict[str, Tensor]:
+    """This rank's local gradients, as the replicas of dense parameters and of experts given, by default its own."""
+    of_dense, of_expert = replicas or (place.dp.rank, place.expert_dp.rank)
+    found = {}
+    for name, grad in gradients(dense, seed + of_dense).items():
+        found[name] = cut(grad, place.tp.rank, place.tp.size, dim=dense[name].cut)
+    for number in place.experts:
+        for name, grad in gradients(expert, seed + 100 + 10 * number + of_expert, str(number)).items():
+            dim = expert[name.rstrip("0123456789")].cut
             found[name] = cut(grad, place.expert_tp.rank, place.expert_tp.size, dim=dim)
     return found
 
 
-def expected(*, dp: int, ep: int, expert_dp: int) -> tuple[float, int]:
-    """Norm and zeros of the mean gradients of the whole model, in float64."""
-    means = []
-    for name in DENSE:
-        means.append(sum(gradients(DENSE, replica)[name].double() for replica in range(dp)) / dp)
-    for expert in range(ep):
-        for name in EXPERT:
-            seeds = range(100 + 10 * expert, 100 + 10 * expert + expert_dp)
-            means.append(sum(gradients(EXPERT, seed)[name].double() for seed in seeds) / dp)
-    flat = torch.cat([mean.flatten() for mean in means])
-    return flat.norm().item(), int((flat == 0).sum())
+def mean_gradients(
+    *,
+    dp: int,
+    ep: int,
+    expert_dp: int,
+    seed: int = 0,
+    dense: Mapping[str, Shape] = DENSE,
+    expert: Mapping[str, Shape] = EXPERT,
+) -> dict[str, Tensor]:
+    """Of the whole model, in float64. An expert receives tokens of all dense replicas, so its gradient is a sum."""
+    means = {name: sum(gradients(dense, seed + rank)[name].double() for rank in range(dp)) / dp for name in dense}
+    for number in range(ep):
+        for name in expert:
+            seeds = range(seed + 100 + 10 * number, seed + 100 + 10 * number + expert_dp)
+            means[f"{name}{number}"] = sum(gradients(expert, one)[name].double() for one in seeds) / dp
+    return means
 
 
 GRIDS = {

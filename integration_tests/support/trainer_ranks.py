@@ -180,20 +180,6 @@ def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
     return trained, trained
 
 
-def one_rank_reads_built() -> str:
-    """What rank 0 gets that reads the optimizer alone before the first step, after which both ranks take one."""
-    as_launched()
-    run = AcceleratedRun(fsdp2=True)
-    refusal = ""
-    if run.accelerator.is_main_process:
-        try:
-            run.made.built  # noqa: B018
-        except RuntimeError as error:
-            refusal = str(error)
-    run.train(range(1))
-    return refusal
-
-
 def rules_after_fsdp2() -> list[str]:
     """The rule of each parameter, in the model's order; an attribute keeps the last matrix away from Muon."""
     as_launched()

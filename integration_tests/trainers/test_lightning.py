@@ -133,22 +133,6 @@ def test_parameters_in_fp16_train_with_the_loss_scaled_in_training_step() -> Non
         torch.testing.assert_close(weight.float(), expected[name], rtol=2**-7, atol=2**-8, msg=name)
 
 
-REFUSED = {
-    "bf16 parameters without bf16": ({}, "bf16-true", "is torch.bfloat16; .* set bf16=True"),
-    "fp16 parameters without fp16": ({}, "16-true", "is torch.float16; .* set fp16=True"),
-    "fp64": ({}, "64-true", "is torch.float64; .* convert the model"),
-    "a loss that nobody scales": ({"fp16": True}, "16-true", "the closure has not called optimizer.scale_loss"),
-}
-
-
-@pytest.mark.parametrize(("fields", "precision", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_precision_that_the_configuration_does_not_have_is_refused(
-    fields: dict[str, Any], precision: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit(Toy(ours(**fields)), precision=precision)
-
-
 def test_a_schedule_of_opt_scheduler_runs_by_step() -> None:
     class Scheduled(Toy):
         def configure_optimizers(self) -> Any:

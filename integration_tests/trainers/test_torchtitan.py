@@ -1,6 +1,5 @@
 """torchtitan 0.3.0: its checkpoints of `StackOptimizers` on two ranks load on one, for every rule that it accepts."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,23 +164,6 @@ def test_a_checkpoint_of_another_grouping_or_rule_is_refused_and_changes_nothing
     for key, value in optimizers.state_dict().items():
         torch.testing.assert_close(value, before[key], rtol=0, atol=0) if isinstance(value, torch.Tensor) else None
         assert isinstance(value, torch.Tensor) or value == before[key], key
-
-
-def test_a_checkpoint_of_other_choices_of_a_rule_is_refused() -> None:
-    """The choices were not saved, so that the momentum of a minimizing run was ascended."""
-    config = OptimizerConfig(optimizer="lion", **titan_ranks.BASE)
-    saved = container(config, titan_ranks.Net(0)).state_dict()
-    other = container(replace(config, optimizer_options={"maximize": True}), titan_ranks.Net(0))
-    with pytest.raises(ValueError, match="was saved with maximize=False, but optimizer 'lion' has maximize=True"):
-        other.load_state_dict(saved)
-    container(config, titan_ranks.Net(0)).load_state_dict(saved)
-
-
-def test_averaged_weights_are_not_saved_as_the_trained_ones() -> None:
-    optimizers = container(OptimizerConfig(optimizer="schedule_free", **titan_ranks.BASE), titan_ranks.Net(0))
-    optimizers.optimizers[0].eval()
-    with pytest.raises(RuntimeError, match=r"train\(\)"):
-        optimizers.state_dict()
 
 
 def test_the_command_line_sets_fields_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,9 @@ WHOLE: dict[str, object] = {"use_layer_wise_distributed_optimizer": True}
 FLAT: dict[str, object] = {"use_distributed_optimizer": True}
 WITH_STEP: dict[str, object] = {"overlap_param_gather_with_optimizer_step": True}
 # what was given, and how the message begins after "OptimizerConfig: "
+AWARE = {"use_precision_aware_optimizer": True}
+BF16_AWARE = {"bf16": True, **AWARE}
+FP16_MAINS, SHORT_MAINS = ({"main_params_dtype": dtype} for dtype in (torch.float16, torch.int8))
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"fp16": True, "bf16": True}, "fp16=True: excludes bf16=True; set only one of them"),
     ({"adam_beta1": 1.0}, "adam_beta1=1.0: must be in [0, 1)"),
@@ -113,6 +116,21 @@ REFUSED: list[tuple[dict[str, object], str]] = [
         "overlap_grad_reduce=True: unknown field; set it in DistributedDataParallelConfig.",
     ),
     ({"lr_decay_style": "cosine"}, "lr_decay_style='cosine': unknown field; opt_scheduler.OptimizerParamScheduler tak"),
+    ({"fp8_recipe": "nvfp4"}, "fp8_recipe='nvfp4': 4-bit parameters are not supported; use 'mxfp8'"),
+    ({"fp8_recipe": "mxfp4"}, "fp8_recipe='mxfp4': must be one of delayed, tensorwise, blockwise, mxfp8"),
+    (
+        BF16_AWARE | {"fp8_recipe": "mxfp8"} | FP16_MAINS,
+        "main_params_dtype=torch.float16: excludes fp8_recipe: mains of",
+    ),
+    (BF16_AWARE | {"fp8_recipe": "delayed"} | SHORT_MAINS, "main_params_dtype=torch.int8: excludes fp8_recipe"),
+    (
+        BF16_AWARE | SHORT_MAINS | {"store_param_remainders": False},
+        "main_params_dtype=torch.int8: is an 8-bit remainder, but store_param_remainders=False; set only one of them",
+    ),
+    (AWARE | FP16_MAINS, "main_params_dtype=torch.float16: is allowed for 16-bit parameters only"),
+    (AWARE | SHORT_MAINS, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters; set bf16=True"),
+    (AWARE | SHORT_MAINS | {"fp16": True}, "main_params_dtype=torch.int8: is an 8-bit remainder of bf16 parameters"),
+    ({"bf16": True} | SHORT_MAINS, "main_params_dtype=torch.int8: has no effect without use_precision_aware_optimizer"),
 ]
 
 
