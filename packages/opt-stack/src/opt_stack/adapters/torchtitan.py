@@ -1,6 +1,6 @@
 """torchtitan: a container of one optimizer of this library, with the keys of torchtitan's own checkpoints."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,15 +123,24 @@ class StackOptimizers(OptimizersContainer):  # type: ignore[misc]  # torchtitan 
             self.optimizers[0].reload_model_params()
 
     def _saved_group(self, state_dict: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        names = [self._names[index] for index in group["params"]]
-        saved = {key: _agreed_value(state_dict, names, key) for key, _ in _hyper(group)} if names else {}
-        if saved and saved["optimizer"] != group["optimizer"]:
+        """The group with the values with which all of its parameters were saved."""
+        names, saved = [self._names[index] for index in group["params"]], dict(group)
+        for key in (key for key, _ in _hyper(group) if names):
+            values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
+            for name, value in zip(names, values, strict=True):
+                if value != values[0]:
+                    raise ValueError(
+                        f"{key} was saved as {values[0]!r} for {names[0]!r} and as {value!r} for {name!r}, which share "
+                        "a group here; group them as they were saved (config_overrides)"
+                    )
+            saved[key] = values[0]
+        if saved["optimizer"] != group["optimizer"]:
             raise ValueError(
                 f"{names[0]!r} was saved by optimizer={saved['optimizer']!r}, and has optimizer="
                 f"{group['optimizer']!r} here; start with the saved rule, or leave the optimizer out of the load "
                 '(torchtitan: checkpoint.exclude_from_loading=["optimizer"])'
             )
-        return {**group, **saved}
+        return saved
 
 
 def _hyper(group: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -144,15 +153,3 @@ def _saved(state_dict: Mapping[str, Any], key: str) -> Any:
     if key not in state_dict:
         raise ValueError(f"the loaded state has no {key!r}")
     return state_dict[key]
-
-
-def _agreed_value(state_dict: Mapping[str, Any], names: Sequence[str], key: str) -> Any:
-    """The value with which all of `names`, the parameters of one group, were saved."""
-    values = [_saved(state_dict, f"param_groups.{name}.{key}") for name in names]
-    for name, value in zip(names, values, strict=True):
-        if value != values[0]:
-            raise ValueError(
-                f"{key} was saved as {values[0]!r} for {names[0]!r} and as {value!r} for {name!r}, which share a group "
-                "here; group them as they were saved (config_overrides)"
-            )
-    return values[0]

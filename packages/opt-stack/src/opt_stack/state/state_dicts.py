@@ -143,7 +143,7 @@ class StateDicts(ShardedStates):
         self.stepper.publish_main_values_()
         self.loaded_weights.note_state()
         if state_dict.get(EVALUATING):
-            self.evaluation.resume_(self.param_groups)
+            self.evaluation.begin_(self.param_groups, was_loaded=True)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

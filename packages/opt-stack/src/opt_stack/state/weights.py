@@ -229,18 +229,16 @@ class Evaluation:
                 self._shown.accept()
 
     @torch.no_grad()
-    def resume_(self, groups: Groups) -> None:
-        """Begin evaluation after a load that set only the main values of each rank's own pieces. Collective."""
-        for unit in self.stepper.units:
-            for source in unit.completes if unit.name in self._formulas else ():
-                source.publish_()
-        self.begin_(groups)
+    def begin_(self, groups: Groups, *, was_loaded: bool = False) -> None:
+        """Write the evaluation weights to the parameters of all ranks. Collective.
 
-    @torch.no_grad()
-    def begin_(self, groups: Groups) -> None:
-        """Write the evaluation weights to the parameters of all ranks. Collective."""
+        With `was_loaded`, a load has set only the main values of each rank's own pieces.
+        """
         if self._trained is not None or not self.rules:
             return
+        for unit in self.stepper.units:
+            for source in unit.completes if was_loaded and unit.name in self._formulas else ():
+                source.publish_()
         moved = [param for group in groups if group["optimizer"] in self.rules for param in group["params"]]
         self._trained = {param: local(param).detach().clone() for param in moved}
         for unit in self.stepper.units:
