@@ -58,6 +58,8 @@ def test_positional_parameters_are_megatron_cores(name: str) -> None:
 def test_everything_that_is_promised_is_there() -> None:
     assert set(SIGNATURES) <= set(megatron.__all__)
     assert all(hasattr(megatron, name) for name in megatron.__all__)
+    methods = ("get_wd", "get_lr", "step", "state_dict", "_check_and_set", "load_state_dict")
+    assert all(inspect.isfunction(getattr(megatron.OptimizerParamScheduler, method)) for method in methods)
     assert isinstance(megatron.logger, logging.Logger)
     assert "keep_vars=True" in megatron.KEEP_VARS_HINT
 

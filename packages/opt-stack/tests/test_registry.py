@@ -15,7 +15,7 @@ from opt_config import ConfigError, OptimizerConfig
 from opt_kernels.formulas import FORMULAS
 from opt_kernels.rules import SGD, ElementwiseRule, Needs
 from opt_kernels.works import StateKind, StateSpec
-from opt_stack import Registry, RuleEntry, describe_optimizer, get_optimizer, list_optimizers
+from opt_stack import Registry, RuleEntry, describe, describe_optimizer, get_optimizer, list_optimizers
 
 OURS = [*FORMULAS, "muon", "adaptive_muon", "soap", "soap_muon"]
 
@@ -27,7 +27,7 @@ def test_all_our_rules_are_listed_and_described() -> None:
         "0 it is signSGD. State: momentum_buffer. Needs elements."
     )
     for name in OURS:
-        assert describe_optimizer(name).startswith(f"{name}: ")
+        assert describe(name).startswith(f"{name}: ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
