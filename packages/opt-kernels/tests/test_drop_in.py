@@ -110,16 +110,17 @@ def test_parameters_that_move_together_are_counted_one_by_one() -> None:
     optimizer = optim.AdamW(params, backend="torch")
     step(optimizer, 0)
     saved = optimizer.state_dict()
+    step(optimizer, 1)
+    assert [float(state["step"]) for state in saved["state"].values()] == [1.0, 1.0, 1.0]
     params[1].grad = None
     optimizer.step()
-    step(optimizer, 1)
-    assert [float(optimizer.state[param]["step"]) for param in params] == [3.0, 2.0, 3.0]
-    assert [float(state["step"]) for state in saved["state"].values()] == [1.0, 1.0, 1.0]
+    step(optimizer, 2)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [4.0, 3.0, 4.0]
     # Steps may be set from outside, in place or by another tensor, and count on from there.
     optimizer.state[params[0]]["step"].fill_(10)
     optimizer.state[params[2]]["step"] = torch.tensor(20.0)
-    step(optimizer, 2)
-    assert [float(optimizer.state[param]["step"]) for param in params] == [11.0, 3.0, 21.0]
+    step(optimizer, 3)
+    assert [float(optimizer.state[param]["step"]) for param in params] == [11.0, 4.0, 21.0]
 
 
 def test_a_first_step_of_zero_gradients_and_rates_makes_state_and_counts_nothing() -> None:
