@@ -190,6 +190,9 @@ def test_hooks_that_change_in_place_take_effect() -> None:
         for param, of_cautious in zip(optimizer.param_groups[0]["params"], cautious.param_groups[0]["params"]):
             param.copy_(of_cautious)
     assert all(map(torch.equal, step(optimizer, seed=4), step(cautious, seed=4)))
+    del optimizer.param_groups[0][HOOKS]  # from now on those of the optimizer, of which there are none
+    cautious.param_groups[0][HOOKS] = []
+    assert all(map(torch.equal, step(optimizer, seed=5), step(cautious, seed=5)))
 
 
 def test_hooks_that_a_parameter_does_not_support_are_refused_later_too() -> None:
