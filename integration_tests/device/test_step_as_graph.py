@@ -36,7 +36,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.comm import Comm
 from opt_distributed.comm.device import Graph
-from opt_distributed.step import stats
+from opt_distributed.step import verdict
 from opt_kernels.hooks import RelativeUpdate
 from opt_stack import Optimizer, get_optimizer
 
@@ -235,7 +235,7 @@ def test_the_host_code_of_triton_kernels_can_be_captured(
 ) -> None:
     """Under Triton's interpreter, whose kernels are queued; their tables hold real addresses."""
     queue_kernels(monkeypatch)
-    monkeypatch.setattr(stats, "grad_stats", partial(sweep_stats, backend="triton"))
+    monkeypatch.setattr(verdict, "grad_stats", partial(sweep_stats, backend="triton"))
     case = replace(ALONE, numbers=numbers, rule=rule, spread=Spread.WHOLE if rule == "muon" else Spread.REPLICATED)
 
     def with_triton(optimizer: Optimizer) -> None:

@@ -14,8 +14,7 @@ from opt_distributed.buffers import SyncedBuffer
 from opt_distributed.buffers.param_sync import ParamSync
 from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.pieces import Main
-from opt_distributed.step import Stepper
-from opt_distributed.step.scaler import DynamicScaler
+from opt_distributed.step import Scaler, Stepper
 from opt_stack import build
 
 SEEDS = range(40)
@@ -58,7 +57,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
         lambda draft, buffer, id: not buffer.is_expert and COUNTED(draft, buffer, id),
     ),
     "parameters that nobody waits for": (ParamSync, "wait_for", lambda self, ids: None),
-    "a loss scale that never changes": (DynamicScaler, "update", lambda self, found_inf, *, unless=None: None),
+    "a loss scale that never changes": (Scaler, "update", lambda self, found_inf, *, unless=None: None),
     "mains that are not restored": (Main, "set_", lambda self, value: None),
     "parameters that are not gathered": (SyncedBuffer, "publish_", lambda self: None),
 }

@@ -19,7 +19,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, ReplicaError
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import ThreadComm
-from opt_distributed.step import verdict
+from opt_distributed.step import outcome
 from opt_stack import Optimizer, get_optimizer
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
@@ -185,12 +185,12 @@ def refused() -> list[Optimizer]:
 
 def test_the_end_of_the_process_warns_of_a_refused_last_step() -> None:
     kept = refused()
-    found = messages(verdict._warn_at_exit)
+    found = messages(outcome._warn_at_exit)
     assert len(found) == len(kept) == SIZE
     assert all(re.match(f"the interpreter exits: {REFUSED}", one) for one in found)
 
 
-@pytest.mark.parametrize("then", [verdict.warn_of_deleted, verdict._warn_at_exit])
+@pytest.mark.parametrize("then", [outcome.warn_of_deleted, outcome._warn_at_exit])
 def test_a_refused_last_step_of_a_deleted_optimizer_is_reported_later(
     then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +274,8 @@ class MyGuard:
 
 @GRAPHS
 def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: bool) -> None:
+    """`report` counts the step as refused, not as an overflow."""
+
     def rank_main(one: DeferredRank) -> tuple[str, float, bool]:
         guard = MyGuard()
         model, optimizer = begun(one, graphs=graphs, guards=[guard])
@@ -285,6 +287,8 @@ def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: 
         with pytest.raises(ValueError, match="have seen a number above 10") as refused:
             result.success  # noqa: B018  # read, which raises
         stayed = all(map(torch.equal, before, model.parameters()))
+        *_, counts, _ = optimizer.report().splitlines()
+        assert counts.endswith(f": {refused.value}")
         return str(refused.value), optimizer.stepper.scaler.state_dict() == scale, stayed
 
     expected = [(f"1 rank(s) have seen a number above 10; here {7.0 + 5 * rank}", True, True) for rank in range(SIZE)]

@@ -17,7 +17,7 @@ from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
-from opt_distributed.step import stats
+from opt_distributed.step import verdict
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.works import Batch, Hyper
@@ -29,7 +29,7 @@ BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
 
-sweep_stats = stats.grad_stats
+sweep_stats = verdict.grad_stats
 
 
 def layouts() -> list[Case]:
@@ -104,7 +104,7 @@ def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stats, "grad_stats", launched_stats)
+    monkeypatch.setattr(verdict, "grad_stats", launched_stats)
 
 
 class Trained(NamedTuple):

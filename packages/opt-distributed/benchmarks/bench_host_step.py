@@ -26,7 +26,7 @@ from torch import nn
 from opt_config import OptimizerConfig
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Host
-from opt_distributed.step import stats
+from opt_distributed.step import verdict
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import update as update_kernels
 from opt_kernels.backends.triton.update import kernels_of
@@ -54,7 +54,7 @@ def take_for_an_accelerator() -> None:
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
     vars(stats_kernels).update(stats_sweep=Unlaunched(), stats_total=Unlaunched())
-    vars(stats)["grad_stats"] = stats_kernels.grad_stats
+    vars(verdict)["grad_stats"] = stats_kernels.grad_stats
 
 
 def step_of(num_params: int, numel: int) -> Callable[[], object]:

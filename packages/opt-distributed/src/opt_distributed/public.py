@@ -22,15 +22,14 @@ from opt_distributed.layout import (
     replicated_layout,
     whole_layout,
 )
-from opt_distributed.pieces.dtensor import PlacementError
-from opt_distributed.saving.piece_state import StateError
-from opt_distributed.step.guards.groups import HyperError
+from opt_distributed.saving import StateError
+from opt_distributed.step.guards import HyperError
+from opt_distributed.step.outcome import StepResult
 from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.verdict import StepResult
 
 __all__ = [
     "Alone", "CollectiveError", "Comm", "ComputeLayout", "DistributedDataParallel", "GradientError", "HyperError",
-    "Layout", "LayoutError", "ParamAndGradBuffer", "ParamShape", "PlacementError", "ProcessGroupCollection",
+    "Layout", "LayoutError", "ParamAndGradBuffer", "ParamShape", "ProcessGroupCollection",
     "ProcessGroupError", "ProcessGroups", "ReplicaError", "StateError", "StepResult", "Stepper", "StorageError",
     "TorchComm", "UnusableGradientError", "compute_layout", "finalize_model_grads", "flat_layout", "replicated_layout",
     "run_threads", "share_launch_order", "whole_layout",

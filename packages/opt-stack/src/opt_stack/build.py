@@ -27,7 +27,6 @@ from opt_distributed.pieces import (
     QuantizedSource,
     ReducedMainGrads,
     Source,
-    StepNumbers,
     check_marks,
     init_state,
     is_first_replica,
@@ -133,7 +132,6 @@ def _units(
     # Shared by both sides: hooks sum over all parts of a parameter that is cut.
     cut = {unit.name: cut_params(unit, draft) for unit in plan.units if isinstance(unit.rule, HookedUpdate)}
     queue = devices.device_of(device)
-    numbers = StepNumbers(queue) if isinstance(placement, OnHost) else None
     for number, (planned, on_host) in enumerate(sides):
         away = queue if on_host and queue.is_asynchronous else None  # on a CPU, host and device are the same place
 
@@ -158,11 +156,10 @@ def _units(
             yield unit
         else:
             assert isinstance(placement, OnHost)
-            assert numbers is not None
-            yield from _host_parts(unit, placement, away, numbers)
+            yield from _host_parts(unit, placement, away)
 
 
-def _host_parts(unit: Unit, placement: OnHost, device: devices.Device, numbers: StepNumbers) -> Iterator[Unit]:
+def _host_parts(unit: Unit, placement: OnHost, device: devices.Device) -> Iterator[Unit]:
     """Split `unit` into parts with separate copies: while one part is updated, the next is copied.
 
     Yields one part if the unit's update is collective, if copies do not overlap, or if this rank has no pieces.
@@ -174,7 +171,7 @@ def _host_parts(unit: Unit, placement: OnHost, device: devices.Device, numbers: 
             parts.append([])
         parts[-1].append(piece)
     for pieces in parts:
-        side = HostSide(pieces, device, numbers, placement)
+        side = HostSide(pieces, device, placement)
         yield replace(unit, pieces=pieces, host=side, completes=unit.completes if pieces is parts[-1] else ())
 
 

@@ -94,7 +94,8 @@ class GradientStatistics(StateDicts):
             ValueError: `norm_type` is not above 0.
         """
         if norm_type != 2.0:
-            return self.stepper.norm(norm_type)
+            ready = self.stepper.prepared(f"for a {norm_type}-norm")
+            return ready.norm(norm_type, everyone=self.stepper.everyone)
         return self.stepper.grad_norm if self.in_backward is None else self.grad_norms_by_group.get("", 0.0)
 
     def clip_grad_norm(self, clip_grad: float) -> float:
@@ -117,7 +118,7 @@ class GradientStatistics(StateDicts):
         Raises:
             RuntimeError: no gradients are ready; call it between `prepare_grads` and `step_with_ready_grads`.
         """
-        return self.stepper.count_zeros()
+        return self.stepper.prepared("to count zeros in").num_zeros(everyone=self.stepper.everyone)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
         """Return the gradients of this rank's parts that a norm counts, each element of the model on one rank: means in
@@ -129,8 +130,8 @@ class GradientStatistics(StateDicts):
             RuntimeError: no gradients are ready; call it between `prepare_grads` and `step_with_ready_grads`.
             ValueError: no norm group has this name.
         """
-        self._check_norm_group(grad_norm_group or "")
-        return self.stepper.counted_grads(grad_norm_group or "")
+        slot = self._check_norm_group(grad_norm_group or "")
+        return self.stepper.prepared("to read them").counted_grads(slot)
 
     def has_grad_norm_group(self, grad_norm_group: str) -> bool:
         """Return whether a parameter on any rank is in the norm group of this name. Collective.

@@ -6,6 +6,7 @@ and a line in `wire_of`.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -127,6 +128,15 @@ _HOST = Device()
 
 class CollectiveError(RuntimeError):
     """A collective did not complete, because a peer died, raised an error, or never called it."""
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Raise what a backend raises inside, as when a peer is gone, as a CollectiveError that begins with `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise CollectiveError(f"{what}: {error}") from error
 
 
 class InFlight:

@@ -1,26 +1,22 @@
-"""DTensor parameters, which are laid out already: their local parts, and the groups of their meshes.
+"""DTensor parameters, which are laid out already: their local parts, gradients, and the groups of their meshes.
 
 `fully_shard` creates such parameters (Shard(0) over the data-parallel mesh), and so do torch's tensor-parallel plans.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opt_checkpoint import sharded_like
-from opt_distributed.comm.collectives import TorchComm
+from opt_distributed.buffers.wires import naming
+from opt_distributed.comm import device as devices
+from opt_distributed.comm.collectives import Comm, TorchComm
 from opt_distributed.comm.groups import root_of
-from opt_paramgroups import TENSOR_PARALLEL_AXES
-
-
-class PlacementError(ValueError):
-    """A tensor that cannot be laid out like a parameter. The message continues a sentence about the tensor."""
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor."""
-    return isinstance(tensor, DTensor)
+from opt_distributed.pieces.sources import ReadGrads, Run
+from opt_paramgroups import TENSOR_PARALLEL_AXES, ParamId
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -47,22 +43,22 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
     `tensor` is a whole tensor or a DTensor on the mesh of `param`. If its placements differ, the call is collective.
 
     Raises:
-        PlacementError: `tensor` is a DTensor and `param` is not, or on another mesh; or its shape is not that of
-            `param`.
+        ValueError: `tensor` is a DTensor and `param` is not, or on another mesh; or its shape is not that of `param`.
+            The message continues a sentence about the tensor.
     """
     if not isinstance(param, DTensor):
         if isinstance(tensor, DTensor):
-            raise PlacementError("is a DTensor, but the parameter is a plain tensor; pass tensor.full_tensor()")
+            raise ValueError("is a DTensor, but the parameter is a plain tensor; pass tensor.full_tensor()")
         return tensor
     if tensor.shape != param.shape:
-        raise PlacementError(
+        raise ValueError(
             f"has shape {tuple(tensor.shape)}, but the parameter is a DTensor of shape {tuple(param.shape)}; pass a "
             "DTensor or the whole tensor, of that shape"
         )
     if not isinstance(tensor, DTensor):
         return _block_of(tensor.detach(), param)
     if tensor.device_mesh != param.device_mesh:
-        raise PlacementError(
+        raise ValueError(
             f"is on the mesh {tensor.device_mesh}, the parameter on {param.device_mesh}; pass tensor.full_tensor()"
         )
     if tensor.placements != param.placements:
@@ -95,27 +91,6 @@ def part_of_mesh(param: Tensor) -> str:
     return "@" + ".".join(at)
 
 
-def local_address(param: Tensor) -> int:
-    """The address of this rank's part. Creates no tensor, because it is called in every step."""
-    assert isinstance(param, DTensor)
-    return param._local_tensor.data_ptr()
-
-
-def local_grad(param: Tensor) -> Tensor | None:
-    """This rank's part of a DTensor parameter's gradient, with the placements of the parameter; None without one.
-
-    A gradient with other placements, such as Partial, is redistributed first.
-    """
-    grad = param.grad
-    if grad is None:
-        return None
-    assert isinstance(param, DTensor)
-    assert isinstance(grad, DTensor)
-    if grad.placements != param.placements:
-        grad = grad.redistribute(placements=param.placements)
-    return local(grad)
-
-
 def is_first_replica(tensor: Tensor) -> bool:
     """Whether this rank counts its part in norms: it is the first along every mesh axis that replicates the tensor.
 
@@ -136,3 +111,116 @@ def mesh_comms(tensor: Tensor, axes: Sequence[int]) -> tuple[TorchComm, ...]:
     """The groups of ranks along these axes of a DTensor's mesh."""
     assert isinstance(tensor, DTensor)
     return tuple(TorchComm(tensor.device_mesh.get_group(axis)) for axis in axes)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+class LaidOutGrads:
+    """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
+
+    If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
+    gradient is averaged over them in the step. `replicas` maps parameters to these groups. A parameter that is not in
+    it, or that it maps to (), has no such replicas.
+    """
+
+    grad_scale = 1.0
+
+    def __init__(
+        self,
+        params: Mapping[ParamId, nn.Parameter],
+        replicas: Mapping[ParamId, tuple[Comm, ...]] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,  # of the sums
+    ):
+        self.params = params
+        self._addresses = [_address(param) for param in params.values()]
+        by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
+        for id, comms in (replicas or {}).items():
+            if comms:
+                by_groups.setdefault(comms, {})[id] = params[id]
+        self._averages = [_AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
+
+    def reduce_(self) -> None:
+        for average in self._averages:
+            average.reduce_()
+
+    def moved(self) -> ParamId | None:
+        addresses = zip(self.params.items(), self._addresses, strict=True)
+        return next((id for (id, param), address in addresses if _address(param) != address), None)
+
+    def reader(self, runs: Sequence[Run]) -> ReadGrads:
+        averages = {id: average for average in self._averages for id in average.params}
+        found = [(id, self.params[id], averages.get(id)) for id, _ in runs]
+
+        def read() -> list[Tensor | None]:
+            return [_local_grad(param) if average is None else average.grad(id) for id, param, average in found]
+
+        return read
+
+    def publish_(self) -> None:
+        return None
+
+
+class _AveragedReplicas:
+    """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
+
+    All gradients are reduced as one tensor, with a flag for each parameter that says whether this rank has a gradient:
+    a parameter that no replica used has none. The host reads the flags only if this rank lacks a gradient.
+    """
+
+    def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
+        self.params, self.comms = params, comms
+        shapes = [local(param).shape for param in params.values()]
+        numels = [math.prod(shape) for shape in shapes]
+        device = local(next(iter(params.values()))).device
+        self._accelerator = devices.device_of(device)
+        self._all = torch.zeros(sum(numels) + len(params), dtype=dtype, device=device)
+        *parts, self._flags = torch.split(self._all, [*numels, len(params)])
+        self._places = {id: part.view(shape) for id, part, shape in zip(params, parts, shapes, strict=True)}
+        self._used: Collection[ParamId] = ()
+
+    @torch.no_grad()
+    def reduce_(self) -> None:
+        """Average this step's gradients.
+
+        Raises:
+            CollectiveError: a collective failed, or exceeded the timeout of its group.
+        """
+        self._all.zero_()
+        for id, param in self.params.items():
+            if (grad := _local_grad(param)) is not None:
+                self._places[id].copy_(grad)
+        has_gradient = [param.grad is not None for param in self.params.values()]
+        self._flags.copy_(self._accelerator.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
+        for comm in self.comms:
+            with naming("sum of DTensor gradients over replicas"):
+                comm.all_reduce_(self._all)
+        counts = has_gradient if all(has_gradient) else self._flags.tolist()
+        self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
+        self._all.div_(math.prod(comm.size for comm in self.comms))
+
+    def grad(self, id: ParamId) -> Tensor | None:
+        """The mean, in the local part's shape; None if no replica has a gradient."""
+        return self._places[id] if id in self._used else None
+
+
+def _address(param: Tensor) -> int:
+    """The address of this rank's part. Creates no tensor, because it is called in every step."""
+    assert isinstance(param, DTensor)
+    return param._local_tensor.data_ptr()
+
+
+def _local_grad(param: Tensor) -> Tensor | None:
+    """This rank's part of a DTensor parameter's gradient, with the placements of the parameter; None without one.
+
+    A gradient with other placements, such as Partial, is redistributed first.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    assert isinstance(param, DTensor)
+    assert isinstance(grad, DTensor)
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return local(grad)

@@ -7,7 +7,6 @@ compute the matrix. Whole matrices exist only between gather and scatter. A `Com
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
 from math import prod
@@ -16,18 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm, Sizes
 from opt_distributed.layout import Block, ComputeLayout, Computes
 from opt_kernels.matrices import scaled_grads, squares_in_float64, stacks
 from opt_kernels.rules import GRAD_SQUARES, MatrixRule, Rule, sums_gradients
-from opt_kernels.rules import init_state as state_of_rule
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 from opt_paramgroups import ParamId
 
 WHOLE_NUMEL = 1 << 26
 """Elements of whole matrices that a rank computes after one gather, which bounds their memory. At least one matrix."""
 
+_OF_PARTS = "of matrices that ranks store parts of"
 EVERYONE = -1  # in place of the rank that owns a matrix
 Parts = Mapping[ParamId, Tensor]
 
@@ -81,7 +80,7 @@ class _Leg:
         """Send this rank's parts to the owners, and join those that it owns."""
         flat = [of_rank[id].reshape(-1) for id in self.before]
         out = like.new_empty(sum(self.to_owners.received))
-        with _naming("exchange"):
+        with naming(f"exchange {_OF_PARTS}"):
             self.comm.all_to_all_(out, torch.cat(flat) if flat else like.new_empty(0), sizes=self.to_owners)
         return self._joined(out)
 
@@ -91,7 +90,7 @@ class _Leg:
         length = max(received)
         flat = torch.cat([of_rank[id].reshape(-1) for id in self.before])
         full = flat.new_empty(self.comm.size * length)
-        with _naming("gather"):
+        with naming(f"gather {_OF_PARTS}"):
             self.comm.all_gather_(full, torch.cat([flat, flat.new_zeros(length - flat.numel())]))
         if min(received) == length:
             return self._joined(full)
@@ -103,7 +102,7 @@ class _Leg:
         cuts = [joined.cut(wholes[joined.id]) for joined in self.after]
         sent = torch.cat(list(chain.from_iterable(zip(*cuts, strict=True)))) if cuts else like.new_empty(0)
         out = like.new_empty(sum(self.numels))
-        with _naming("exchange"):
+        with naming(f"exchange {_OF_PARTS}"):
             self.comm.all_to_all_(out, sent, sizes=self.to_peers)
         parts = torch.split(out, self.numels) if self.numels else ()
         return {id: part.view(shape) for (id, shape), part in zip(self.before.items(), parts, strict=True)}
@@ -195,7 +194,7 @@ class ComputeStage:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""
         flat = torch.cat([x.reshape(-1) for x in sums.values()])
         for comm in self.comms[self.layout.kept :]:
-            with _naming("sum"):
+            with naming(f"sum {_OF_PARTS}"):
                 comm.all_reduce_(flat)
         by_id = torch.split(flat, [x.numel() for x in sums.values()])
         return {id: total.view(x.shape) for (id, x), total in zip(sums.items(), by_id)}
@@ -229,22 +228,6 @@ def matrix_of(work: Work) -> ParamId:
     id = work.matrix.part.whole
     assert isinstance(id, ParamId)
     return id
-
-
-def init_state(
-    rule: Rule, main: Tensor, *, id: ParamId, matrix: MatrixSpec, stage: ComputeStage | None
-) -> dict[str, Tensor]:
-    """Create the state that this rank keeps of a parameter of which it stores `main`, before the first step."""
-    whole = {spec.name for spec in rule.state_specs if spec.whole} if stage is not None else set()
-    if stage is None or not whole:
-        return state_of_rule(rule, main, matrix, of=repr(id.name))
-    state = {}
-    if len(whole) < len(rule.state_specs):
-        state = {name: value for name, value in rule.init_state(main).items() if name not in whole}
-    if stage.computes(id):
-        made = state_of_rule(rule, main.new_empty(stage.whole(id).shape), stage.of_whole[id], of=repr(id.name))
-        state |= {name: value for name, value in made.items() if name in whole}
-    return state
 
 
 def update_(
@@ -304,11 +287,3 @@ def _update_run_(
             updates.update(zip((names[id(task.work)] for task in stack), moved))
     for name, update in stage.scatter(updates, like=parts).items():
         rule.apply_(of_id[name], update, skip)
-
-
-@contextmanager
-def _naming(what: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # whatever a backend raises when a peer is gone
-        raise CollectiveError(f"{what} of matrices that ranks store parts of: {error}") from error

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from opt_config import OnHost
 from opt_distributed.comm.device import Device, Event, HostCopy, Stream
-from opt_distributed.pieces.mains import Main, Numbers, make_main
-from opt_distributed.pieces.piece import Groups, OwnedPiece, Ready, Update
+from opt_distributed.pieces.piece import Groups, Main, Numbers, OwnedPiece, Ready, Update, make_main
 from opt_paramgroups import ParamId
 
 
@@ -85,47 +84,26 @@ class HostMain(Main):
             self.on_host.reload_()
 
 
-class StepNumbers:
-    """The verdict and the gradient scales of a step, copied to the host once for all units."""
-
-    def __init__(self, device: Device):
-        self._device = device
-        self._copy: HostCopy | None = None  # of this step, once it is queued
-
-    def forget(self) -> None:
-        """Drop the copy of the last step. The verdict of the next one may be in the same memory."""
-        self._copy = None
-
-    def fetch(self, scale_of_slot: Sequence[float | Tensor], skip: Tensor) -> None:
-        """Queue the copy to the current stream, unless it is queued for this step already."""
-        if self._copy is None:
-            numbers = [torch.as_tensor(x, dtype=torch.float64, device=skip.device) for x in (skip, *scale_of_slot)]
-            self._copy = HostCopy(torch.stack(numbers), self._device)
-
-    def wait(self) -> tuple[bool, list[float]]:
-        """Wait for the copy; return whether the step is skipped, and the scales."""
-        assert self._copy is not None
-        skipped, *scales = self._copy.wait().tolist()
-        return bool(skipped), scales
-
-
 class HostSide:
     """Staging memory and copies of one unit. The `main` of every piece is a `HostMain`."""
 
-    def __init__(self, pieces: Sequence[OwnedPiece], device: Device, numbers: StepNumbers, placement: OnHost):
-        self.device, self.numbers, self._placement = device, numbers, placement
+    def __init__(self, pieces: Sequence[OwnedPiece], device: Device, placement: OnHost):
+        self.device, self._placement = device, placement
         self._arrived: Event | None = None
         self._grads: dict[tuple[ParamId, torch.dtype], Tensor] = {}  # allocated when they are first fetched
         staged = self._views([(piece, piece.main.target.dtype) for piece in pieces], pinned=placement.pin_params)
         for main, memory in zip(_mains(pieces), staged, strict=True):
             main.on_host.target = memory
 
+    def fetch_numbers(self, skip: Tensor, scales: Sequence[float | Tensor]) -> HostCopy:
+        """Queue the copy of the verdict and the gradient scales of a step to the current stream: once for all units."""
+        numbers = [torch.as_tensor(x, dtype=torch.float64, device=skip.device) for x in (skip, *scales)]
+        return HostCopy(torch.stack(numbers), self.device)
+
     @torch.no_grad()
     def fetch_(self, update: Update) -> None:
-        """Queue copies to the host: of gradients, of parameters whose bits the update reads, and of the verdict."""
-        ready, _, scale_of_slot, skip = update
-        assert skip is not None
-        self.numbers.fetch(scale_of_slot, skip)
+        """Queue copies to the host: of gradients, and of parameters whose bits the update reads."""
+        ready = update.ready
         found = zip(ready.pieces, ready.grads, strict=True)
         new = [(piece, grad.dtype) for piece, grad in found if (piece.id, grad.dtype) not in self._grads]
         for (piece, dtype), memory in zip(new, self._views(new, pinned=self._placement.pin_grads), strict=True):
@@ -145,8 +123,9 @@ class HostSide:
         """
         pieces, grads, _ = update.ready
         assert self._arrived is not None
+        assert update.on_host is not None
         self._arrived.synchronize()
-        skipped, scales = self.numbers.wait()
+        skipped, *scales = update.on_host.wait().tolist()
         if skipped:
             pieces, grads = (), ()
         fetched = [self._grads[piece.id, grad.dtype] for piece, grad in zip(pieces, grads, strict=True)]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
-from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm, Op
-from opt_distributed.pieces.mains import Numbers, OpenedMain
+from opt_distributed.pieces.piece import Main, Numbers
 from opt_distributed.pieces.sources import Source
 from opt_kernels.quantized import QuantizedParam
 from opt_paramgroups import ParamId
@@ -25,7 +25,7 @@ INITIAL_FAR = 1 / 8
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class QuantizedMain(OpenedMain):
+class QuantizedMain(Main):
     """fp32 main values of one piece of an fp8 parameter, which `QuantizedSource` quantises.
 
     `target` is `copy`: the memory of the parameter holds codes, which cannot be written elementwise.
@@ -50,9 +50,11 @@ class QuantizedMain(OpenedMain):
         return cls(numbers=Numbers.FP32_COPY, target=copy, copy=copy, id=id, param=param, of_param=of_param)
 
     def open_(self) -> Tensor:
+        """Return the values, which a rule updates until `close_`."""
         return self.target
 
     def close_(self, *, skip: Tensor | None = None) -> None:
+        """Note the update, which did nothing if `skip` is set: the parameter is written when its source publishes."""
         self.is_updated, self.skip = True, skip
 
     @torch.no_grad()
@@ -164,10 +166,8 @@ class QuantizedSource:
                 memory.copy_(part.view(memory.shape))
 
     def _reduce_(self, values: Tensor, what: str) -> None:
-        try:
+        with naming(f"{what} of fp8 parameters"):
             self.comm.all_reduce_(values, op=Op.MAX)
-        except Exception as error:  # whatever a backend raises when a peer is gone
-            raise CollectiveError(f"{what} of fp8 parameters: {error}") from error
 
     def publish_(self) -> None:
         """Quantise, then publish."""

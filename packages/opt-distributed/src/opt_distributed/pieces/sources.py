@@ -1,6 +1,5 @@
 """`Source`: where a step gets gradients from and publishes parameters to, whatever the layout of the data."""
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Protocol
@@ -13,12 +12,9 @@ from opt_distributed.buffers.main_grad import GradientError, SparseGradientError
 from opt_distributed.buffers.reduced import Part, ReducedGrads, sum_over_peers_
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.stored import Moved, stored_dtype
-from opt_distributed.buffers.wires import CollectiveError
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.collectives import ALONE, Comm
 from opt_distributed.comm.groups import tensor_peers_outside
 from opt_distributed.comm.roles import Axes, Roles, marks_of, peers_of
-from opt_distributed.pieces.dtensor import local, local_address, local_grad
 from opt_paramgroups import ParamId, ParamMeta
 
 Run = tuple[ParamId, slice]
@@ -143,52 +139,6 @@ def is_sparse(grad: Tensor | None) -> bool:
     return grad is not None and grad.layout is not torch.strided
 
 
-class LaidOutGrads:
-    """Gradients of DTensor parameters: sharded like the parameters, and reduced along the axes of their meshes.
-
-    If a parameter has replicas outside of its mesh, as with a tensor-parallel plan on one axis of a larger mesh, its
-    gradient is averaged over them in the step. `replicas` maps parameters to these groups. A parameter that is not in
-    it, or that it maps to (), has no such replicas.
-    """
-
-    grad_scale = 1.0
-
-    def __init__(
-        self,
-        params: Mapping[ParamId, nn.Parameter],
-        replicas: Mapping[ParamId, tuple[Comm, ...]] | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,  # of the sums
-    ):
-        self.params = params
-        self._addresses = [local_address(param) for param in params.values()]
-        by_groups: dict[tuple[Comm, ...], dict[ParamId, nn.Parameter]] = {}
-        for id, comms in (replicas or {}).items():
-            if comms:
-                by_groups.setdefault(comms, {})[id] = params[id]
-        self._averages = [AveragedReplicas(same, comms, dtype=dtype) for comms, same in by_groups.items()]
-
-    def reduce_(self) -> None:
-        for average in self._averages:
-            average.reduce_()
-
-    def moved(self) -> ParamId | None:
-        addresses = zip(self.params.items(), self._addresses, strict=True)
-        return next((id for (id, param), address in addresses if local_address(param) != address), None)
-
-    def reader(self, runs: Sequence[Run]) -> ReadGrads:
-        averages = {id: average for average in self._averages for id in average.params}
-        found = [(id, self.params[id], averages.get(id)) for id, _ in runs]
-
-        def read() -> list[Tensor | None]:
-            return [local_grad(param) if average is None else average.grad(id) for id, param, average in found]
-
-        return read
-
-    def publish_(self) -> None:
-        return None
-
-
 class ReducedMainGrads(Settled):
     """Gradients that Megatron-Core's `DistributedDataParallel` has reduced on every rank, in `param.main_grad`.
 
@@ -208,51 +158,6 @@ class ReducedMainGrads(Settled):
                 f"parameter must hold its gradient of shape {tuple(param.shape)}"
             )
         return grad if of_param == slice(0, param.numel()) else grad.reshape(-1)[of_param]
-
-
-class AveragedReplicas:
-    """Means of the local gradients of DTensor parameters over replicas outside of their meshes.
-
-    All gradients are reduced as one tensor, with a flag for each parameter that says whether this rank has a gradient:
-    a parameter that no replica used has none. The host reads the flags only if this rank lacks a gradient.
-    """
-
-    def __init__(self, params: Mapping[ParamId, nn.Parameter], comms: Sequence[Comm], *, dtype: torch.dtype):
-        self.params, self.comms = params, comms
-        shapes = [local(param).shape for param in params.values()]
-        numels = [math.prod(shape) for shape in shapes]
-        device = local(next(iter(params.values()))).device
-        self._accelerator = devices.device_of(device)
-        self._all = torch.zeros(sum(numels) + len(params), dtype=dtype, device=device)
-        *parts, self._flags = torch.split(self._all, [*numels, len(params)])
-        self._places = {id: part.view(shape) for id, part, shape in zip(params, parts, shapes, strict=True)}
-        self._used: Collection[ParamId] = ()
-
-    @torch.no_grad()
-    def reduce_(self) -> None:
-        """Average this step's gradients.
-
-        Raises:
-            CollectiveError: a collective failed, or exceeded the timeout of its group.
-        """
-        self._all.zero_()
-        for id, param in self.params.items():
-            if (grad := local_grad(param)) is not None:
-                self._places[id].copy_(grad)
-        has_gradient = [param.grad is not None for param in self.params.values()]
-        self._flags.copy_(self._accelerator.upload(torch.tensor(has_gradient, dtype=self._flags.dtype)))
-        for comm in self.comms:
-            try:
-                comm.all_reduce_(self._all)
-            except Exception as error:  # whatever a backend raises when a peer is gone
-                raise CollectiveError(f"sum of DTensor gradients over replicas: {error}") from error
-        counts = has_gradient if all(has_gradient) else self._flags.tolist()
-        self._used = {id for id, count in zip(self.params, counts, strict=True) if count}
-        self._all.div_(math.prod(comm.size for comm in self.comms))
-
-    def grad(self, id: ParamId) -> Tensor | None:
-        """The mean, in the local part's shape; None if no replica has a gradient."""
-        return self._places[id] if id in self._used else None
 
 
 class BufferedGrads:

@@ -3,17 +3,14 @@
 For packages that build a `Stepper`; `stepper` is the file to read first.
 """
 
-from opt_distributed.step.guards.groups import CHOICES
-from opt_distributed.step.guards.guard import Refusal
-from opt_distributed.step.guards.written_replicas import WrittenReplicas
+from opt_distributed.step.guards import CHOICES, Refusal
 from opt_distributed.step.hooked import CutParams, CutRows
-from opt_distributed.step.scaler import Scaler, scaler_of
-from opt_distributed.step.spans import profiler_spans, timer_spans
-from opt_distributed.step.stats import Family
+from opt_distributed.step.outcome import Outcome, Scaler, StepResult, scaler_of
 from opt_distributed.step.stepper import Stepper
-from opt_distributed.step.tensor_stats import Recorded, StepStats, TensorStats, TensorSums
+from opt_distributed.step.tensor_stats import Recorded, StepStats, TensorStats, TensorSums, profiler_spans, timer_spans
 from opt_distributed.step.unit import Unit, read_hyper
-from opt_distributed.step.verdict import Limits, Outcome, StepResult
+from opt_distributed.step.verdict import Family, Limits
+from opt_distributed.step.written_replicas import WrittenReplicas
 
 __all__ = [
     "CHOICES", "CutParams", "CutRows", "Family", "Limits", "Outcome", "Recorded", "Refusal", "Scaler", "StepResult",

@@ -19,10 +19,11 @@ from torch import Tensor
 from opt_distributed.buffers.main_grad import UnusableGradientError
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import Device
-from opt_distributed.pieces.piece import Groups, Ready
-from opt_distributed.pieces.sources import BufferedGrads, LaidOutGrads, OwnGrads, Source
-from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.unit import FIELDS, Unit
+from opt_distributed.pieces.dtensor import LaidOutGrads
+from opt_distributed.pieces.piece import FIELDS, Groups, Ready
+from opt_distributed.pieces.sources import BufferedGrads, OwnGrads, Source
+from opt_distributed.step.outcome import Scaler
+from opt_distributed.step.unit import Unit
 from opt_distributed.step.verdict import Limits, Verdict
 from opt_kernels.backends import HyperTable
 from opt_kernels.hooks import bare
@@ -84,8 +85,9 @@ class CapturedStep:
         own = [name for unit in units for name in getattr(unit.rule, "hyper_names", ())]
         choosing = [name for unit in units for name in getattr(bare(unit.rule), "choosing_numbers", ())]
         self._table = HyperTable((*FIELDS, *own), device=device, upload=self._accelerator.upload, choosing=choosing)
-        self._grads = [_StableGrads() for _ in units]
-        self._memory = [tensor for unit in units for tensor in unit.memory()]  # that updates write
+        self._copies: list[dict[int, Tensor]] = [{} for _ in units]
+        pieces = [piece for unit in units for piece in unit.pieces]  # updates write their memory
+        self._memory = [t for p in pieces for t in (p.main.target, *p.state.values(), *p.main.kept())]
 
     def lacking(self, ready: Sequence[Ready]) -> UnusableGradientError | None:
         """Return the error for a parameter that has no gradient on this rank; None if all have one."""
@@ -107,7 +109,7 @@ class CapturedStep:
         The tensors of the result are valid until the next call.
         """
         is_complete = self.lacking(ready) is None
-        ready = [grads.kept(of_unit) for grads, of_unit in zip(self._grads, ready, strict=True)]
+        ready = [_in_fixed_memory(of_unit, copies) for of_unit, copies in zip(ready, self._copies, strict=True)]
         self._table.refresh_(groups)
         self.scaler.stay_on(self._accelerator)
         if not is_complete:
@@ -126,23 +128,18 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(map(Tensor.data_ptr, tensors))
 
 
-class _StableGrads:
-    """Fixed copies of gradients that autograd allocates anew in each backward pass. Others are in buffers already."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, Tensor] = {}  # by position among the pieces
-
-    def kept(self, ready: Ready) -> Ready:
-        """Return `ready` with gradients that are in the same memory at every step."""
-        moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
-        if not moving:
-            return ready
-        grads = list(ready.grads)
-        for at in moving:
-            copy, grad = self._copies.get(at), grads[at]
-            if copy is None or copy.dtype is not grad.dtype or copy.shape != grad.shape:
-                self._copies[at] = torch.empty_like(grad)
-        torch._foreach_copy_([self._copies[at] for at in moving], [grads[at] for at in moving])
-        for at in moving:
-            grads[at] = self._copies[at]
-        return ready._replace(grads=grads)
+def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:
+    """Copy gradients that autograd allocates anew in each backward pass to `copies`, by position among the pieces.
+    Others are in buffers already."""
+    moving = [at for at, piece in enumerate(ready.pieces) if isinstance(piece.source, OwnGrads | LaidOutGrads)]
+    if not moving:
+        return ready
+    grads = list(ready.grads)
+    for at in moving:
+        copy, grad = copies.get(at), grads[at]
+        if copy is None or copy.dtype is not grad.dtype or copy.shape != grad.shape:
+            copies[at] = torch.empty_like(grad)
+    torch._foreach_copy_([copies[at] for at in moving], [grads[at] for at in moving])
+    for at in moving:
+        grads[at] = copies[at]
+    return ready._replace(grads=grads)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.buffers.wires import naming
 from opt_distributed.comm.collectives import Comm, group_of, sum_together_
 from opt_distributed.comm.device import Device
 from opt_distributed.pieces.piece import OwnedPiece, Ready
@@ -132,10 +132,8 @@ def _sum_over_ranks_(vectors: Iterable[tuple[Tensor, Sequence[Comm]]], *, what: 
         for comm in comms:
             by_comm.setdefault(id(group_of(comm) or comm), (comm, []))[1].append(vector)
     for comm, joined in by_comm.values():
-        try:
+        with naming(f"sum of the hooks' {what}"):
             sum_together_(joined, comm)
-        except Exception as error:  # whatever a backend raises when a peer is gone
-            raise CollectiveError(f"sum of the hooks' {what}: {error}") from error
 
 
 # Cached, because these are the same at every step, and the host would wait for each copy to the device.

@@ -20,7 +20,6 @@ the next one at the latest. A process without other ranks raises them at once, a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,33 +32,25 @@ from opt_distributed.pieces.piece import Groups, Ready, Update
 from opt_distributed.pieces.quantized import QuantizedSource
 from opt_distributed.pieces.sources import PeerSums
 from opt_distributed.step.capture import CapturedStep
-from opt_distributed.step.guards.groups import EqualGroups, UsableGroups, check_second_half
-from opt_distributed.step.guards.guard import Guard, GuardError, Inputs, ParamsInPlace, UsableGrads, agreed_guards
-from opt_distributed.step.scaler import Scaler
-from opt_distributed.step.spans import Spans, profiler_spans
-from opt_distributed.step.stats import (
+from opt_distributed.step.guards import Guard, Guards
+from opt_distributed.step.hooked import add_over_ranks_, means_over_ranks
+from opt_distributed.step.outcome import Outcome, Scaler, StepResult, warn_of_deleted
+from opt_distributed.step.tensor_stats import Spans, Watch, profiler_spans
+from opt_distributed.step.unit import Unit
+from opt_distributed.step.verdict import (
     Family,
     HostNumbers,
-    counted_grads,
+    Limits,
+    Prepared,
+    Report,
+    Verdict,
+    decide,
     host_flags,
-    reduce_norm,
     reduce_stats,
-    reduce_zeros,
     used,
 )
-from opt_distributed.step.tensor_stats import Watch
-from opt_distributed.step.unit import Unit, begin_units_
-from opt_distributed.step.verdict import Limits, Outcome, Report, StepResult, Verdict, decide, warn_of_deleted
 
 __all__ = ["Groups", "Limits", "StepResult", "Stepper"]
-
-
-class _Prepared(NamedTuple):
-    """The gradients between `prepare_grads` and `step_with_ready_grads`."""
-
-    verdict: Verdict
-    ready: Sequence[Ready]  # one for each unit
-    max_norm: float  # to which gradients are clipped
 
 
 class Stepper:
@@ -89,35 +80,30 @@ class Stepper:
         self.num_begun = 0  # steps since construction, for errors
         self.empty_slots: frozenset[int] = frozenset()  # norm slots without parameters on any rank
         self.last: Outcome | None = None  # of the last step; None before the first, and after one that an error refused
-        self.inputs = Inputs()
         self._sources = [source for family in families for source in family.sources]
         rules = {piece.group: unit.rule for unit in units for piece in unit.pieces}
-        self._local_rules = dict(sorted(rules.items()))  # by the indices of this rank's groups
-        self.usable_groups = UsableGroups(self.inputs, self._local_rules)
-        self._usable_grads = UsableGrads(self.inputs)
-        # Equal on every rank, and fixed when the first step begins.
-        self.guards: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(self._sources)]
-        self._guards: tuple[Guard, ...] = ()  # those of the first step
-        self._equal: EqualGroups | None = None  # among them
+        self._guards = Guards(self._sources, rules, everyone, instances)
+        self.usable_groups = self._guards.usable_groups
         # Called when a step begins, with the outcome of the step before, also of one that an error refused. Collective.
         self.at_start: list[Callable[[Outcome | None], None]] = []
         self._before: Outcome | None = None
         self._accelerator = devices.device_of(device)
         self._flags = HostNumbers(self._accelerator)
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self.watch: Watch | None = None
         self._captured = CapturedStep(self.units, self._sources, scaler=scaler, device=device) if graphs else None
         warn_of_deleted()
 
+    @property
+    def guards(self) -> list[Guard]:
+        """Equal on every rank, and fixed when the first step begins: append others before."""
+        return self._guards.all
+
     def compare_groups(self, groups: Groups) -> None:
         """Let every step compare the numbers of `groups` between ranks, and their other entries with the present ones.
         Collective: all ranks call it."""
-        self.usable_groups.compare(groups)
         own = {name for unit in self.units for name in getattr(unit.rule, "hyper_names", ())}
-        peers = self.everyone if self.everyone.size > 1 else self.instances  # instances of one rank each
-        self._equal = EqualGroups(self.inputs, groups, local=self._local_rules, own=own, everyone=peers)
-        if self._equal.num_flags:
-            self.guards.append(self._equal)
+        self._guards.compare(groups, own)
 
     @torch.no_grad()
     def step(self, groups: Groups) -> StepResult:
@@ -130,11 +116,9 @@ class Stepper:
             if self._captured is None:
                 prepared = self._decide(ready, flags)
                 # On a CPU, the errors of guards are raised here. A device skips updates by the verdict. A guard that
-                # refuses the groups has replaced them in `inputs`, so that this rank can join collectives.
+                # refuses the groups has replaced them, so that this rank can join collectives.
                 success = self._accelerator.is_asynchronous or self._read().success
-                with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
-                    if success:
-                        self._update_(prepared, self.inputs.groups, then=self._publish)
+                self._finish_(prepared, self._guards.groups, success=success)
             else:
                 with self._watched(ready, self.scaler.inverse, self.limits.max_norm):
                     self._replay_(self._captured, ready, flags)
@@ -157,8 +141,7 @@ class Stepper:
         with self._naming_the_step():
             self._prepared = prepared = self._decide(*self._begin(groups))
             if overflow := self._read().overflow:
-                with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=True):
-                    pass
+                self._finish_(prepared, groups, success=False)
             return overflow
 
     @torch.no_grad()
@@ -179,11 +162,8 @@ class Stepper:
         success = self._read().success
         with self._naming_the_step():
             if success:
-                ranks = (self.everyone, self.instances)
-                check_second_half(groups, prepared.max_norm, usable=self.usable_groups, equal=self._equal, ranks=ranks)
-            with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
-                if success:
-                    self._update_(prepared, groups, then=self._publish)
+                self._guards.check_again(groups, prepared.max_norm)
+            self._finish_(prepared, groups, success=success)
         return success
 
     # --- a step, part by part ---------------------------------------------------------------------------------------
@@ -199,71 +179,46 @@ class Stepper:
         if before is not None and before.is_unread:
             before.read()
         self.num_begun += 1
-        self._guards = self._guards or agreed_guards(self.guards, self.everyone, self.instances)
-        self.inputs.groups, self.inputs.refused = groups, None
-        self._reduce_()
-        ready = [unit.ready(self._refuse) for unit in self.units]
-        if self._captured is not None:
-            self._refuse(self._captured.lacking(ready))
-        return ready, self._ask_guards()
-
-    def _reduce_(self) -> None:
-        """Complete the reductions. A rank that refuses its gradients joins all of them."""
+        self._guards.begin(groups)
         with self.spans("optimizer-copy-to-main-grad"):
             for source in self._sources:
                 try:
                     source.reduce_()
-                except UnusableGradientError as error:
-                    self._refuse(error)
+                except UnusableGradientError as error:  # this rank joins the other reductions all the same
+                    self._guards.refuse(error)
             if self.peer_sums is not None:
                 self.peer_sums.add_()
+        ready = [unit.ready(self._guards.refuse) for unit in self.units]
+        if self._captured is not None:
+            self._guards.refuse(self._captured.lacking(ready))
+        return ready, self._guards.flags()
 
-    def _ask_guards(self) -> list[float]:
-        """Return the flags of all guards: as many in every step, and on every rank."""
-        if tuple(self.guards) != self._guards:
-            self._refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
-        flags = [self._ask(guard) for guard in self._guards]
-        at = self._guards.index(self._usable_grads)
-        flags[at] = self._ask(self._usable_grads)  # once more, because it tells of guards that failed
-        return [flag for of_guard in flags for flag in of_guard]
-
-    def _ask(self, guard: Guard) -> list[float]:
-        """Return this rank's flags; zeros if the guard fails, for which every rank refuses the step."""
-        try:
-            flags = list(guard.flags())
-            if len(flags) != guard.num_flags:
-                raise GuardError(f"{type(guard).__name__} has {len(flags)} flags, but num_flags={guard.num_flags}")
-        except Exception as error:
-            self._refuse(error.with_traceback(None))  # its frames may keep parameters alive
-            return [0.0] * guard.num_flags
-        return flags
-
-    def _refuse(self, error: Exception | None) -> None:
-        self.inputs.refused = self.inputs.refused or error
-
-    def _decide(self, ready: Sequence[Ready], flags: list[float]) -> _Prepared:
+    def _decide(self, ready: Sequence[Ready], flags: list[float]) -> Prepared:
         """Everything up to the verdict. On a CPU its errors are raised here, else when it is read."""
         with self.spans("optimizer-unscale-and-check-inf"):
-            verdict = self._judge(ready, self._on_device(flags))
+            verdict = self._judge(ready, self._flags.write_([*flags, *host_flags(self.families)]))
         self._note(verdict, flags)
         if self._accelerator.is_asynchronous:
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
         else:
             self.scaler.update(self._read().overflow)
-        return _Prepared(verdict, used(self.families, ready), self.limits.max_norm)
-
-    def _on_device(self, flags: list[float]) -> Tensor:
-        """The flags of the guards, then those of the sources."""
-        return self._flags.write_([*flags, *host_flags(self.families)])
+        return Prepared(verdict, used(self.families, ready), self.limits.max_norm)
 
     def _judge(self, ready: Sequence[Ready], flags: Tensor) -> Verdict:
-        """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing."""
+        """Sum the statistics of all ranks in one small all-reduce, and decide. The host reads nothing. `flags` are
+        those of the guards, then those of the sources."""
         inv_scale = self.scaler.inverse
         ranks = {"everyone": self.everyone, "instances": self.instances}
         numbers = reduce_stats(self.families, ready, flags, self.limits, device=self.device, **ranks)
-        return decide(numbers, self._guards, inv_scale=inv_scale, limits=self.limits)
+        return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits)
 
-    def _update_(self, prepared: _Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
+    def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
+        """Update and publish, unless the host knows that there is no success."""
+        with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
+            if success:
+                self._update_(prepared, groups, then=self._publish)
+
+    def _update_(self, prepared: Prepared, groups: Groups, *, then: Callable[[Unit], None] | None = None) -> None:
         """Clip, and update each unit; then call `then` with it."""
         verdict, ready, max_norm = prepared
         with self.spans("optimizer-clip-main-grad"):
@@ -271,9 +226,15 @@ class Stepper:
         skip: Tensor | None = verdict.skip
         if not self._accelerator.is_asynchronous:
             scales, skip = [float(scale) for scale in scales], None
-        updates = [Update(of_unit, groups, scales, skip) for of_unit in ready]
-        begun = begin_units_(self.units, updates, device=self.device)
-        for unit, update, of_hooks in zip(self.units, updates, begun, strict=True):
+        hosts = [unit.host for unit in self.units if unit.host is not None]
+        on_host = hosts[0].fetch_numbers(verdict.skip, scales) if hosts else None
+        updates = [Update(of_unit, groups, scales, skip, on_host) for of_unit in ready]
+        each = list(zip(self.units, updates, strict=True))
+        # Sums over ranks of what hooks read of parameters that are cut; without such hooks nothing is sent.
+        means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=self.device)
+        begun = [unit.begin_(update, means) for unit, update in each]
+        add_over_ranks_([(unit.cut, step) for unit, step in zip(self.units, begun, strict=True)], device=self.device)
+        for (unit, update), of_hooks in zip(each, begun, strict=True):
             with self.spans("optimizer-inner-step"):
                 unit.update_(update, of_hooks)
             if then is not None:
@@ -285,11 +246,12 @@ class Stepper:
         def work(ready: Sequence[Ready], flags: Tensor, groups: Groups) -> Verdict:
             verdict = self._judge(ready, flags)
             self.scaler.update(verdict.overflow, unless=verdict.is_wrong)
-            self._update_(_Prepared(verdict, ready, self.limits.max_norm), groups)
+            self._update_(Prepared(verdict, ready, self.limits.max_norm), groups)
             return verdict
 
         with self.spans("optimizer-inner-step"):
-            verdict = captured.step(work, ready, self._on_device(flags), self.inputs.groups, self.limits)
+            on_device = self._flags.write_([*flags, *host_flags(self.families)])
+            verdict = captured.step(work, ready, on_device, self._guards.groups, self.limits)
         self._note(verdict, flags)
         for unit in self.units:
             self._publish(unit)
@@ -316,14 +278,16 @@ class Stepper:
         except CollectiveError as error:
             raise CollectiveError(f"step {self.num_begun}, {error}") from error
         finally:
-            self.inputs.groups = ()  # an outcome that nobody reads keeps the guards, but must keep no parameter alive
+            self._guards.groups = ()  # an outcome that nobody reads keeps the guards, but must keep no parameter alive
 
     # --- its outcome ------------------------------------------------------------------------------------------------
 
     def _note(self, verdict: Verdict, flags: list[float]) -> None:
         # Without other ranks, only this one's flags can be an error, which `step` reads.
         is_unread = self._accelerator.is_asynchronous and (self._has_others or any(flags))
-        outcome = Outcome(verdict, self._guards, self.num_begun, self._accelerator, owner=self, is_unread=is_unread)
+        outcome = Outcome(
+            verdict, self._guards.agreed, self.num_begun, self._accelerator, owner=self, is_unread=is_unread
+        )
         self.last = self._before = outcome
 
     def _outcome(self) -> Outcome:
@@ -340,7 +304,7 @@ class Stepper:
                 self.watch.refused(error)
             raise
         finally:
-            if outcome.was_refused and outcome is self.last:
+            if outcome.error is not None and outcome is self.last:
                 self.last = self._prepared = None  # such a step has no norms
 
     def _values(self, outcome: Outcome) -> tuple[bool, float, int | None]:
@@ -368,28 +332,12 @@ class Stepper:
 
     # --- between the halves of a step -------------------------------------------------------------------------------
 
-    def norm(self, norm_type: float) -> float:
-        """The `norm_type`-norm of the gradients of slot "", without loss scale, as `grad_norm` is for 2.
-
-        Collective: every rank calls it, between `prepare_grads` and `step_with_ready_grads`.
-
-        Raises:
-            RuntimeError: no gradients are ready.
-            ValueError: `norm_type` is not above 0.
-        """
-        prepared = self._present(f"for a {norm_type}-norm")
-        norm = reduce_norm(prepared.ready, everyone=self.everyone, norm_type=norm_type, slot=0)
-        return norm * float(prepared.verdict.inv_scale)
-
-    def counted_grads(self, slot: str = "") -> list[Tensor]:
-        """The gradients of this rank's parts that the norm of `slot` counts: fp32, mean, without loss scale.
-
-        Raises:
-            RuntimeError: no gradients are ready.
-        """
-        prepared = self._present("to read them")
-        scale = float(prepared.verdict.inv_scale)
-        return counted_grads(prepared.ready, slot=self.limits.slots.index(slot), scale=scale)
+    def prepared(self, purpose: str) -> Prepared:
+        """Return the gradients between `prepare_grads` and `step_with_ready_grads`. Raises RuntimeError at other times;
+        `purpose` is for the message."""
+        if self._prepared is None:
+            raise RuntimeError(f"no gradients are ready {purpose}: call it between prepare_grads and the update")
+        return self._prepared
 
     def clip_to(self, max_norm: float) -> None:
         """Clip the ready gradients to `max_norm` instead of `limits.max_norm`, in the slots that are clipped.
@@ -400,23 +348,7 @@ class Stepper:
         """
         if not max_norm >= 0:
             raise ValueError(f"clip_grad={max_norm}; pass a norm above 0, or 0 for no clipping")
-        self._prepared = self._present("to clip")._replace(max_norm=max_norm)
-
-    def count_zeros(self) -> int:
-        """The number of zero elements in the ready gradients, each counted once. Collective: every rank calls it.
-
-        Raises:
-            RuntimeError: no gradients are ready.
-        """
-        prepared = self._present("to count zeros in")
-        if self.limits.count_zeros:
-            return self._read().num_zeros
-        return reduce_zeros(prepared.ready, everyone=self.everyone)
-
-    def _present(self, purpose: str) -> _Prepared:
-        if self._prepared is None:
-            raise RuntimeError(f"no gradients are ready {purpose}: call it between prepare_grads and the update")
-        return self._prepared
+        self._prepared = self.prepared("to clip")._replace(max_norm=max_norm)
 
     @torch.no_grad()
     def publish_main_values_(self) -> None:

@@ -1,4 +1,5 @@
-"""`TensorSums`: norms of the gradient, weight and update of every parameter, in the steps that record them.
+"""What looks on at steps: spans for profilers, a `Watch`, and `TensorSums`: norms of the gradient, weight and update of
+every parameter, in the steps that record them.
 
 A recorded step reads gradients, main weights and updates once more, and keeps a copy of the main weights that this rank
 counts until they are updated. Every rank adds up the elements that it counts; one all-reduce of one float64 tensor, six
@@ -7,7 +8,8 @@ host reads the sums later, from a copy.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import proxy
@@ -16,14 +18,14 @@ import torch
 from torch import Tensor
 
 from opt_distributed.buffers.chunk_buffers import SyncedBuffer
-from opt_distributed.buffers.wires import CollectiveError
+from opt_distributed.buffers.wires import naming
 from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.pieces.offload import HostMain
 from opt_distributed.pieces.piece import OwnedPiece, Ready
 from opt_distributed.pieces.sources import BufferedGrads, Source
-from opt_distributed.step import stats
-from opt_distributed.step.verdict import Outcome
+from opt_distributed.step import verdict
+from opt_distributed.step.outcome import Outcome
 from opt_kernels.rules import Needs
 from opt_paramgroups import ParamId
 
@@ -31,6 +33,30 @@ if TYPE_CHECKING:
     from opt_distributed.step.stepper import Stepper
 
 GRAD, ZEROS, GRAD_NUMEL, WEIGHT, UPDATE, SPREAD = range(6)  # the columns of a parameter's sums
+_NO_SPAN = nullcontext()
+
+Spans = Callable[[str], AbstractContextManager[Any]]
+"""`with span("name"):` around each phase of a step."""
+
+
+def profiler_spans(name: str) -> AbstractContextManager[Any]:
+    """Spans that appear in traces of the torch profiler."""
+    # `record_function` takes 8 us of the host, even without a profiler; creating a context of its own, 1 us.
+    return torch.profiler.record_function(name) if torch._C._autograd._profiler_enabled() else _NO_SPAN
+
+
+def timer_spans(timers: Callable[..., Any], *, barrier: bool) -> Spans:
+    """Spans over Megatron-Core's timers: `timers(name, log_level=1).start(barrier=...)`, then `timers(name).stop()`."""
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        timers(name, log_level=1).start(barrier=barrier)
+        try:
+            yield
+        finally:
+            timers(name).stop()
+
+    return span
 
 
 class TensorStats(NamedTuple):
@@ -122,7 +148,9 @@ class TensorSums:
         self._pieces = sorted(
             (piece for unit in stepper.units for piece in unit.pieces if piece.counted), key=lambda p: place[p.id]
         )
-        row_of = {piece.id: Row(str(piece.id), _first_rank(piece, first_of[piece.id])) for piece in self._pieces}
+        meshes = {piece.id: getattr(piece.param, "device_mesh", None) for piece in self._pieces}
+        first_of |= {id: min(first_of[id], int(mesh.mesh.min())) for id, mesh in meshes.items() if mesh is not None}
+        row_of = {id: Row(str(id), first_of[id]) for id in meshes}
         local = [
             (row_of[piece.id], str(groups[piece.group].get("name", piece.group)), piece.main.shape.numel())
             for piece in self._pieces
@@ -142,32 +170,29 @@ class TensorSums:
         self.replicas_of: dict[int, int] = dict(entry for of_instance in per_instance for entry in of_instance)
         self._has_ranks_elsewhere = len(self.replicas_of) > len(here)  # in other instances
         self._rank_at = 6 * len(names) + 2 * list(self.replicas_of).index(rank)
-        self._entries: list[tuple[int, Tensor]] = []  # of a step that has begun: an index, and what is added there
+        # Of a step that has begun: an index, and what is added there; a number if the host knows it.
+        self._entries: list[tuple[int, Tensor | float]] = []
         self._before: list[tuple[OwnedPiece, Tensor]] = []  # its main weights
-        self._numbers: list[tuple[int, float]] = []  # as `_entries`, known to the host
         self._inverse: float | Tensor = 1.0
 
     def expect(self, is_due: bool) -> None:
         """Say whether the next step is recorded: wrapped models reduce gradients before it, so that the norms of each
         rank are computed then."""
-        for source in self._wrapped():
-            source.memory.local_squares = {} if is_due else None
-
-    def _wrapped(self) -> Iterator[SyncedBuffer]:
-        return (s for family in self._stepper.families for s in family.sources if isinstance(s, SyncedBuffer))
+        for source in (source for family in self._stepper.families for source in family.sources):
+            if isinstance(source, SyncedBuffer):
+                source.memory.local_squares = {} if is_due else None
 
     def begin(self, ready: Sequence[Ready], inverse: float | Tensor, *, updates: bool, spectrum: bool = False) -> None:
         """Add up gradients and main weights, before the update. `inverse` is 1 / loss scale; with `updates`, an update
         follows; with `spectrum`, singular values are computed of the matrices of matrix rules, in float32."""
-        self._entries, self._numbers, self._before, self._inverse = [], [], [], inverse
+        self._entries, self._before, self._inverse = [], [], inverse
         updated: set[int] = set()
         for of_unit in ready:
             for piece, grad in zip(of_unit.pieces, of_unit.grads, strict=True):
                 if piece.counted and grad.numel():
-                    found, at = stats.grad_stats([grad]), 6 * self._row_of[piece.id]
+                    found, at = verdict.grad_stats([grad]), 6 * self._row_of[piece.id]
                     self._entries += [(at + GRAD, found.sum_of_squares * piece.source.grad_scale**2)]
-                    self._entries += [(at + ZEROS, found.zeros)]
-                    self._numbers.append((at + GRAD_NUMEL, grad.numel()))
+                    self._entries += [(at + ZEROS, found.zeros), (at + GRAD_NUMEL, grad.numel())]
                     updated.add(id(piece))
         for piece in self._pieces:
             if piece.main.shape.numel():
@@ -178,14 +203,12 @@ class TensorSums:
         if spectrum:
             self._entries += self._spreads()
         if self._pieces:
-            count = self._pieces[0].count.next()
-            self._entries += [(-2, count)] if isinstance(count, Tensor) else []
-            self._numbers += [(-1, 1.0)] if isinstance(count, Tensor) else [(-2, float(count)), (-1, 1.0)]
+            self._entries += [(-2, self._pieces[0].count.next()), (-1, 1.0)]
         if len(self.replicas_of) > 1:
             sources = [source for family in self._stepper.families for source in family.sources]
             squares = [square for source in sources for square in _local_squares(source)]
             self._entries += [(self._rank_at, square) for square in squares]
-            self._numbers += [(self._rank_at + 1, 1.0)] if squares else []
+            self._entries += [(self._rank_at + 1, 1.0)] if squares else []
 
     def finish(self, outcome: Outcome, *, max_norm: float) -> "Recorded":
         """Add up the updates, and sum over ranks. `outcome` is the step's. Raises CollectiveError if a peer is lost."""
@@ -194,21 +217,20 @@ class TensorSums:
             change = exact.sub_(_weights(piece).to(exact))
             self._entries.append((6 * self._row_of[piece.id] + UPDATE, _square(change)))
         size = 6 * len(self.names) + 2 * len(self.replicas_of) + 2
-        places = [at % size for at, _ in [*self._entries, *self._numbers]]
         device = self._stepper.device
-        values = [value.to(device, torch.float64) for _, value in self._entries]
-        known = self._queues.upload(torch.tensor([number for _, number in self._numbers], dtype=torch.float64))
+        entries = sorted(self._entries, key=lambda entry: not isinstance(entry[1], Tensor))  # stable: numbers come last
+        values = [value.to(device, torch.float64) for _, value in entries if isinstance(value, Tensor)]
+        numbers = [value for _, value in entries[len(values) :]]
+        known = self._queues.upload(torch.tensor(numbers, dtype=torch.float64))
         sums = torch.zeros(size, dtype=torch.float64, device=device)
-        index = self._queues.upload(torch.tensor(places, dtype=torch.int64))
+        index = self._queues.upload(torch.tensor([at % size for at, _ in entries], dtype=torch.int64))
         sums.index_add_(0, index, torch.cat([torch.stack(values), known]) if values else known)
-        try:
+        with naming("sum of recorded statistics"):
             self._stepper.everyone.all_reduce_(sums)
             if self._has_ranks_elsewhere:
                 of_ranks = sums[6 * len(self.names) : -2].clone()
                 self._stepper.instances.all_reduce_(of_ranks)
                 sums[6 * len(self.names) : -2] = of_ranks
-        except Exception as error:  # whatever a backend raises when a peer is gone
-            raise CollectiveError(f"sum of recorded statistics: {error}") from error
         inverse = torch.as_tensor(self._inverse, dtype=torch.float64, device=device).view(1)
         self._entries, self._before = [], []
         return Recorded(self, outcome, HostCopy(torch.cat([sums, inverse]), self._queues), max_norm)
@@ -263,7 +285,7 @@ class Recorded:
         of_ranks = iter(numbers[6 * len(rows) :])
         norm, clip = report.norms[0], 1.0
         if math.isfinite(norm) and self._max_norm > 0:
-            clip = min(self._max_norm / (norm + 1e-6), 1.0)  # `verdict.clip_coefficients`, without the device
+            clip = min(self._max_norm / (norm + 1e-6), 1.0)  # `clip_coefficients`, without the device
         return StepStats(
             step=self.outcome.step,
             updates=round(next_updates / num_counts) - 1 if num_counts else 0,
@@ -282,19 +304,13 @@ class Recorded:
         )
 
 
-def _first_rank(piece: OwnedPiece, first: int) -> int:
-    """The first rank that holds a part of the parameter; `first` is that of its tensor- and data-parallel ranks."""
-    mesh = getattr(piece.param, "device_mesh", None)
-    return first if mesh is None else min(first, int(mesh.mesh.min()))
-
-
 def _weights(piece: OwnedPiece) -> Tensor:
     """The main weights, or the parameter on the device if its main weights are on the host."""
     return piece.main.target if isinstance(piece.main, HostMain) else piece.main.value()
 
 
 def _square(value: Tensor) -> Tensor:
-    return stats.grad_stats([value.detach()], count_zeros=False).sum_of_squares
+    return verdict.grad_stats([value.detach()], count_zeros=False).sum_of_squares
 
 
 def _local_squares(source: Source) -> list[Tensor]:
@@ -304,4 +320,4 @@ def _local_squares(source: Source) -> list[Tensor]:
     if not isinstance(source, BufferedGrads):
         return []
     grads = [p.grad for p in source.params.values() if p.grad is not None and p.grad.layout is torch.strided]
-    return [stats.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
+    return [verdict.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []

@@ -6,30 +6,32 @@ of one scale: one `Batch` for the rule.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opt_distributed.buffers.main_grad import SparseGradientError
-from opt_distributed.pieces.exchange import ComputeStage, init_state, update_
-from opt_distributed.pieces.mains import CodedMain, OpenedMain
+from opt_distributed.pieces.exchange import ComputeStage, update_
 from opt_distributed.pieces.offload import HostSide
-from opt_distributed.pieces.piece import Kinds, OwnedPiece, Ready, StepCount, Update, kinds_of
-from opt_distributed.pieces.sources import Publisher, ReadGrads, Source, is_sparse
-from opt_distributed.step.hooked import (
-    CutParams,
-    CutRows,
-    HookedStep,
-    add_over_ranks_,
-    means_of_pieces,
-    means_over_ranks,
-    means_to_host,
+from opt_distributed.pieces.piece import (
+    FIELDS,
+    CodedMain,
+    Kinds,
+    OwnedPiece,
+    Ready,
+    StepCount,
+    Update,
+    check_rate,
+    kinds_of,
 )
+from opt_distributed.pieces.quantized import QuantizedMain
+from opt_distributed.pieces.sources import Publisher, ReadGrads, is_sparse
+from opt_distributed.step.hooked import CutParams, CutRows, HookedStep, means_of_pieces, means_to_host
 from opt_distributed.step.verdict import times
 from opt_kernels.hooks import NUM_SUMS, HookedUpdate
 from opt_kernels.rules import Needs, Rule
@@ -38,8 +40,6 @@ from opt_paramgroups import ParamId
 
 DECODED_NUMEL = 1 << 25
 """Elements of coded mains (128 MiB decoded) after which the piece that exceeds them ends a call of the rule."""
-FIELDS = tuple(field.name for field in fields(Hyper) if field.name not in ("step", "own"))
-"""Entries of a parameter group that are read in every step."""
 NO_MEANS: Mapping[ParamId, Tensor] = MappingProxyType({})
 _COUNT, _LAYOUT, _SOURCE = attrgetter("count"), attrgetter("layout"), attrgetter("source")
 
@@ -156,7 +156,7 @@ class Unit:
         """
         by_scale: dict[tuple[int, float], list[PieceRun]] = {}
         for run in self.runs(update.ready):
-            by_scale.setdefault((run.key.norm_slot, run.key.source.grad_scale), []).append(run)
+            by_scale.setdefault((run.first.norm_slot, run.first.source.grad_scale), []).append(run)
         for (slot, by), runs in by_scale.items():
             scale = times(update.scale_of_slot[slot], by)
             if self.stages or not any(isinstance(main, CodedMain) for run in runs for main in run.opened):
@@ -168,7 +168,7 @@ class Unit:
         batches, own = [], getattr(self.rule, "hyper_names", ())
         for run in runs:
             works = run.works(update.ready.grads)
-            hyper = read_hyper(update.groups[run.key.group], step=run.count.next(), own=own)
+            hyper = read_hyper(update.groups[run.first.group], step=run.count.next(), own=own)
             # Matrix rules iterate over works more than once; elementwise ones may never create a `Work`.
             batches.append(Batch(hyper, list(works) if self.rule.needs is Needs.MATRICES else works))
         return batches
@@ -185,38 +185,10 @@ class Unit:
 
     # --- its memory -------------------------------------------------------------------------------------------------
 
-    def memory(self) -> list[Tensor]:
-        """All tensors that an update of all pieces writes."""
-        return [tensor for piece in self.pieces for tensor in (piece.main.target, *_kept(piece))]
-
-    def fresh_state(self, piece: OwnedPiece) -> dict[str, Tensor]:
-        """The state of one of its pieces before the first step."""
-        return init_state(self.rule, piece.main.value(), id=piece.id, matrix=piece.matrix, stage=piece.stage)
-
     def state_bytes(self) -> int:
         """Bytes that this rank keeps for the unit in addition to parameters and gradients."""
-        return sum(tensor.numel() * tensor.element_size() for piece in self.pieces for tensor in _kept(piece))
-
-
-def begin_units_(
-    units: Sequence[Unit], updates: Sequence[Update], *, device: torch.device
-) -> Sequence[HookedStep | None]:
-    """Call `Unit.begin_` on all units, and reduce sums of cut parameters. `device` is that of tensors that are sent
-    between ranks. Raises CollectiveError if a peer is lost."""
-    for unit in units:
-        if unit.host is not None:
-            unit.host.numbers.forget()
-    each = list(zip(units, updates, strict=True))
-    means = means_over_ranks([(unit.cut_rows, update.ready) for unit, update in each], device=device)
-    begun = [unit.begin_(update, means) for unit, update in each]
-    add_over_ranks_([(unit.cut, step) for unit, step in zip(units, begun, strict=True)], device=device)
-    return begun
-
-
-def check_rate(group: Mapping[str, Any]) -> None:
-    """Raise ValueError if the group has no learning rate yet."""
-    if group["lr"] is None:
-        raise ValueError(f"lr of group {group['name']!r} is None: set lr in the configuration, or attach a scheduler")
+        kept = [tensor for piece in self.pieces for tensor in (*piece.state.values(), *piece.main.kept())]
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[str] = ()) -> Hyper:
@@ -231,27 +203,19 @@ def read_hyper(group: Mapping[str, Any], *, step: int | Tensor, own: Iterable[st
     return Hyper(step=step, own={name: group[name] for name in own}, **numbers)
 
 
-class RunKey(NamedTuple):
-    """Pieces with equal keys share a row of hyper-parameters and the scale of their gradients."""
-
-    source: Source
-    norm_slot: int
-    group: int
-    step: int | StepCount  # updates made so far, or the count itself if only the device knows the number
-    call: int = 0  # number of the call in which coded mains are decoded
-
-
 class PieceRun:
-    """Pieces with one key, in order. Stored by columns, so that a step creates no object for each piece."""
+    """Pieces with one row of hyper-parameters and one scale of their gradients, in order. Stored by columns, so that a
+    step creates no object for each piece."""
 
-    def __init__(self, key: RunKey, indices: Sequence[int], pieces: Sequence[OwnedPiece]):
+    def __init__(self, indices: Sequence[int], pieces: Sequence[OwnedPiece]):
         """`indices` are those of `pieces` among the pieces that are ready."""
-        self.key, self.indices, self.pieces = key, indices, pieces
+        self.indices, self.pieces, self.first = indices, pieces, pieces[0]
         self.count = pieces[0].count.copy()  # shared by its pieces from now on
         for piece in pieces:
             piece.count = self.count
         mains = [piece.main.updated for piece in pieces]
-        self.opened = [main for main in mains if isinstance(main, OpenedMain)]  # must be stored after an update
+        # Those that must be stored after an update.
+        self.opened = [main for main in mains if isinstance(main, CodedMain | QuantizedMain)]
         self._columns = Works(  # without gradients
             (),
             mains=_column([main.main for main in mains]),
@@ -274,15 +238,15 @@ class PieceRun:
 
 
 def runs_of(pieces: Sequence[OwnedPiece]) -> list[PieceRun]:
-    """Group pieces by key, in order: the same groups on every rank with the same pieces."""
-    found: dict[RunKey, list[int]] = {}
+    """Group pieces in order: the same groups on every rank with the same pieces."""
+    found: dict[tuple[object, ...], list[int]] = {}
     num_decoded = 0
     for index, piece in enumerate(pieces):
-        step = piece.count if piece.count.known is None else piece.count.known
+        step = piece.count if piece.count.known is None else piece.count.known  # only the device may know the number
         num_decoded += piece.main.shape.numel() if isinstance(piece.main.updated, CodedMain) else 0
-        key = RunKey(piece.source, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
+        key = (piece.source, piece.norm_slot, piece.group, step, num_decoded // DECODED_NUMEL)
         found.setdefault(key, []).append(index)
-    return [PieceRun(key, at, [pieces[index] for index in at]) for key, at in found.items()]
+    return [PieceRun(at, [pieces[index] for index in at]) for at in found.values()]
 
 
 def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
@@ -290,8 +254,3 @@ def _column(values: Sequence[Tensor | None]) -> list[Tensor] | None:
     found = [value for value in values if value is not None]
     assert len(found) in (0, len(values))
     return found or None
-
-
-def _kept(piece: OwnedPiece) -> Iterator[Tensor]:
-    yield from piece.state.values()
-    yield from piece.main.kept()

@@ -1,28 +1,31 @@
-"""`Verdict`: norms, overflow and errors of a step, decided by torch's operations on the device; `Outcome`: on the host.
+"""`Verdict`: norms, overflow and errors of a step, decided on the device from statistics that ranks sum once.
 
-The update takes its skip flag and scales from the verdict. The host reads one copy of it, `report`, when somebody asks:
-at once on a CPU. On an accelerator a step returns before its errors are known: reading its result raises them, and so
-does the next step. Without a next step, a save warns of them, and so does the end of the process. If the optimizer is
-deleted before, the next optimizer that is built or saved warns: garbage may be collected at any time, also while a
-graph is captured, when nothing may look at the device.
+    gradients ─ one pass ─▶ squares, non-finite elements, zeros ┐
+    guards ─▶ flags                                             ├─ one all-reduce ─▶ `decide` ─▶ skip flag, scales
+    gradients on some ranks only ─▶ flags                       ┘
+
+Norms and zeros count one copy of each element. The update takes its skip flag and scales from the verdict. The host
+reads one copy of it, `report`, when somebody asks: at once on a CPU.
 """
 
-import atexit
 import math
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
-from weakref import ref
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from opt_distributed.comm.device import Device, HostCopy
-from opt_distributed.step.guards.guard import Guard
+from opt_distributed.buffers.wires import naming
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.comm.device import Device
+from opt_distributed.comm.roles import Axes
+from opt_distributed.pieces.piece import Kind, Ready, kinds_of
+from opt_distributed.pieces.sources import BufferedGrads, Source
+from opt_distributed.step.guards import Guard
+from opt_kernels.backends import grad_stats as grad_stats  # also for `tensor_stats`: doubles replace it here
 
 Scale = TypeVar("Scale", bound=float | Tensor)
-WAIT_SECONDS = 5.0  # for the statistics of a step at the end; a collective whose peer has died never completes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Report(NamedTuple):
     overflow: bool  # an element or a norm is infinite or NaN
     is_refused: bool  # the model's own norm is above the limit
     wrong: list[bool]  # for each guard
-    flags: list[float]  # sums of the guards' flags
+    sums: list[list[float]]  # of the flags of each guard
 
     @property
     def success(self) -> bool:
@@ -52,11 +55,12 @@ class Report(NamedTuple):
         return not (self.overflow or self.is_refused or any(self.wrong))
 
     @classmethod
-    def of(cls, numbers: list[float], *, num_slots: int, num_guards: int) -> "Report":
+    def of(cls, numbers: list[float], guards: Sequence[Guard], *, num_slots: int) -> "Report":
         """Read the copy of `Verdict.report`."""
-        norms, (overflow, refused, *rest) = numbers[:num_slots], numbers[num_slots:]
-        wrong, (_, zeros, *flags) = rest[:num_guards], rest[num_guards:]
-        return cls(norms, int(zeros), bool(overflow), bool(refused), list(map(bool, wrong)), flags)
+        rest = iter(numbers)
+        norms, overflow, refused = [next(rest) for _ in range(num_slots)], bool(next(rest)), bool(next(rest))
+        wrong, _, zeros = [bool(next(rest)) for _ in guards], next(rest), int(next(rest))
+        return cls(norms, zeros, overflow, refused, wrong, [[next(rest) for _ in range(g.num_flags)] for g in guards])
 
 
 class Verdict(NamedTuple):
@@ -113,168 +117,193 @@ def times(numbers: Scale, factor: float | Tensor) -> Scale:
     return numbers if isinstance(factor, float) and factor == 1.0 else cast(Scale, numbers * factor)
 
 
-class Outcome:
-    """The outcome of one step. With `is_unread`, its error is still to be raised or reported."""
+# --- the statistics ---------------------------------------------------------------------------------------------------
 
-    def __init__(
-        self, verdict: Verdict, guards: Sequence[Guard], step: int, device: Device, *, owner: object, is_unread: bool
-    ):
-        """`owner` makes the steps; it is not kept alive."""
-        self._guards, self.step, self._owner = guards, step, ref(owner)
-        self._num_slots = len(verdict.norms)
-        self._copy, self._device = HostCopy(verdict.report, device), device
-        self._report: Report | None = None
-        self._error: Exception | None = None
-        self._is_reported = False
-        if is_unread:
-            _unread.add(self)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Sources whose parameters are on the same ranks: dense ones, or experts."""
+
+    sources: Sequence[Source]
+    axes: Axes
 
     @property
-    def is_unread(self) -> bool:
-        """Whether its error, if there is one, has not been raised yet."""
-        return self in _unread
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether its error is known. The host does not wait."""
-        return self._error is not None
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the object that made the step was deleted."""
-        return self._owner() is None
-
-    @property
-    def report(self) -> Report:
-        """The content of the verdict, for which the host waits. Its error stays to be raised."""
-        return self._known()
-
-    def arrives(self, within: float) -> bool:
-        """Wait at most `within` seconds for the verdict. Return whether the host has it."""
-        return self._copy.arrives(within)
-
-    def read(self) -> Report:
-        """Return the content of the verdict, for which the host waits. Raises the error of the first guard."""
-        _unread.discard(self)
-        report = self._known()
-        if self._error is not None:
-            raise self._error
-        return report
-
-    def sums_of(self, guard: Guard) -> list[float]:
-        """The sums of a guard's flags, for which the host waits."""
-        return self._split(self._known().flags)[self._guards.index(guard)]
-
-    def _split(self, flags: list[float]) -> list[list[float]]:
-        numbers = iter(flags)
-        return [[next(numbers) for _ in range(guard.num_flags)] for guard in self._guards]
-
-    def _known(self) -> Report:
-        if self._report is None:
-            numbers = self._copy.wait().tolist()
-            report = Report.of(numbers, num_slots=self._num_slots, num_guards=len(self._guards))
-            for guard, wrong, sums in zip(self._guards, report.wrong, self._split(report.flags), strict=True):
-                self._error = self._error or (guard.error(sums) if wrong else None)
-            if self._error is None and not self._device.is_asynchronous:
-                report = report._replace(wrong=[])  # `WrittenReplicas` has compared, and they are equal
-            self._report = report
-        return self._report
-
-    def warn(self, when: str, *, within: float | None = None) -> None:
-        """Warn once if its error is unread; the next step still raises it.
-
-        The host waits for the statistics of the step, at most `within` seconds if that is given.
-        """
-        if not self.is_unread or self._is_reported or (within is not None and not self.arrives(within)):
-            return
-        self._is_reported = True
-        self._known()
-        if self._error is not None:
-            warnings.warn(
-                f"{when}: step {self.step} was refused, and its result has not been read: {self._error}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+    def unresolved(self) -> list[BufferedGrads]:
+        """Sources whose parameters may have a gradient on some ranks only."""
+        return [source for source in self.sources if isinstance(source, BufferedGrads)]
 
 
-_unread: set[Outcome] = set()
+def host_flags(families: Iterable[Family]) -> list[float]:
+    """Whether each parameter of the unresolved sources has a gradient on this rank."""
+    return [float(has) for family in families for source in family.unresolved for has in source.has_grads()]
 
 
-def warn_of_deleted() -> None:
-    """Warn of errors in the last steps of deleted optimizers."""
-    _warn_of([outcome for outcome in _unread if outcome.is_orphan], "the optimizer was deleted")
+def reduce_stats(
+    families: Sequence[Family],
+    ready: Sequence[Ready],
+    flags: Tensor,
+    limits: Limits,
+    *,
+    device: torch.device,
+    everyone: Comm,
+    instances: Comm,
+) -> Tensor:
+    """Sum the statistics of all ranks in one float64 all-reduce.
 
+    The all-reduce includes `has_grads` of the sources, so that each knows which parameters no rank has used. Where only
+    some ranks hold the parameters, or if zeros are counted, these exchange `has_grads` before: zeros that stand for
+    missing gradients are not counted.
 
-@atexit.register
-def _warn_at_exit() -> None:
-    warn_of_deleted()
-    _warn_of(list(_unread), "the interpreter exits")
+    Norms and zeros count one copy of each element. Infinities and NaNs are counted in every copy that may differ, so
+    that a NaN on a rank whose copy is not counted stops the step as well.
 
+    `flags` (n + m,) are float64 on the device: those of the guards, then `host_flags`. Guards' flags are summed with
+    the rest; first over `instances`, the ranks in this one's place in all optimizer instances, which must refuse the
+    same steps. The host reads nothing, except in `BufferedGrads.resolve_`.
 
-def _warn_of(outcomes: Iterable[Outcome], when: str) -> None:
-    for outcome in outcomes:
-        outcome.warn(when, within=WAIT_SECONDS)
-        _unread.discard(outcome)
+    Returns (slots + 2 + n,) float64 on the device, equal on every rank: the sum of squares of the mean gradient for
+    each norm slot, which includes the loss scale; the number of non-finite elements and of zeros; the sums of the
+    guards' flags.
 
-
-Values = tuple[bool, float, int | None]
-
-
-class StepResult(Sequence[Any]):
-    """The triple (success, grad_norm, num_zeros_in_grad), the same on every rank.
-
-    On an accelerator, the first access waits for the statistics of the step, but not for its update, and raises the
-    errors that the step would have raised on a CPU. If a result is never accessed, the next step raises its errors.
-    Until then, saving the state warns of them, and so does the end of the optimizer or of the interpreter.
+    Raises:
+        CollectiveError: a collective failed, or exceeded the timeout of its group.
     """
+    numels = [len(source.ids) for family in families for source in family.unresolved]
+    of_guards, *of_sources = torch.split(flags, [len(flags) - sum(numels), *numels])
+    if instances.size > 1:
+        of_guards = of_guards.clone()
+        with naming("sum of the statistics"):
+            instances.all_reduce_(of_guards)
+    joined: list[tuple[BufferedGrads, Tensor]] = []  # whose flags are in the one all-reduce
+    for family in families:
+        with_flags = [(source, of_sources.pop(0)) for source in family.unresolved]
+        axes = family.axes
+        if axes.dp.size == everyone.size and axes.inter.size == 1 and not limits.count_zeros:  # on all ranks
+            joined += with_flags
+        elif with_flags:
+            _resolve_(with_flags, flags[:0], [axes.dp, axes.inter])
+    swept = _swept(used(families, ready) if limits.count_zeros else ready, device, limits)
+    return _resolve_(joined, torch.cat([swept, of_guards]), [everyone])
 
-    __slots__ = ("_values",)
-    _values: Values | Callable[[], Values]
 
-    def __init__(self, success: bool, grad_norm: float, num_zeros_in_grad: int | None):
-        self._values = (success, grad_norm, num_zeros_in_grad)
+def _resolve_(of_sources: Sequence[tuple[BufferedGrads, Tensor]], numbers: Tensor, comms: Sequence[Comm]) -> Tensor:
+    """Sum `numbers` (n,) and the sources' flags over `comms`, one all-reduce each; pass the sources their sums."""
+    joined = torch.cat([numbers, *(of_source for _, of_source in of_sources)])
+    for comm in comms if joined.numel() else ():
+        with naming("sum of the statistics"):
+            comm.all_reduce_(joined)
+    summed, *counts = torch.split(joined, [len(numbers), *(len(of_source) for _, of_source in of_sources)])
+    for (source, _), count in zip(of_sources, counts, strict=True):
+        source.resolve_(count)
+    return summed
 
-    @classmethod
-    def later(cls, read: Callable[[], Values]) -> "StepResult":
-        """Create a result whose values are returned by `read`, which is called once."""
-        result = cls.__new__(cls)
-        result._values = read
-        return result
 
-    @property
-    def success(self) -> bool:
-        """False after an overflow or with a norm above the limit: only the loss scale has changed."""
-        return self._known()[0]
+def used(families: Sequence[Family], ready: Sequence[Ready]) -> Sequence[Ready]:
+    """Drop the pieces of parameters that no rank has used, once that is resolved."""
+    unused = {id for family in families for source in family.unresolved for id in source.unused}
+    if not unused:
+        return ready
+    kept = []
+    for of_unit in ready:
+        pairs = [pair for pair in zip(of_unit.pieces, of_unit.grads, strict=True) if pair[0].id not in unused]
+        kept.append(Ready([piece for piece, _ in pairs], [grad for _, grad in pairs]))
+    return kept
 
-    @property
-    def grad_norm(self) -> float:
-        """L2 norm of the mean gradient, without loss scale, before clipping; infinite or NaN after an overflow."""
-        return self._known()[1]
 
-    @property
-    def num_zeros_in_grad(self) -> int | None:
-        """None unless zeros are counted."""
-        return self._known()[2]
+@dataclass(slots=True)
+class HostNumbers:
+    """Numbers of the host on the device, copied there when they change: the same memory at every step."""
 
-    def _known(self) -> Values:
-        if callable(self._values):
-            self._values = self._values()
-        return self._values
+    device: Device
+    numbers: Sequence[float] = ()
+    place: Tensor | None = None
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._known()[index]
+    def write_(self, numbers: Sequence[float]) -> Tensor:
+        """Return (len(numbers),) float64: the same tensor at every call, unless the length has changed."""
+        if self.place is None or len(numbers) != len(self.numbers):
+            self.place = self.device.upload(torch.tensor(numbers, dtype=torch.float64)).clone()
+        elif numbers != self.numbers:
+            self.place.copy_(self.device.upload(torch.tensor(numbers, dtype=torch.float64)))
+        self.numbers = numbers
+        return self.place
 
-    def __len__(self) -> int:
-        return 3
 
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, StepResult | tuple) else NotImplemented
+class Prepared(NamedTuple):
+    """The gradients of a step, and the verdict on them, before its update."""
 
-    def __hash__(self) -> int:
-        return hash(self._known())
+    verdict: Verdict
+    ready: Sequence[Ready]  # one for each unit
+    max_norm: float  # to which gradients are clipped
 
-    def __repr__(self) -> str:
-        return "StepResult(success={!r}, grad_norm={!r}, num_zeros_in_grad={!r})".format(*self)
+    def norm(self, norm_type: float, *, everyone: Comm) -> float:
+        """Return the `norm_type`-norm of slot "" of the mean gradient over the whole model, without loss scale.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, self._known()
+        It is NaN or infinite if an element is. Collective, with one small exchange.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+        """
+        local, is_largest = [], math.isinf(norm_type)
+        for source, of_slots in _by_source(self.ready).items():
+            found = grad_stats(of_slots.get(0, []), count_zeros=False, norm_type=norm_type)
+            scale = source.grad_scale if is_largest else source.grad_scale**norm_type
+            local.append(float(found.sum_of_squares) * scale)
+        here = _largest(local) if is_largest else sum(local)
+        of_ranks: list[float] = everyone.gather_objects(here)
+        if is_largest or not all(map(math.isfinite, of_ranks)):
+            norm = _largest(of_ranks)
+        else:
+            norm = math.fsum(of_ranks) ** (1.0 / norm_type)
+        return norm * float(self.verdict.inv_scale)
+
+    def counted_grads(self, slot: int) -> list[Tensor]:
+        """Return the gradients of this rank's parts that the norm of `slot` counts: fp32, mean, without loss scale."""
+        scale = float(self.verdict.inv_scale)
+        return [
+            grad.to(torch.float32) * (source.grad_scale * scale)
+            for source, of_slots in _by_source(self.ready).items()
+            for grad in of_slots.get(slot, ())
+        ]
+
+    def num_zeros(self, *, everyone: Comm) -> int:
+        """Count the zero elements of the gradients over the whole model, each once. Collective."""
+        counted = (grads for of_slots in _by_source(self.ready).values() for grads in of_slots.values())
+        return sum(everyone.gather_objects(sum(int(grad_stats(grads, count_zeros=True).zeros) for grads in counted)))
+
+
+def _largest(values: Sequence[float]) -> float:
+    """The largest value, NaN if any is NaN, 0 for none. Whether `max` returns a NaN depends on its position."""
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+
+
+def _by_source(ready: Iterable[Ready]) -> Mapping[Source, Mapping[int, list[Tensor]]]:
+    """The gradients that this rank counts, by source and norm slot."""
+    found: dict[Source, dict[int, list[Tensor]]] = {}
+    for of_kind, grads in _by_kind(ready):
+        if of_kind.counted:
+            found.setdefault(of_kind.source, {}).setdefault(of_kind.norm_slot, []).extend(grads)
+    return found
+
+
+def _by_kind(ready: Iterable[Ready]) -> Iterator[tuple[Kind, Sequence[Tensor]]]:
+    for of_unit in ready:
+        grads, kinds = of_unit.grads, kinds_of(of_unit.pieces) if of_unit.kinds is None else of_unit.kinds
+        for kind, places in kinds.items():
+            yield kind, grads if len(places) == len(grads) else [grads[place] for place in places]
+
+
+def _swept(ready: Sequence[Ready], device: torch.device, limits: Limits) -> Tensor:
+    """(slots + 2,) float64: squares by slot, non-finite elements and zeros, of the gradients of this rank."""
+    entries: list[list[Tensor]] = [[] for _ in range(len(limits.slots) + 2)]  # whose sums are the numbers
+    for source, of_slots in _by_source(ready).items():
+        for slot, grads in of_slots.items():
+            found = grad_stats(grads, count_zeros=limits.count_zeros)
+            entries[slot].append(times(found.sum_of_squares.to(device), source.grad_scale**2))
+            entries[-2].append(found.nonfinite.to(device))
+            entries[-1].append(found.zeros.to(device))
+    # Another rank counts these; the local copies may differ.
+    copies = [grad for kind, grads in _by_kind(ready) if kind.inspected and not kind.counted for grad in grads]
+    if copies:
+        entries[-2].append(grad_stats(copies, count_zeros=False).nonfinite.to(device))
+    sums = [sum(of_entry[1:], of_entry[0]).double() if of_entry else None for of_entry in entries]
+    return torch.stack([torch.zeros((), dtype=torch.float64, device=device) if s is None else s for s in sums])

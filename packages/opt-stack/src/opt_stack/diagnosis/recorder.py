@@ -161,7 +161,10 @@ class Recorder:
             report = outcome.report
             stats = None if recorded is None else replace(recorded.read(), lr=rates)
             self._has_skipped = report.overflow or report.is_refused
-            if self._has_skipped:
+            if outcome.error is not None:  # on an accelerator; on a CPU, `refused` has counted it
+                text = f"was refused on every rank: {outcome.error}"
+                self._count(str(outcome.error), outcome.step, text, warns=self._everyone.size > 1)
+            elif self._has_skipped:
                 self._explain(outcome.step, report.norms[0], report.overflow, stats)
             else:
                 self._applied += report.success

@@ -21,7 +21,7 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.state import NO_OVERRIDE, Conflict, ModelAxes, Replica, place_
 from opt_distributed.comm import Alone, Axes, Comm, Roles, agreed
-from opt_distributed.saving import MAIN, STEP, check_loaded, read_piece
+from opt_distributed.saving import MAIN, STEP, check_loaded, sharded_piece, take_loaded_
 from opt_distributed.step import Scaler, Stepper
 from opt_kernels.hooks import bare
 from opt_paramgroups import ParamId
@@ -111,7 +111,7 @@ class ShardedStates(torch.optim.Optimizer):
         kept = [{k: value for k, value in group.items() if k not in _OF_THIS_RUN} for group in self.param_groups]
         parts = {
             "version": VERSION,
-            "state": {at: read_piece(*held).sharded(own.sharded) for own, at, held in self._saved_pieces(described)},
+            "state": {at: sharded_piece(*held, own.sharded) for own, at, held in self._saved_pieces(described)},
             "groups": groups_to_saved(kept, on_all_ranks),
             "grad_scaler": self.stepper.scaler.state_dict(),
         }
@@ -153,7 +153,7 @@ class ShardedStates(torch.optim.Optimizer):
             warn_of_other_choices(group, then)
         apply_saved_groups(groups, names, saved, on_conflict=on_conflict, override=override)
         for held, values in pieces:
-            read_piece(*held).take_(values)
+            take_loaded_(*held, values)
         if scale:
             self.stepper.scaler.load_state_dict(scale)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opt_distributed.buffers import UnusableGradientError
-from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, is_dtensor, local
+from opt_distributed.pieces import HostMain, Numbers, OwnedPiece, QuantizedMain, local
 from opt_distributed.saving import decoded, kept_states
 from opt_distributed.step import Stepper, Unit, read_hyper
 from opt_kernels.backends import Writes
@@ -49,7 +49,7 @@ class LoadedWeights:
             param: str(id) for group in groups for id, param in zip(group["param_ids"], group["params"], strict=True)
         }
         # The elements of a sharded DTensor are on this rank only.
-        replicated = [param for param in self._names if has_replicas and not is_dtensor(param)]
+        replicated = [param for param in self._names if has_replicas and not isinstance(param, DTensor)]
         self._writes = Writes(_counted([*(piece.param for piece in (*self._copied, *averaged)), *replicated]))
         compared = set(self._writes.tensors)
         self._uncompared = Writes([tensor for tensor in _counted(self._names) if tensor not in compared])
@@ -65,7 +65,8 @@ class LoadedWeights:
             params = {name: p for name, p in module._parameters.items() if p is not None and p in self._names}
             if params:
                 module.register_load_state_dict_post_hook(_Note(self, params))  # type: ignore[no-untyped-call]
-                if not any(map(is_dtensor, params.values())):  # fully_shard registers gathered parameters in between
+                # `fully_shard` registers gathered parameters in between.
+                if not any(isinstance(param, DTensor) for param in params.values()):
                     self._unchecked.append((module, params))
 
     def note(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:

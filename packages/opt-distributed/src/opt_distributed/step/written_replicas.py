@@ -8,7 +8,7 @@ with the comparison.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 from weakref import proxy
 
 import torch
@@ -17,33 +17,23 @@ from torch import Tensor
 from opt_distributed.comm.collectives import Comm
 from opt_distributed.comm.device import Device
 from opt_distributed.comm.roles import Axes
-from opt_distributed.step.verdict import Outcome
-
-
-class Replica(Protocol):
-    """This rank's weights and state."""
-
-    def has_written(self) -> bool:
-        """Whether other code has written weights or state on this rank since its last step."""
-        ...
-
-    def compare_replicas(self) -> None:
-        """Raise ValueError, on every rank, if replicas differ. Collective."""
-        ...
+from opt_distributed.step.outcome import Outcome
 
 
 class WrittenReplicas:
     """Its flags: for each set of data-parallel replicas, whether this rank belongs to it and has written."""
 
-    def __init__(self, axes: Axes, comm: Comm, replica: Replica, *, device: Device):
-        """Collective: all ranks of the step call it. Does not keep `replica` alive.
+    def __init__(self, axes: Axes, comm: Comm, optimizer: Any, *, device: Device):
+        """Collective: all ranks of the step call it. Does not keep `optimizer` alive.
 
         Args:
             axes: those of the dense parameters.
             comm: all ranks, of all optimizer instances, over which flags are summed.
+            optimizer: its `has_written` says whether other code has written weights or state on this rank since its
+                last step; its `compare_replicas` raises ValueError, on every rank, if replicas differ. Collective.
             device: of the step.
         """
-        self._replica: Replica = proxy(replica)
+        self._optimizer = proxy(optimizer)
         self._at_once = not device.is_asynchronous  # every rank then asks for the error in the step that it refuses
         shard_ranks = tuple(axes.dp.gather_objects(comm.rank))
         replicas = tuple(sorted(rank for ranks in axes.inter.gather_objects(shard_ranks) for rank in ranks))
@@ -55,7 +45,7 @@ class WrittenReplicas:
 
     def flags(self) -> Sequence[float]:
         flags = [0.0] * self.num_flags
-        flags[self._set] = float(self._replica.has_written())
+        flags[self._set] = float(self._optimizer.has_written())
         return flags
 
     def is_wrong(self, sums: Tensor) -> Tensor:
@@ -66,7 +56,7 @@ class WrittenReplicas:
     def error(self, sums: Sequence[float]) -> Exception | None:
         """None if replicas turn out to be equal. Collective: on a CPU, every rank asks in the same step."""
         try:
-            self._replica.compare_replicas()
+            self._optimizer.compare_replicas()
         except ValueError as error:
             return error
         return None
@@ -81,5 +71,5 @@ class WrittenReplicas:
         sums = [] if before is None else before.sums_of(self)
         self._is_due = self._is_due or any(0 < count < size for count, size in zip(sums, self._sizes))
         if self._is_due:
-            self._replica.compare_replicas()
+            self._optimizer.compare_replicas()
             self._is_due = False

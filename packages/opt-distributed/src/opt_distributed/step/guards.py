@@ -1,0 +1,401 @@
+"""`Guard`: a reason for which every rank refuses a step; `Refusal`: a guard for an error that a rank finds alone.
+
+The guards that every step has stand here: gradients that must not be used, parameters that have moved, entries of
+`param_groups` that no step supports, and numbers in them that differ between ranks.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, Protocol
+from weakref import ref
+from zlib import crc32
+
+from torch import Tensor, int64
+
+from opt_distributed.buffers.main_grad import UnusableGradientError
+from opt_distributed.buffers.stored import StorageError
+from opt_distributed.buffers.wires import naming
+from opt_distributed.comm.collectives import Comm
+from opt_distributed.pieces.piece import FIELDS, Groups, check_rate
+from opt_distributed.pieces.sources import Source
+from opt_kernels.formulas import NumberError
+from opt_kernels.hooks import check_unread, reads_weight_decay
+from opt_kernels.rules import Rule
+
+FIXED = ("optimizer", "name", "is_expert_parallel", "clip_grad", "hooks")
+"""Entries that decide how parameters are laid out, clipped and updated."""
+CHOICES = "choices"  # the entry that records the structure of the rule: ("maximize=False", ...)
+WEIGHT_DECAY = "weight_decay"
+_SCHEDULED = ("lr", WEIGHT_DECAY)
+_FLAGS = ("amsgrad", "maximize", "nesterov", "differentiable")  # of torch's optimizers
+_BITS = 20  # of a checksum: the sum of squares stays exact in float64 on up to 8,192 ranks
+
+
+class Guard(Protocol):
+    """Its flags are summed over ranks in the step's one reduction, so that every rank learns of an error in the step.
+
+    It belongs to the `Stepper.guards` of every rank, in one order, before the first step. Flags and errors are local. A
+    check that needs a collective of its own runs at the start of the next step (`Stepper.at_start`). An accelerator
+    asks for the error after the step, at the latest when the next one begins, so a guard must not keep a model alive.
+    """
+
+    @property
+    def num_flags(self) -> int:
+        """The number of flags, equal on every rank."""
+        ...
+
+    def flags(self) -> Sequence[float]:
+        """This rank's flags, once a step, after gradients were reduced. If it raises, every rank refuses the step."""
+        ...
+
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        """(1,) bool on the device: nothing may be written, given the sums of the flags, (num_flags,) float64."""
+        ...
+
+    def error(self, sums: Sequence[float]) -> Exception | None:
+        """The error to raise on this rank if `is_wrong`, given the same sums.
+
+        None withdraws the refusal, on a CPU: the step is made. On an accelerator its update has been skipped by then.
+        """
+        ...
+
+
+class GuardError(ValueError):
+    """Ranks have different guards, or a guard does not have the flags that it announces."""
+
+
+class GroupError(ValueError):
+    """An entry of a parameter group was changed in a way that no step supports."""
+
+
+class HyperError(ValueError):
+    """Ranks would update the same parameters with different numbers."""
+
+
+class Guards:
+    """The guards of a `Stepper`: those that every step has, and those that were appended to `all` before the first."""
+
+    groups: Groups = ()  # of the present step
+    refused: Exception | None = None  # why this rank's gradients must not be used, or a guard that failed
+    agreed: tuple[Guard, ...] = ()  # those of the first step, in one order on every rank
+
+    def __init__(self, sources: Iterable[Source], rules: Mapping[int, Rule], everyone: Comm, instances: Comm):
+        """`rules` are those that update this rank's parameters, by the indices of their groups."""
+        self._everyone, self._instances = everyone, instances
+        self._usable_grads, self.usable_groups = UsableGrads(self), UsableGroups(self, rules)
+        self.all: list[Guard] = [self._usable_grads, self.usable_groups, ParamsInPlace(sources)]
+        self._equal: EqualGroups | None = None
+
+    def compare(self, groups: Groups, own: Iterable[str]) -> None:
+        """Let every step compare `groups` between ranks, and with the present ones. Collective. `own` are further
+        entries that rules read, which are not fields of `Hyper`."""
+        self.usable_groups.compare(groups)
+        peers = self._everyone if self._everyone.size > 1 else self._instances  # instances of one rank each
+        self._equal = EqualGroups(self, groups, own=own, everyone=peers)
+        if self._equal.num_flags:
+            self.all.append(self._equal)
+
+    def begin(self, groups: Groups) -> None:
+        """Begin a step. In the first one, check that all ranks have as many guards, of the same types and numbers of
+        flags. Collective then. Raises GuardError, on every rank."""
+        if not self.agreed:
+            found = self._gather([(type(guard).__name__, guard.num_flags) for guard in self.all], "guards")
+            if len(different := sorted(set(map(str, found)))) > 1:
+                raise GuardError(
+                    f"ranks have different guards, by type and number of flags: {' and '.join(different)}; append the "
+                    "same guards on every rank, in one order, before the first step. Nothing was updated"
+                )
+            self.agreed = tuple(self.all)
+        self.groups, self.refused = groups, None
+
+    def refuse(self, error: Exception | None) -> None:
+        """Let every rank refuse the present step, if `error` is one."""
+        self.refused = self.refused or error
+
+    def flags(self) -> list[float]:
+        """Return the flags of all guards: as many in every step, and on every rank. Zeros for a guard that fails, for
+        which every rank refuses the step."""
+        if tuple(self.all) != self.agreed:
+            self.refuse(GuardError("guards were changed after the first step; append them before, on every rank"))
+        flags = []
+        for guard in (*self.agreed, self._usable_grads):  # this one again, because it tells of guards that failed
+            try:
+                of_guard = list(guard.flags())
+                if (num := len(of_guard)) != guard.num_flags:
+                    raise GuardError(f"{type(guard).__name__} has {num} flags, but num_flags={guard.num_flags}")
+            except Exception as error:
+                self.refuse(error.with_traceback(None))  # its frames may keep parameters alive
+                of_guard = [0.0] * guard.num_flags
+            flags.append(of_guard)
+        flags[self.agreed.index(self._usable_grads)] = flags.pop()
+        return [flag for of_guard in flags for flag in of_guard]
+
+    def check_again(self, groups: Groups, max_norm: float) -> None:
+        """Raise ValueError on every rank if one cannot use `groups`, or ranks would update with different numbers: both
+        may have changed since `flags`. Collective: one small exchange."""
+        self.groups, error = groups, None
+        flags: Sequence[float] = ()
+        try:
+            self.usable_groups.check(groups)
+            flags = () if self._equal is None else self._equal.flags()
+        except Exception as refusal:  # of any kind, because the other ranks wait
+            error = refusal
+        per_rank = self._gather((flags, max_norm, error and str(error)), "groups")
+        texts = [text for _, _, text in per_rank if text is not None]
+        norms = sorted({norm for _, norm, _ in per_rank})
+        if error is None and texts:
+            error = GroupError(f"another rank refused its parameter groups: {texts[0]}. Nothing was updated")
+        if error is None and len(norms) > 1:
+            error = HyperError(f"ranks clip to different norms: {norms}; pass one to all. Nothing was updated")
+        if error is None and self._equal is not None:
+            error = self._equal.error([sum(of_flag) for of_flag in zip(*(here for here, _, _ in per_rank))])
+        if error is not None:
+            raise error
+
+    def _gather(self, here: Any, what: str) -> list[Any]:
+        """What the ranks of all optimizer instances pass. Collective. Raises CollectiveError if a peer is lost."""
+        with naming(f"comparison of {what}"):
+            of_instances = self._instances.gather_objects(self._everyone.gather_objects(here))
+        return [of_rank for of_instance in of_instances for of_rank in of_instance]
+
+
+class Refusal(ABC):
+    """An error that a rank finds without the others. Its flag: whether this rank has found one."""
+
+    num_flags = 1
+    found: Exception | None = None  # in this step
+
+    @abstractmethod
+    def find(self) -> Exception | None:
+        """Return the error of this rank, if there is one."""
+
+    def flags(self) -> Sequence[float]:
+        self.found = self.find()
+        return (float(self.found is not None),)
+
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        return sums > 0
+
+    def error(self, sums: Sequence[float]) -> Exception | None:
+        return self.found or self.of_others(int(sums[0]))
+
+    def of_others(self, num_ranks: int) -> Exception:
+        """The error on a rank without one."""
+        return UnusableGradientError(
+            f"{num_ranks} other rank(s) refused their gradients or parameter groups; the message there names them. "
+            "Nothing was updated"
+        )
+
+
+class UsableGrads(Refusal):
+    """Gradients of a rank are sparse, lacking or were refused when reduced, or one of its guards failed."""
+
+    def __init__(self, guards: Guards):
+        self._guards = guards
+
+    def find(self) -> Exception | None:
+        return self._guards.refused
+
+
+class ParamsInPlace(Refusal):
+    """A parameter has left the memory that updates write to: compares addresses, or dtypes and devices, of all."""
+
+    def __init__(self, sources: Iterable[Source]):
+        self._sources = [ref(source) for source in sources]  # a guard must not keep the model alive
+
+    def find(self) -> StorageError | None:
+        sources = (source for found in self._sources if (source := found()) is not None)
+        id = next((id for source in sources if (id := source.moved()) is not None), None)
+        return None if id is None else self._error(f"parameter {str(id)!r}")
+
+    def of_others(self, num_ranks: int) -> Exception:
+        return self._error(f"a parameter on {num_ranks} other rank(s)")
+
+    def _error(self, which: str) -> StorageError:
+        return StorageError(
+            f"{which} has left the memory that the optimizer updates: the model was converted or moved, or param.data "
+            "was assigned, after the optimizer was built; convert and move the model first, then build the optimizer. "
+            "Nothing was updated"
+        )
+
+
+# --- parameter groups -------------------------------------------------------------------------------------------------
+
+
+class UsableGroups(Refusal):
+    """Knows the entries of the groups as they were built (none before `compare`), and as the last step saw them: only
+    numbers are read in every step, so that a change of another entry would have no effect."""
+
+    def __init__(self, guards: Guards, rules: Mapping[int, Rule]):
+        self._guards, self.rules = guards, rules
+        self.compare(())
+
+    def compare(self, groups: Groups) -> None:
+        """Compare the entries of later groups with the present ones."""
+        self._built = [{name: group[name] for name in group if name != "params"} for group in groups]
+        # Schedulers write the others in every step; they may be any number, if the rule reads them.
+        unread = {index for index, rule in self.rules.items() if not reads_weight_decay(rule)}
+        self._watched = [
+            [name for name in built if name not in _SCHEDULED or (name == WEIGHT_DECAY and index in unread)]
+            for index, built in enumerate(self._built)
+        ]
+        self._seen: list[tuple[Any, ...]] = [() for _ in groups]
+
+    def find(self) -> ValueError | None:
+        """Return the error of `check`. The step then goes on with the groups as they were built: its update is skipped,
+        but this rank joins its collectives."""
+        groups = self._guards.groups
+        try:
+            self.check(groups)
+        except ValueError as error:
+            if self._built:
+                groups = [{**group, **built} for group, built in zip(groups, self._built, strict=True)]
+            self._guards.groups = [{**group, "lr": 0.0} if group["lr"] is None else group for group in groups]
+            return error.with_traceback(None)  # its frames keep the groups, and so the parameters
+        return None
+
+    def check(self, groups: Groups) -> None:
+        """Raise ValueError for a group without a learning rate, and GroupError for an entry that was removed, for a
+        fixed one that was changed or added, and for betas or other numbers of another form. Unchanged groups cost one
+        pass in C each."""
+        for index, group in enumerate(groups if self._built else ()):
+            seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
+            if len(seen) != len(present) or not all(map(is_, seen, present)):
+                built = self._built[index]
+                for problem in chain(_problems(built, group), self._without_effect(index, group)):
+                    raise GroupError(f"group {built.get('name', index)!r}: {problem}")
+                self._seen[index] = present
+        for index in self.rules:
+            check_rate(groups[index])
+
+    def _without_effect(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why weight decay or betas that were changed would have no effect."""
+        built, changed = self._built[index], {}
+        for name in (WEIGHT_DECAY, "betas"):
+            value = group.get(name)
+            on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+            if name in group and name in built and not on_device and value != built[name]:
+                changed[name] = value
+        if changed and index in self.rules:
+            try:
+                check_unread(self.rules[index], changed)
+            except NumberError as error:
+                yield str(error)
+
+    def accept_loaded(self, groups: Groups) -> None:
+        """Keep torch's flags that a load wrote to the groups, which the load has checked, and numbers without effect:
+        they do not make a checkpoint unreadable."""
+        for built, group in zip(self._built, groups, strict=bool(self._built)):
+            built.update({name: group[name] for name in _FLAGS if name in group})
+            for name in (WEIGHT_DECAY, "betas"):
+                if name in group and name in built and _has_form_of(group[name], built[name]):
+                    built[name] = group[name]
+
+
+def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
+    for name in built:
+        if name not in group:
+            yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
+    for name in (*FIXED, CHOICES):
+        if group.get(name) != built.get(name):
+            yield (
+                f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which has "
+                "no effect; build another optimizer, with config_overrides, and load this one's state_dict"
+            )
+    for name in FIELDS:
+        if name in group and name not in built:
+            read = ", ".join(name for name in FIELDS if name in built)
+            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
+        if name in group and name in built and not _has_form_of(group[name], built[name]):
+            yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
+    for name in _FLAGS:
+        if name in group and group[name] is not built.get(name, False):
+            yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
+    for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
+        if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
+            yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {built[CHOICES]}"
+
+
+def _has_form_of(value: Any, built: Any) -> bool:
+    """Whether both are single numbers, or rows of as many. A learning rate may be None until a scheduler sets it."""
+    if isinstance(built, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(built) and all(map(_is_number, value))
+    return value is None or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class EqualGroups:
+    """Compares the numbers of groups whose parameters several ranks update, by position and name.
+
+    Replicas would drift apart if a scheduler follows the loss of one rank, or only some ranks edit `param_groups`. Its
+    flags: 1, the checksum and its square for each compared group of this rank, else zeros: their sums show whether all
+    are equal. Groups that differ from the start, such as those of different pipeline stages, are not compared.
+    """
+
+    def __init__(self, guards: Guards, groups: Groups, *, own: Iterable[str], everyone: Comm):
+        """Collective: all ranks of `everyone` call it."""
+        self._guards, local = guards, sorted(guards.usable_groups.rules)
+        self._entries = (*FIELDS, *FIXED, *sorted(set(own)))
+        here = {(i, str(groups[i].get("name", ""))): _checksum(self._numbers_of(groups[i])) for i in local}
+        values: dict[tuple[int, str], list[int]] = {}
+        for of_rank in everyone.gather_objects(here) if everyone.size > 1 else ():
+            for key, checksum in of_rank.items():
+                values.setdefault(key, []).append(checksum)
+        keys = sorted(key for key, found in values.items() if len(found) > 1 and len(set(found)) == 1)
+        self._compared = [(*key, key in here) for key in keys]
+        self.num_flags = 3 * len(keys)
+        self._numbers: list[list[tuple[str, Any]]] = []  # of the last step, for `error`; groups keep parameters alive
+
+    def flags(self) -> Sequence[float]:
+        self._numbers = [self._numbers_of(self._guards.groups[index]) for index, _, _ in self._compared]
+        flags: list[float] = []
+        for numbers, (_, _, is_local) in zip(self._numbers, self._compared, strict=True):
+            checksum = _checksum(numbers) if is_local else 0
+            flags += [float(is_local), float(checksum), float(checksum**2)]
+        return flags
+
+    def is_wrong(self, sums: Tensor) -> Tensor:
+        differ: Tensor = _differ(*sums.to(int64).view(-1, 3).unbind(1))
+        return differ.any(0, keepdim=True)
+
+    def error(self, sums: Sequence[float]) -> Exception | None:
+        for number, (_, name, _) in enumerate(self._compared):
+            if _differ(*map(int, sums[3 * number : 3 * number + 3])):
+                return HyperError(
+                    f"group {name!r} has different numbers on the ranks that update its parameters (here "
+                    f"{dict(self._numbers[number])}); they must be equal on all ranks: make the same edits of "
+                    "param_groups everywhere, and give schedulers such as ReduceLROnPlateau a metric that is averaged "
+                    "over the ranks. Nothing was updated"
+                )
+        return None
+
+    def _numbers_of(self, group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        return [(entry, _plain(group[entry])) for entry in self._entries if entry in group]
+
+
+def _checksum(numbers: list[tuple[str, Any]]) -> int:
+    return crc32(repr(numbers).encode()) >> (32 - _BITS)
+
+
+def _differ(count: Any, total: Any, squares: Any) -> Any:
+    """Whether checksums differ, given integers or tensors of them.
+
+    Up to 2,048 ranks every product fits into 64 bits; beyond, tensors are compared modulo 2**64.
+    """
+    return count * squares != total * total
+
+
+def _plain(value: Any) -> Any:
+    """A value with the same `repr` on every rank. Tensors on an accelerator are not read, and so not compared."""
+    if isinstance(value, Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, int | float) else str(value) if isinstance(value, str) else None

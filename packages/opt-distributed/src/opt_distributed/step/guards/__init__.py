@@ -1,1 +1,0 @@
-"""Reasons for which every rank refuses a step: guards, with their sentences."""
