@@ -8,7 +8,6 @@ message. Boxes of many tensors are rows of integers.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +19,6 @@ from torch import Tensor
 from opt_checkpoint.state.sharded import Shape, ShardedTensor, flat_bounds
 
 Array: TypeAlias = npt.NDArray[Any]
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Box(NamedTuple):
@@ -129,52 +127,11 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
         yield Box(offsets, tuple(high - low if d == axis else n for d, n in enumerate(box.sizes)))
 
 
-class StoredBoxes:
-    """Stored boxes sorted along one axis, so that a wanted box is compared only with those near it.
-
-    Args:
-        boxes: boxes of one tensor.
-    """
-
-    __slots__ = ("_axis", "_boxes", "_longest", "_order", "_starts")
-
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self._boxes, self._order = boxes, list(range(len(boxes)))
-        self._axis: int | None = None  # a single box and boxes without axes are always compared
-        if len(boxes) > 1 and boxes[0].sizes:
-            # The axis with the most distinct offsets separates boxes best.
-            places = [len({box.offsets[d] for box in boxes}) for d in range(len(boxes[0].sizes))]
-            axis = self._axis = places.index(max(places))
-            self._order.sort(key=lambda i: boxes[i].offsets[axis])
-            self._starts = [boxes[i].offsets[axis] for i in self._order]
-            self._longest = max(box.sizes[axis] for box in boxes)
-
-    def overlaps(self, wanted: Box) -> Iterator[tuple[int, Box]]:
-        """Index and shared elements of each stored box that overlaps `wanted`, in sorted order."""
-        for number in self._near(wanted):
-            if (shared := self._boxes[number].overlap(wanted)) is not None:
-                yield number, shared
-
-    def first_overlap(self) -> tuple[int, int] | None:
-        """Two boxes that share elements; None if all are disjoint."""
-        if len(self._boxes) > 1:
-            for number, box in enumerate(self._boxes):
-                for other in self._near(box):
-                    if other < number and self._boxes[other].overlap(box) is not None:
-                        return other, number
-        return None
-
-    def _near(self, wanted: Box) -> list[int]:
-        if self._axis is None:
-            return self._order
-        start = wanted.offsets[self._axis]
-        low = bisect_left(self._starts, start - self._longest + 1)
-        return self._order[low : bisect_left(self._starts, start + wanted.sizes[self._axis])]
-
-
-def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Two boxes that share elements; None if all are disjoint."""
-    return StoredBoxes(boxes).first_overlap()
+def columns_of(boxes: Sequence[Box], axes: int) -> tuple[Array, Array]:
+    """Offsets and sizes of boxes, (n, axes) each; axes that a box lacks have offset 0 and size 1."""
+    rows = [(*(b.offsets + (0,) * axes)[:axes], *(b.sizes + (1,) * axes)[:axes]) for b in boxes]
+    both = np.array(rows, np.int64).reshape(len(boxes), 2 * axes)
+    return both[:, :axes], both[:, axes:]
 
 
 def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
@@ -209,31 +166,3 @@ def overlapping_pairs(tensor: Array, offsets: Array, sizes: Array) -> Iterator[t
         if shared.any():
             yield order[left[shared]], order[right[shared]]
         distance += 1
-
-
-def equal_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """Sort rows of integer columns so that equal ones are neighbours, in their order.
-
-    Returns:
-        The indices of the rows in sorted order; for each, the index of its group of equal rows.
-    """
-    mixed = np.zeros(len(columns[0]), np.uint64)
-    for column in columns:
-        mixed = (mixed ^ column.astype(np.uint64)) * _MIX
-        mixed ^= mixed >> np.uint64(29)
-    order = np.argsort(mixed, kind="stable")
-    new = _is_new(columns, order)
-    if new.sum() != _is_new([mixed], order).sum():  # rows of the same hash with other values may lie between equal rows
-        order = np.lexsort(tuple(columns))
-        new = _is_new(columns, order)
-    return order, np.cumsum(new) - 1
-
-
-def _is_new(columns: Sequence[Array], order: Array) -> Array:
-    """For each row in an order, whether it differs from the one before."""
-    new = np.zeros(len(order), bool)
-    new[:1] = True
-    for column in columns:
-        values = column[order]
-        new[1:] |= values[1:] != values[:-1]
-    return new

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes import StoredBoxes, boxes_of
+from opt_checkpoint.boxes import boxes_of, columns_of, overlapping_pairs
 from opt_checkpoint.dcp.names import (
     StrictHandling,
     Strictness,
@@ -95,7 +95,6 @@ class ShardedLoadPlanner:
         self._state, self._index, self._common = state, opened.index, opened.common
         self._strict, self._casts, self._aliases = Strictness.parse(strict), dtype == "cast", aliases
         self._safe_globals = safe_globals
-        self._stored_boxes: dict[str, StoredBoxes] = {}
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}  # loaded plain values
         self._tensors_within: dict[Path, dict[Path, ShardedTensor]] = {}  # of plain values, in new memory
@@ -134,12 +133,15 @@ class ShardedLoadPlanner:
         self._find_missing()
         check_stages(self.flat.tensors.values(), index.tensors, where)
         self._strict.report_missing(self.missing, [*index.tensors, *index.objects], where)
-        for path, shard in self.flat.tensors.items():
-            if path not in self.dropped and path not in self._plain:
-                self._plan_reads_of(self._names[path], shard)
-        for within in self._tensors_within.values():
-            for shard in within.values():
-                self._plan_reads_of(shard.key, shard)
+        asked = [
+            (self._names[path], shard)
+            for path, shard in self.flat.tensors.items()
+            if path not in self.dropped and path not in self._plain
+        ]
+        asked += [(shard.key, shard) for within in self._tensors_within.values() for shard in within.values()]
+        _check_disjoint({key: index.tensors[key] for key, _ in asked})
+        for key, shard in asked:
+            self._plan_reads_of(key, shard)
         for key in (self._names[path] for path in self.flat.objects if path not in self.dropped):
             if index.kind is Kind.OURS:
                 self.items.append(ObjectRead(key, index.objects[key]))
@@ -209,14 +211,11 @@ class ShardedLoadPlanner:
             dense = torch.zeros(shard.data.shape, dtype=shard.data.dtype, device=shard.data.device)
             self._to_copy.append((shard.data, dense))
             shard = replace(shard, data=dense)
-        if key not in self._stored_boxes:
-            boxes = [chunk.box for chunk in stored.chunks]
-            self._stored_boxes[key] = StoredBoxes(boxes)
-            pair = self._stored_boxes[key].first_overlap()
-            if pair is not None:  # on disjoint boxes, adding up volumes suffices to check coverage
-                raise CheckpointCorruptError(f"chunks {boxes[pair[0]]} and {boxes[pair[1]]} of {key} overlap")
+        offsets, sizes = columns_of([chunk.box for chunk in stored.chunks], len(stored.shape))
         for held in boxes_of(shard):
-            shared = list(self._stored_boxes[key].overlaps(held.box))
+            low, high = np.array(held.box.offsets), np.add(*held.box)
+            near = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1)).tolist()
+            shared = [(n, box) for n in near if (box := stored.chunks[n].box.overlap(held.box)) is not None]
             found = sum(box.numel for _, box in shared)
             if found != held.box.numel and shard.global_shape == stored.shape:
                 raise CheckpointMismatchError(
@@ -289,6 +288,16 @@ class ShardedLoadPlanner:
             plain[path] = merged(plain.get(path), values, lists=self._index.kind is Kind.DCP)
         plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
+
+
+def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointCorruptError if chunks of a tensor overlap. If they do not, their volumes prove coverage."""
+    chunks = [(key, chunk.box) for key, stored in tensors.items() for chunk in stored.chunks]
+    owner = np.repeat(np.arange(len(tensors)), [len(stored.chunks) for stored in tensors.values()])
+    axes = max([1, *(len(stored.shape) for stored in tensors.values())])
+    for left, right in overlapping_pairs(owner, *columns_of([box for _, box in chunks], axes)):
+        (key, box), (_, other) = chunks[left[0]], chunks[right[0]]
+        raise CheckpointCorruptError(f"chunks {box} and {other} of {key} overlap")
 
 
 def _check_memory(key: str, data: Tensor) -> None:

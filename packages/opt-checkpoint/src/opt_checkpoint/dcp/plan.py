@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from opt_checkpoint.boxes import Array, equal_rows, split_rows
+from opt_checkpoint.boxes import Array, columns_of, split_rows
 from opt_checkpoint.dcp.coverage import TensorsOfRanks, validate_sharding_integrity
 from opt_checkpoint.dcp.layout import LocalLayout
 from opt_checkpoint.disk.data_file import crc32
@@ -232,10 +232,7 @@ def assign_parts(tensors: TensorsOfRanks) -> Parts:
     columns = [(uncut, tensors.offsets[groups.main[uncut]], tensors.sizes[groups.main[uncut]])]
     for number in np.flatnonzero(count > 1).tolist():
         boxes = list(split_rows(tensors.box(groups.main[number]), int(count[number])))
-        rows = np.array(boxes, np.int64).reshape(len(boxes), 2, -1)
-        unused = ((0, 0), (0, tensors.offsets.shape[1] - rows.shape[2]))
-        padded = np.pad(rows[:, 0], unused), np.pad(rows[:, 1], unused, constant_values=1)
-        columns.append((np.full(len(boxes), number), *padded))
+        columns.append((np.full(len(boxes), number), *columns_of(boxes, tensors.offsets.shape[1])))
     group, offsets, sizes = map(np.concatenate, zip(*columns))
     nbytes = np.prod(sizes, axis=1) * itemsize[group]
     order = np.lexsort((-nbytes, groups.holders[group]))
@@ -253,7 +250,9 @@ def _grouped(tensors: TensorsOfRanks) -> _Groups:
     """Group equal boxes of one tensor, for groups that contain a main replica."""
     at = np.flatnonzero(tensors.usable)
     owner = tensors.owner[at]
-    order, group = equal_rows([tensors.key[owner], *tensors.offsets[at].T, *tensors.sizes[at].T])
+    rows = np.column_stack([tensors.key[owner], tensors.offsets[at], tensors.sizes[at]])
+    order = np.lexsort(rows.T)  # equal rows become neighbours, in the order of the ranks
+    group = np.cumsum(np.diff(rows[order], axis=0, prepend=-1).any(axis=1)) - 1
     main = np.full(int(group.max(initial=-1)) + 1, -1)
     is_main = tensors.main[owner[order]]
     main[group[is_main][::-1]] = at[order][is_main][::-1]

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from opt_checkpoint.boxes import Box, cut_flat_range, first_overlap
+from opt_checkpoint.boxes import Box, cut_flat_range
 from opt_checkpoint.disk.index import (
     MAX_DIMS,
     PATHS,
@@ -357,8 +357,6 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
             raise CheckpointCorruptError(f"{METADATA} lists chunk {box} of {key} without a location")
         if place is not None and box.numel:
             chunks.append(StoredChunk(box=box, place=place))
-    if first_overlap([chunk.box for chunk in chunks]) is not None:
-        raise _damaged(f"chunks of {key} overlap")
     properties = stored.attributes.get("properties")  # its state is a tuple that begins with dtype and layout
     state = properties.state if type(properties) is Made else None
     if type(state) is not tuple or len(state) < 2 or type(state[0]) is not Name:
