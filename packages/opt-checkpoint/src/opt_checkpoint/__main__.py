@@ -128,7 +128,7 @@ def _summary(path: Location) -> str:
         index = read_index(path)
     except CheckpointingException as error:
         return f"not a complete checkpoint: {error}"
-    wrong = size_problems(index)
+    wrong = size_problems(index.path, index.files)
     state = f"damaged: {', '.join(wrong)}" if wrong else "committed"
     return f"{_size(index.nbytes):>10}  {len(index.tensors):>6} tensors  {index.kind.value}  {state}"
 

@@ -153,7 +153,7 @@ def differences(first: CheckpointIndex, second: CheckpointIndex, *, rtol: float 
         rtol: allowed difference as a fraction of the value in `second`; 0 requires equal bits (NaNs included).
     """
     for which, index in (("first", first), ("second", second)):
-        for file, problem in size_problems(index).items():
+        for file, problem in size_problems(index.path, index.files).items():
             yield Difference(file, f"damaged in the {which}: {problem}")
     for key in sorted(first.tensors.keys() | second.tensors.keys()):
         a, b = first.tensors.get(key), second.tensors.get(key)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
-from opt_checkpoint.disk.archives import find_values, load_archive
+from opt_checkpoint.disk.archives import find_values, load_object
 from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, crc32, has_right_sums, read_region
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
@@ -143,7 +143,7 @@ class CheckpointReader:
         if isinstance(item, ObjectRead):
             planner.load_bytes(item.key, bytes(raw))
         elif place.archive and self._values[item.chunk] is None:
-            tensor, shape = load_archive(bytes(raw)), item.chunk.archived or item.chunk.box.sizes
+            tensor, shape = load_object(bytes(raw)), item.chunk.archived or item.chunk.box.sizes
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
                 raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")
             whole = tensor.reshape(-1)[item.chunk.first :][: item.chunk.box.numel].view(item.chunk.box.sizes)

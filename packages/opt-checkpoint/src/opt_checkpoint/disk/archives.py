@@ -95,18 +95,9 @@ class _Slice(io.RawIOBase):
     def __init__(self, read: ReadAt, place: ByteRange) -> None:
         self._read, self._place, self._position = read, place, 0
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
     def seek(self, offset: int, whence: int = 0) -> int:
         base = (0, self._position, self._place.nbytes)[whence]
         self._position = max(0, base + offset)
-        return self._position
-
-    def tell(self) -> int:
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
@@ -162,19 +153,6 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
         raise
     except Exception as error:  # zipfile raises many kinds on damaged archives
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from error
-
-
-def load_archive(raw: bytes) -> Any:
-    """Load an archived tensor or object that `torch.load(weights_only=True)` accepts.
-
-    Raises:
-        CheckpointCorruptError: it is damaged, or it contains something that `weights_only` refuses.
-    """
-    check_archive_size(raw)
-    try:
-        return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many exception types here; all mean that the bytes cannot be trusted
-        raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
 
 
 def check_archive_size(raw: bytes) -> None:
@@ -234,7 +212,7 @@ NUMPY_GLOBALS: SafeGlobals = (
 _changing_globals = threading.Lock()  # torch keeps its list of safe globals in one place for all threads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NotLoaded:
     """Stands for an object of a class that was not loaded.
 
@@ -244,26 +222,16 @@ class NotLoaded:
 
     name: str
 
-
-class _Unknown:
-    """Placeholder class that `torch.load` uses for unknown classes. Accepts any arguments and state, and discards
-    them."""
-
-    global_name = ""
-
-    def __init__(self, *args: object) -> None:
-        """Accept any arguments."""
-
-    def __new__(cls, *args: object) -> _Unknown:
-        """Accept any arguments."""
-        return super().__new__(cls)
-
     def __setstate__(self, state: object) -> None:
-        """Discard the state."""
+        """Discard the state of the object, which `torch.load` sets."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NotLoaded, (self.name,)
 
 
 def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
-    """Load a stored object by `torch.load(weights_only=True)`. Objects of unknown classes become `NotLoaded`.
+    """Load an archived object or tensor by `torch.load(weights_only=True)`. Objects of unknown classes become
+    `NotLoaded`.
 
     Args:
         raw: an archive of `torch.save`.
@@ -276,41 +244,28 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
     try:
         with _changing_globals, safe_globals(list(allowed)):
             names = get_unsafe_globals_in_checkpoint(io.BytesIO(raw))
-            stubs = [(type("Unknown", (_Unknown,), {"global_name": name}), name) for name in names]
-            with safe_globals(list(stubs)):
-                loaded = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
+            stubs = [(type("Stub", (), {"__new__": lambda cls, *args, of=n: NotLoaded(of)}), n) for n in names]
+            with safe_globals([*stubs, NotLoaded]):
+                return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types here; all mean that the bytes cannot be trusted
         raise CheckpointCorruptError(f"a stored object cannot be loaded safely: {error}") from error
-    return _with_placeholders(loaded) if names else loaded
-
-
-def _with_placeholders(value: Any) -> Any:
-    """The value with a `NotLoaded` in place of every object of an unknown class."""
-    if isinstance(value, _Unknown):
-        return NotLoaded(value.global_name)
-    if isinstance(value, dict):
-        return {_with_placeholders(k): _with_placeholders(v) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_placeholders(v) for v in value)
-    if isinstance(value, set | frozenset):
-        return {_with_placeholders(v) for v in value}
-    # A class that another library has made loadable, as megatron.core does, may have attributes of an unknown class.
-    attributes = {} if isinstance(value, torch.Tensor | type) else getattr(value, "__dict__", {})
-    incomplete = next(not_loaded_in(_with_placeholders(dict(attributes))), None)
-    return value if incomplete is None else NotLoaded(incomplete)
 
 
 def not_loaded_in(value: Any) -> Iterator[str]:
-    """Names of the classes that were not loaded, anywhere in a value."""
-    if isinstance(value, NotLoaded):
-        yield value.name
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            yield from not_loaded_in(key)
-            yield from not_loaded_in(inner)
-    elif isinstance(value, list | tuple | set):
-        for inner in value:
-            yield from not_loaded_in(inner)
+    """Names of the classes that were not loaded, anywhere in a value. Its parts may be shared."""
+    seen, rest = set[int](), [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, NotLoaded):
+            yield part.name
+        elif id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, dict):
+                rest += [*part, *part.values()]
+            elif isinstance(part, list | tuple | set | frozenset):
+                rest += part
+            elif not isinstance(part, Tensor | type):  # an object of an allowed class
+                rest += getattr(part, "__dict__", {}).values()
 
 
 def loaded_whole(value: Any, name: str) -> Any:

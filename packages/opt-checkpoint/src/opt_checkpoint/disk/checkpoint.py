@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import io
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.disk.archives import SafeGlobals, check_archive_size, load_object, loaded_whole
+from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.data_file import (
     FILE_MARK,
     CheckedValues,
@@ -69,6 +69,11 @@ def read_index(path: AnyPath) -> CheckpointIndex:
         store.read_into(name, 0, memoryview(start))
         if start == FILE_MARK:
             raise CheckpointCorruptError(f"{where} was written by opt-checkpoint, but its {MANIFEST} is gone")
+        if start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= sizes[name]:
+            raise CheckpointCorruptError(
+                f"{where} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
+                f"torch.distributed.checkpoint and save it by opt_checkpoint.save"
+            )
     return read_dcp_index(where, sizes)
 
 
@@ -218,14 +223,11 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
             problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
             found += [Finding(place.file, problem, (key,))] if problem else []
         return found
-    store, wrong = store_at(index.path), size_problems(index)
-    for name, file in index.files.items():
-        if name in wrong:
-            found.append(Finding(name, wrong[name]))
-        elif _crc_of(store, name, file.size) != file.crc:
-            damaged = [key for key, place in places if place.file == name and not has_right_sums(files[name], place)]
-            found.append(Finding(name, "has changed: its checksum is wrong", tuple(dict.fromkeys(damaged))))
-    for name in sorted(store.sizes()):
+    for name, problem in _damage(index.path, index.files):
+        of_file = [(key, place) for key, place in places if place.file == name and problem == _CHANGED]
+        damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files[name], place))
+        found.append(Finding(name, problem, tuple(damaged)))
+    for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):
             found.append(Finding(name, "does not belong to this checkpoint"))
     return found
@@ -241,22 +243,29 @@ def first_damage(path: Location, files: Mapping[str, StoredFile]) -> str | None:
     Raises:
         OSError: a file cannot be read.
     """
+    return next((f"{name}: {problem}" for name, problem in _damage(path, files)), None)
+
+
+_CHANGED = "has changed: its checksum is wrong"
+
+
+def _damage(path: Location, files: Mapping[str, StoredFile]) -> Iterator[tuple[str, str]]:
+    """Name and problem of each file that is missing, or has another size or checksum. Reads the files."""
     store = store_at(path)
-    problems = _size_problems(store, files)
+    problems = size_problems(path, files)
     for name, file in files.items():
-        if name in problems:
-            return f"{name}: it {problems[name]}"
         try:
-            if _crc_of(store, name, file.size) != file.crc:
-                return f"{name} has changed: its checksum is wrong"
+            if name in problems:
+                yield name, problems[name]
+            elif _crc_of(store, name, file.size) != file.crc:
+                yield name, _CHANGED
         except (FileNotFoundError, EOFError, CheckpointCorruptError) as error:  # changed in the meantime
-            return f"{name}: {error}"
-    return None
+            yield name, str(error)
 
 
 def check_sizes(index: CheckpointIndex) -> None:
     """Raise `CheckpointCorruptError` if a file is missing, has another size, or belongs to another save."""
-    for name, problem in size_problems(index).items():
+    for name, problem in size_problems(index.path, index.files).items():
         raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
     names, files = [name for name in index.files if name.endswith(".distcp")], DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -264,17 +273,13 @@ def check_sizes(index: CheckpointIndex) -> None:
             done.result()
 
 
-def size_problems(index: CheckpointIndex) -> dict[str, str]:
-    """Return the problems of files, by name, without opening the files.
+def size_problems(path: Location, files: Mapping[str, StoredFile]) -> dict[str, str]:
+    """Return the problems of files in a folder, by name, without opening the files.
 
     Raises:
         OSError: the sizes cannot be read.
     """
-    return _size_problems(store_at(index.path), index.files)
-
-
-def _size_problems(store: Store, files: Mapping[str, StoredFile]) -> dict[str, str]:
-    stored, problems = store.sizes(names=files), {}
+    stored, problems = store_at(path).sizes(names=files), {}
     for name, file in files.items():
         size = stored.get(name)
         if size is None:
@@ -303,12 +308,11 @@ def _crc_of(store: Store, name: str, size: int) -> int:
 
 def _archive_problem(raw: bytes) -> str | None:
     try:
-        check_archive_size(raw)
+        load_object(raw)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             for entry in archive.infolist():
                 if entry.CRC:  # large tensors that we wrote have the checksum 0: unknown
                     archive.read(entry)
-        load_object(raw)
     except Exception as error:  # zipfile raises many exception types on damaged archives
         return f"holds a damaged archive: {error}"
     return None

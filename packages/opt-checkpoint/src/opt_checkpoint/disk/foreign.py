@@ -248,7 +248,6 @@ def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
         details={PATHS: _paths_of(metadata, {*tensors, *objects})},
     )
     check_index(index)
-    _refuse_safetensors(index)
     return index
 
 
@@ -267,20 +266,6 @@ def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | i
         and len(path) <= _MAX_DEPTH
         and all(type(part) in (str, int) for part in path)
     }
-
-
-def _refuse_safetensors(index: CheckpointIndex) -> None:
-    """Raise `CheckpointCorruptError` for data files that are safetensors files instead of archives of `torch.save`."""
-    name = min(index.files, default=None)
-    if name is None or index.files[name].size < 9:
-        return
-    start = bytearray(9)
-    store_at(index.path).read_into(name, 0, memoryview(start))
-    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= index.files[name].size:
-        raise CheckpointCorruptError(
-            f"{index.path} was written with SerializationFormat.SAFETENSORS, which is not read; load it with "
-            f"torch.distributed.checkpoint and save it by opt_checkpoint.save"
-        )
 
 
 def _damaged(problem: str) -> CheckpointCorruptError:

@@ -149,7 +149,8 @@ class Series:
         """Whether a committed step has all its files, by manifest and sizes. Each step is looked at once."""
         if self._whole.get(step) is None:
             try:
-                problems = size_problems(read_committed(self.path(step)))
+                index = read_committed(self.path(step))
+                problems = size_problems(index.path, index.files)
             except CheckpointCorruptError as error:
                 problems = {"manifest": str(error)}
             self._whole[step] = not problems
