@@ -107,7 +107,7 @@ class Clock:
 
 def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_remember: list[Any]) -> dict[str, float]:
     """Run rank 0's part of one save. Writes the plan that each rank caches to `ranks_remember`."""
-    remembered = cache.plan_of(0).name
+    remembered = cache.plan.name
     offers = [pickle.dumps(Offer({}, own.layout.fingerprint, b"", remembered)) for own in contents]
     planner = ShardedSavePlanner({}, cache=cache)
     writer = CheckpointWriter(path, save_id=uuid.uuid4().hex)
@@ -138,7 +138,7 @@ def save(path: Path, contents: list[LocalContents], cache: PlanCache, ranks_reme
             file.write(file_header(messages_back[0]) + (common if rank == 0 else b""))
             file.truncate(own.stored.size)
         results.append(pickle.dumps(own))
-    cache.keep(CachedPlan(planner.plan_name, 0, ranks_remember[0], planner.plan))
+    cache.plan = CachedPlan(planner.plan_name, 0, ranks_remember[0], planner.plan)
     clock.lap()
     unpickled = [pickle.loads(result) for result in results]
     clock.lap("unpickle results")

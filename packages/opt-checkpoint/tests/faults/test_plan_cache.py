@@ -222,8 +222,7 @@ def test_repeated_blocks_that_came_apart_are_refused_with_a_remembered_plan(tmp_
 def test_a_rank_that_writes_other_parts_than_planned_is_noticed_before_the_commit(tmp_path: Path) -> None:
     caches = [PlanCache() for _ in range(3)]
     save_as_ranks([replicas(rank, 0) for rank in range(3)], tmp_path / "1", caches=caches)
-    own, others = caches[1].plan_of(1), caches[2].plan_of(2)
-    caches[1].keep(own._replace(assigned=others.assigned))
+    caches[1].plan = caches[1].plan._replace(assigned=caches[2].plan.assigned)
     with pytest.raises(CheckpointingException, match=r"rank 1 has not written the .* parts and"):
         save_as_ranks([replicas(rank, 1) for rank in range(3)], tmp_path / "2", caches=caches)
     assert not (tmp_path / "2").exists()

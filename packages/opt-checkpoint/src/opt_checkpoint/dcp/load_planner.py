@@ -97,8 +97,8 @@ class ShardedLoadPlanner:
         self._safe_globals = safe_globals
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}  # loaded plain values
-        self._tensors_within: dict[Path, dict[Path, ShardedTensor]] = {}  # of plain values, in new memory
-        self._objects_within: dict[Path, dict[Path, str]] = {}  # of plain values of stock directories: their keys
+        # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
+        self._within: dict[Path, dict[Path, ShardedTensor | str]] = {}
         self._to_zero: list[ShardedTensor] = []
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # targets, and the values that they get after all are read
         self.items: list[TensorRead | ObjectRead] = []
@@ -138,7 +138,8 @@ class ShardedLoadPlanner:
             for path, shard in self.flat.tensors.items()
             if path not in self.dropped and path not in self._plain
         ]
-        asked += [(shard.key, shard) for within in self._tensors_within.values() for shard in within.values()]
+        within = [part for parts in self._within.values() for part in parts.values()]
+        asked += [(part.key, part) for part in within if isinstance(part, ShardedTensor)]
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
         for key, shard in asked:
             self._plan_reads_of(key, shard)
@@ -149,8 +150,7 @@ class ShardedLoadPlanner:
                 self._loaded_objects[key] = self._read_now(key)
         keys = {*self._names.values(), COMMON_KEY, *asked_plain((*self.flat.common, *self.flat.plain), self._common)}
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
-        keys |= {tensor.key for within in self._tensors_within.values() for tensor in within.values()}
-        keys |= {key for within in self._objects_within.values() for key in within.values()}
+        keys |= {part if isinstance(part, str) else part.key for part in within}
         return np.packbits([key in keys for key in self._stored_keys()]).tobytes()
 
     def _stored_keys(self) -> list[str]:
@@ -164,22 +164,23 @@ class ShardedLoadPlanner:
         """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
         tensors = self._index.tensors
         for path in self.flat.common:
-            value, within = lookup(self._common, path), stored_under(path, self._index)
-            made = {inner: _described(key, tensors[key]) for inner, key in within.items() if key in tensors}
-            objects = {inner: key for inner, key in within.items() if key not in tensors}
-            if made:
-                self._tensors_within[path] = made
-            if objects:
-                self._objects_within[path] = objects
-                self._loaded_objects.update((key, self._read_now(key)) for key in objects.values())
+            value, parts = lookup(self._common, path), self._find_within(path)
+            objects = [part for part in parts.values() if isinstance(part, str)]
+            self._loaded_objects.update((key, self._read_now(key)) for key in objects)
             if value is not ABSENT or objects:
                 self._plain[path] = None if value is ABSENT else loaded_whole(value, path_text(path))
         for path, template in self.flat.plain.items():
             value = lookup(self._common, path) if self._names[path] not in tensors else ABSENT
             if value is not ABSENT:
-                if within := stored_under(path, self._index):
-                    self._tensors_within[path] = {i: _described(key, tensors[key]) for i, key in within.items()}
+                self._find_within(path)
                 self._plain[path] = self._into_template(path, template, loaded_whole(value, path_text(path)))
+
+    def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
+        tensors, parts = self._index.tensors, stored_under(path, self._index)
+        found = {inner: _described(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
+        if found:
+            self._within[path] = found
+        return found
 
     def _into_template(self, path: Path, template: Tensor, value: Any) -> Any:
         """Return the stored plain value for a tensor template; a tensor is copied into the template later."""
@@ -197,7 +198,7 @@ class ShardedLoadPlanner:
         stored, objects = self._index.tensors, self._index.objects
         absent = {p: t.key for p, t in self.flat.tensors.items() if self._names[p] not in stored}
         absent |= {p: o.unique_key for p, o in self.flat.objects.items() if self._names[p] not in objects}
-        absent |= {p: path_text(p) for p in self.flat.common if p not in self._tensors_within}
+        absent |= {p: path_text(p) for p in self.flat.common if p not in self._within}
         self.dropped = {path for path in absent if path not in self._plain}
         optional = {path for path, tensor in self.flat.tensors.items() if tensor.optional}
         self.missing = [key for path, key in absent.items() if path in self.dropped and path not in optional]
@@ -282,9 +283,8 @@ class ShardedLoadPlanner:
                 target.copy_(source)
         objects = {p: self._loaded_objects[self._names[p]] for p in self.flat.objects if p not in self.dropped}
         plain = dict(self._plain)
-        for path in self._tensors_within.keys() | self._objects_within.keys():
-            values = {inner: tensor.data for inner, tensor in self._tensors_within.get(path, {}).items()}
-            values.update((i, self._loaded_objects[key]) for i, key in self._objects_within.get(path, {}).items())
+        for path, parts in self._within.items():
+            values = {i: self._loaded_objects[p] if isinstance(p, str) else p.data for i, p in parts.items()}
             plain[path] = merged(plain.get(path), values, lists=self._index.kind is Kind.DCP)
         plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))

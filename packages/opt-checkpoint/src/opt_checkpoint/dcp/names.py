@@ -190,13 +190,7 @@ class StrictHandling(Enum):
 
 Reaction: TypeAlias = Literal["raise", "log", "allow"]
 _TORCHS_NAMES = ("raise_missing", "log_missing", "return_missing")
-_REACTIONS: dict[str, Reaction] = {
-    "raise": "raise",
-    "assume_ok": "raise",  # Megatron-Core lets its load raise
-    "log": "log",
-    "return": "allow",
-    "ignore": "allow",
-}
+_REACTIONS: dict[str, Reaction] = {"log": "log", "return": "allow", "ignore": "allow"}
 
 
 class Strictness(NamedTuple):
@@ -222,7 +216,7 @@ class Strictness(NamedTuple):
         if name not in allowed:
             raise ValueError(f"strict={value!r}; allowed: {', '.join(allowed)}")
         reaction, _, side = name.rpartition("_")
-        missing = _REACTIONS[reaction]
+        missing = _REACTIONS.get(reaction, "raise")  # Megatron-Core's "assume_ok" lets its load raise
         return cls(missing, missing if side == "all" else "allow")
 
     def report_missing(self, keys: Sequence[str], stored: Sequence[str], where: str) -> None:
@@ -257,20 +251,15 @@ def warn_of_left_out(empty: Iterable[str], nones: Iterable[str], unexpected: Seq
     for path in filter(None, empty):
         if inside := _inside(path, unexpected):
             logger.warning(
-                "the state has an empty dict at %s, which loads nothing; %s holds %s there. Pass None in its place to "
-                "load all of it",
-                path,
-                where,
-                _some(inside),
+                f"the state has an empty dict at {path}, which loads nothing; {where} holds {_some(inside)} there. "
+                f"Pass None in its place to load all of it"
             )
     for path in nones:
         if inside := _inside(path, unexpected):
             logger.warning(
-                "None at %s loads plain values and plain tensors only; %s holds sharded tensors there, which were not "
-                "loaded: %s. Describe them, as sharded_model(model) does",
-                path or "the top of the state",
-                where,
-                _some(inside),
+                f"None at {path or 'the top of the state'} loads plain values and plain tensors only; {where} holds "
+                f"sharded tensors there, which were not loaded: {_some(inside)}. Describe them, as "
+                f"sharded_model(model) does"
             )
 
 

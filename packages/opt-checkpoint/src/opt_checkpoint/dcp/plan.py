@@ -176,20 +176,7 @@ class PlanCache:
     """
 
     def __init__(self) -> None:
-        self._plan = CachedPlan()
-
-    def plan_of(self, rank: int) -> CachedPlan:
-        """The plan that is cached for a rank; an empty plan if there is none.
-
-        The rank matters: if two ranks with equal layouts swap their numbers, different plans have the same name. A save
-        calls this once, at its start, because another save may replace the plan at any time.
-        """
-        plan = self._plan
-        return plan if plan.rank == rank else CachedPlan()
-
-    def keep(self, plan: CachedPlan) -> None:
-        """Replace the cached plan."""
-        self._plan = plan
+        self.plan = CachedPlan()  # replaced by each save that made one; a save reads it once, at its start
 
 
 # --- balance ---

@@ -106,7 +106,9 @@ class ShardedSavePlanner:
         self._contents = local_contents(self.flat, self._held)
         assert self._contents.layout is not None
         common = "".join(sorted(map(repr, self._contents.common.items()))).encode("utf-8", "surrogatepass")
-        self.rank, self._cached = rank, CachedPlan() if self._cache is None else self._cache.plan_of(rank)
+        self.rank, cached = rank, CachedPlan() if self._cache is None else self._cache.plan
+        # If two ranks with equal layouts swap their numbers, different plans have the same name.
+        self._cached = cached if cached.rank == rank else CachedPlan()
         layout = self._contents.layout.fingerprint
         return Offer(arguments, layout, hashlib.sha256(common).digest(), self._cached.name)
 
@@ -165,8 +167,7 @@ class ShardedSavePlanner:
             raise RuntimeError("a rank without a cached plan agreed to use one")
         self.assigned = found
         if self._cache is not None:
-            plan = self.plan if self.rank == 0 else None
-            self._cache.keep(CachedPlan(self.plan_name, self.rank, found, plan))
+            self._cache.plan = CachedPlan(self.plan_name, self.rank, found, self.plan if self.rank == 0 else None)
 
     def objects(self) -> Iterator[tuple[str, bytes]]:
         """The keys and bytes of the objects that this rank writes.

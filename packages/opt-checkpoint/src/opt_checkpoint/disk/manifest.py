@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -86,27 +87,24 @@ def decode_paths(keys: Sequence[str], columns: Mapping[str, Array]) -> dict[str,
     """
     if COUNTS not in columns or LENGTHS not in columns:
         return {}
-    counts, lengths = columns[COUNTS].tolist(), columns[LENGTHS].tolist()
-    if len(counts) != len(keys) or sum(counts) != len(lengths):
+    counts, rest = columns[COUNTS].tolist(), iter(columns[LENGTHS].tolist())
+    if len(counts) != len(keys) or sum(counts) != len(columns[LENGTHS]):
         raise CheckpointCorruptError("the manifest contradicts itself: its paths do not add up")
-    paths, position = {}, 0
+    paths = dict[str, Path]()
     for key, count in zip(keys, counts):
+        parts, start = list[str | int](), 0
+        try:
+            for length in islice(rest, count):
+                text = key[start : start + length // 2]
+                parts.append(int(text) if length % 2 else text)
+                start += length // 2 + 1
+            if count and path_text(tuple(parts)) != key:
+                raise ValueError(f"it is {parts}")
+        except ValueError as error:
+            raise CheckpointCorruptError(f"the manifest contradicts itself: the path of {key}: {error}") from error
         if count:
-            paths[key] = tuple(_parts(key, lengths[position : position + count]))
-            position += count
-            if path_text(paths[key]) != key:
-                raise CheckpointCorruptError(f"the manifest contradicts itself: the path of {key} is {paths[key]}")
+            paths[key] = tuple(parts)
     return paths
-
-
-def _parts(key: str, lengths: Sequence[int]) -> Iterator[str | int]:
-    start = 0
-    for length in lengths:
-        text = key[start : start + length // 2]
-        if length % 2 and not text.lstrip("-").isdecimal():
-            raise CheckpointCorruptError(f"the manifest contradicts itself: {text!r} in the path of {key} is a number")
-        yield int(text) if length % 2 else text
-        start += length // 2 + 1
 
 
 FORMAT = 2
