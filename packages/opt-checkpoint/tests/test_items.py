@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opt_checkpoint import CheckpointCorruptError, NotLoaded, load, read_index, save, sharded_like, verify_checkpoint
-from opt_checkpoint.disk.archives import find_values, load_object, not_loaded_in
+from opt_checkpoint.disk.archives import find_values, load_object, loaded_whole, not_loaded_in
 from opt_checkpoint.disk.data_file import bytes_view, crc32_combine
 from opt_checkpoint.disk.data_file_writer import frame_tensor
 from opt_checkpoint.disk.index import ByteRange
@@ -191,7 +191,7 @@ def archive(value: Any) -> bytes:
     return raw.getvalue()
 
 
-def test_an_object_with_an_attribute_of_an_unknown_class_is_not_loaded() -> None:
+def test_an_object_with_an_attribute_of_an_unknown_class_is_not_whole() -> None:
     """Importing megatron.core makes argparse.Namespace loadable everywhere; `convert` then failed on the placeholder of
     an enum in it, and `load` returned the placeholder to the caller."""
     raw = archive({"args": argparse.Namespace(lr=0.1, backend=Backend()), "iteration": 3})
@@ -199,7 +199,10 @@ def test_an_object_with_an_attribute_of_an_unknown_class_is_not_loaded() -> None
         loaded = load_object(raw)
     (name,) = not_loaded_in(loaded)
     assert name.endswith(".Backend")
-    assert loaded == {"args": NotLoaded(name), "iteration": 3}
+    args = argparse.Namespace(lr=0.1, backend=NotLoaded(name))
+    assert loaded == {"args": args, "iteration": 3}
+    with pytest.raises(CheckpointCorruptError, match="cannot be loaded safely"):
+        loaded_whole(args, "args")
 
 
 class Mode(enum.Enum):

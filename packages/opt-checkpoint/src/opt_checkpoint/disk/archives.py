@@ -20,7 +20,7 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,30 +28,13 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from opt_checkpoint.boxes import row_major_strides
-from opt_checkpoint.disk.foreign import PERSISTENT, Made, Name, read_pickle
-from opt_checkpoint.disk.index import MAX_DIMS, ByteRange
+from opt_checkpoint.disk.foreign import Name, is_dtype, read_pickle
+from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.state.tensors import BY_STORAGE_CLASS, dtype_from_name
 
-
-class ReadAt(Protocol):
-    """Reads `nbytes` at `start` of one file."""
-
-    def __call__(self, start: int, nbytes: int) -> bytes: ...
-
-
-class _View(NamedTuple):
-    """A tensor as described by its pickle: a part of the storage of this name."""
-
-    storage: str
-    offset: int
-    shape: Shape
-    strides: Shape
-    dtype: torch.dtype | None
-    has_metadata: bool  # a conjugate or negative bit: the bytes are not the values
-
-
+ReadAt: TypeAlias = Callable[[int, int], bytes]  # reads a number of bytes from a position of one file
 _NAMES = frozenset(
     {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict")}
 )
@@ -60,33 +43,7 @@ _DESCRIPTION_BYTES = 1 << 20  # of a pickle that describes one tensor; a few hun
 
 def _known(name: Name) -> bool:
     is_storage = name.module in ("torch", "torch.storage") and name.name.endswith("Storage")
-    is_dtype = name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
-    return name in _NAMES or is_storage or is_dtype
-
-
-def _described(raw: bytes) -> _View | None:
-    """The tensor that a pickle describes by a call of `_rebuild_tensor_v2` or `_v3`; None for anything else.
-
-    Arguments: (storage, offset, shape, strides, ...); the storage is the id ("storage", class, name, device, numel);
-    `_v3` passes the dtype after these. A dict at the end has the conjugate and the negative bit, if they are set.
-    """
-    made = read_pickle(raw, "a stored tensor", _known)
-    if type(made) is not Made or type(made.of) is not Name or not made.of.name.startswith("_rebuild_tensor_v"):
-        return None
-    storage, offset, shape, strides, *rest = made.args
-    kind, name = storage.args[0][1:3]
-    if storage.of is not PERSISTENT or type(kind) is not Name or type(name) is not str or type(offset) is not int:
-        return None
-    named = next((dtype_from_name(x.name) for x in rest if type(x) is Name and x.module == "torch"), None)
-    dtype = named or BY_STORAGE_CLASS.get(kind.name)
-    has_metadata = any(type(x) is dict and x for x in rest)
-    return _View(name, offset, _integers(shape), _integers(strides), dtype, has_metadata)
-
-
-def _integers(value: Any) -> Shape:
-    if type(value) is not tuple or len(value) > MAX_DIMS or any(type(n) is not int for n in value):
-        raise ValueError("a shape is not a tuple of integers")
-    return value
+    return name in _NAMES or is_storage or is_dtype(name)
 
 
 class _Slice(io.RawIOBase):
@@ -129,15 +86,23 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
                 raise CheckpointCorruptError(
                     f"{where} is damaged: its description is compressed or too large ({pickled.file_size} bytes)"
                 )
-            view = _described(archive.read(pickled))
-            if view is None or view.dtype != dtype or view.shape != shape:
+            # Called are _rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks, metadata), where the
+            # metadata are the conjugate and the negative bit, or _v3, which has the dtype before the metadata.
+            call = read_pickle(archive.read(pickled), "a stored tensor", _known)
+            storage, offset, stored_shape, strides, *rest = call.args
+            _, kind, name, *_ = storage.args[0]  # the persistent id: "storage", class, name, device, number of elements
+            named = [dtype_from_name(x.name) for x in rest if type(x) is Name and x.module == "torch"]
+            stored_dtype = named[0] if named else BY_STORAGE_CLASS.get(kind.name)
+            is_tensor = call.of.name.startswith("_rebuild_tensor_v") and type(name) is str
+            if not is_tensor or stored_dtype != dtype or stored_shape != shape:
                 raise CheckpointCorruptError(f"{where} does not hold {dtype} {shape}, as the index says")
-            is_run = view.strides == row_major_strides(shape) or 0 in shape
+            is_run = strides == row_major_strides(shape) or 0 in shape
+            has_bits = any(type(x) is dict and x for x in rest)  # the bytes are not the values
             order = f"{root}/byteorder"  # archives of before torch 2.1 do not record it, and are little-endian
             is_little = order not in archive.namelist() or archive.read(order) == b"little"
-            if view.offset or not is_run or view.has_metadata or not is_little:
+            if offset or not is_run or has_bits or not is_little:
                 return None
-            entry = archive.getinfo(f"{root}/data/{view.storage}")
+            entry = archive.getinfo(f"{root}/data/{name}")
             with archive.open(entry):  # reads the local header, and checks its name against the directory's
                 stream: Any = archive.fp
                 stream.seek(entry.header_offset + 26)

@@ -76,7 +76,6 @@ class Made:
     append = extend
 
 
-PERSISTENT = Name("", "persistent id")  # creates a persistent id, which is its one argument
 _ATOMS = frozenset({str, int, bool, float, bytes, type(None), Name, Made})
 _ERRORS = (IndexError, KeyError, TypeError, ValueError, AttributeError, EOFError, struct.error, pickle.UnpicklingError)
 
@@ -122,7 +121,7 @@ class _Reader(pickle._Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        return Made(PERSISTENT, (pid,))
+        return Made(None, (pid,))
 
     def _make(self) -> None:
         args, of = self.stack.pop(), self.stack.pop()
@@ -194,9 +193,13 @@ _LIMIT = 1 << 63
 _MAX_DEPTH = 100  # of a state, so that rebuilding it cannot exhaust the stack
 
 
+def is_dtype(name: Name) -> bool:
+    """Whether it names a dtype of torch."""
+    return name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
+
+
 def _known(name: Name) -> bool:
-    is_dtype = name.module == "torch" and isinstance(vars(torch).get(name.name), torch.dtype)
-    return is_dtype or name in _NAMES or name.module.startswith(_PACKAGES)
+    return is_dtype(name) or name in _NAMES or name.module.startswith(_PACKAGES)
 
 
 def read_dcp_index(path: Location, sizes: Mapping[str, int]) -> CheckpointIndex:
@@ -256,16 +259,9 @@ def _paths_of(metadata: Made, stored: Container[str]) -> dict[str, tuple[str | i
     recorded = metadata.attributes.get("planner_data")
     if type(recorded) is not dict:
         return {}
-    return {
-        key: path
-        for key, path in recorded.items()
-        if type(key) is str
-        and key in stored
-        and type(path) is tuple
-        and path
-        and len(path) <= _MAX_DEPTH
-        and all(type(part) in (str, int) for part in path)
-    }
+    found = {k: p for k, p in recorded.items() if type(k) is str and k in stored and type(p) is tuple}
+    is_plain = {k: all(type(part) in (str, int) for part in p) for k, p in found.items() if 0 < len(p) <= _MAX_DEPTH}
+    return {key: path for key, path in found.items() if is_plain.get(key)}
 
 
 def _damaged(problem: str) -> CheckpointCorruptError:
