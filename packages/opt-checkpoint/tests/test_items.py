@@ -9,6 +9,7 @@ import os
 import zipfile
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,8 @@ def archived(tensor: torch.Tensor) -> bytes:
 
 def found(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> ByteRange | None:
     place = ByteRange(file="f", start=6, nbytes=len(raw) - 6, archive=True)
-    return find_values(lambda start, nbytes: raw[start : start + nbytes], place, dtype, shape)
+    files: Any = SimpleNamespace(read=lambda name, start, nbytes: raw[start : start + nbytes])
+    return find_values(files, place, dtype, shape)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_object
-from opt_checkpoint.disk.data_file import CheckedValues, DataFile, DataFiles, crc32, has_right_sums, read_region
+from opt_checkpoint.disk.data_file import CheckedValues, DataFiles, crc32, damage_of, has_right_sums, read_region
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
 from opt_checkpoint.errors import CheckpointCorruptError
 
@@ -52,7 +52,8 @@ class CheckpointReader:
 
     def __init__(self, index: CheckpointIndex, *, threads: int = _MAX_THREADS, verify: Verify = "sizes") -> None:
         self.index, self._threads, self._verify = index, threads, verify
-        self.bytes_read, self.bytes_wanted = 0, 0
+        self._files = DataFiles(index)
+        self.bytes_wanted = 0
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def verify(self, planner: ShardedLoadPlanner) -> None:
@@ -72,13 +73,10 @@ class CheckpointReader:
             )
         files = DataFiles(self.index)
         with ThreadPoolExecutor(self._threads) as pool:
-            checks = [pool.submit(has_right_sums, files[place.file], place) for place, _ in wanted]
+            checks = [pool.submit(has_right_sums, files, place) for place, _ in wanted]
             for (place, key), check in zip(wanted, checks):
                 if not check.result():
-                    raise self._damage(place.file, key)
-
-    def _damage(self, file: str, key: str) -> CheckpointCorruptError:
-        return CheckpointCorruptError(f"{self.index.path / file} is damaged: the values of {key} have changed")
+                    raise damage_of(files, place, key)
 
     def read_data(self, planner: ShardedLoadPlanner) -> None:
         """Read everything that was planned.
@@ -87,20 +85,23 @@ class CheckpointReader:
             CheckpointCorruptError: a file is missing, too short, belongs to another save, or has other content.
             OSError: a file cannot be read.
         """
-        files = DataFiles(self.index)
         with ThreadPoolExecutor(self._threads) as pool:
-            planned = [self._read_of(files, item) for item in planner.items]
-            batches = list(_batches(sorted(planned, key=lambda r: (r.file, r.start)), files))
-            for done in [pool.submit(self._read_batch, files[b[0].file], b, planner) for b in batches]:
+            planned = sorted(map(self._read_of, planner.items), key=lambda read: (read.file, read.start))
+            batches = _batches(planned, self._files.near_bytes)
+            for done in [pool.submit(self._read_batch, batch, planner) for batch in batches]:
                 done.result()
         tensors = [item for item in planner.items if isinstance(item, TensorRead)]
         self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in tensors)
-        self.bytes_read += files.bytes_read
 
-    def _read_of(self, files: DataFiles, item: TensorRead | ObjectRead) -> _Read:
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read."""
+        return self._files.bytes_read
+
+    def _read_of(self, item: TensorRead | ObjectRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""
         place = item.place
-        values = self._values_of(files[place.file], item) if isinstance(item, TensorRead) else None
+        values = self._values_of(item) if isinstance(item, TensorRead) else None
         if isinstance(item, ObjectRead) or values is None:
             return _Read(item, place.file, place.start, place.nbytes)
         is_checked = self._verify != "none" and len(values.sums) > 0
@@ -111,27 +112,28 @@ class CheckpointReader:
         start = values.start + first * size
         return _Read(item, place.file, start, (last - first) * size, values.start if is_checked else None)
 
-    def _values_of(self, file: DataFile, item: TensorRead) -> ByteRange | None:
+    def _values_of(self, item: TensorRead) -> ByteRange | None:
         """The bare values of a chunk; a stock archive is opened once to find them."""
         chunk, size = item.chunk, item.dtype.itemsize
         if not chunk.place.archive:
             return chunk.place
         if chunk not in self._values:
-            found = find_values(file.read, chunk.place, item.dtype, chunk.archived or chunk.box.sizes)
+            found = find_values(self._files, chunk.place, item.dtype, chunk.archived or chunk.box.sizes)
             self._values[chunk] = found and found.part(chunk.first * size, chunk.box.numel * size)
         return self._values[chunk]
 
-    def _read_batch(self, file: DataFile, batch: list[_Read], planner: ShardedLoadPlanner) -> None:
+    def _read_batch(self, batch: list[_Read], planner: ShardedLoadPlanner) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
         first, start = batch[0].item, batch[0].start
-        values = self._values_of(file, first) if isinstance(first, TensorRead) else None
-        if values is not None and (len(batch) == 1 or batch[0].chunk is not None):  # one chunk, into its memory
-            source = file if self._verify == "none" else CheckedValues(file, values, first.key)
+        place = self._values_of(first) if isinstance(first, TensorRead) else None
+        if place is not None and (len(batch) == 1 or batch[0].chunk is not None):  # one chunk, into its memory
+            place = place.part(0, place.nbytes) if self._verify == "none" else place
+            values = CheckedValues(self._files, place, first.key)
             for item in (read.item for read in batch if isinstance(read.item, TensorRead)):
-                read_region(item.chunk.as_stored(item.target), item.region, item.dtype, source, values.start)
+                read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
             return
         raw = memoryview(bytearray(max(read.start + read.nbytes for read in batch) - start))
-        file.read_into(start, raw)
+        self._files.read_into(batch[0].file, start, raw)
         for read in batch:
             self._take(raw[read.start - start :][: read.nbytes], read.item, planner)
 
@@ -139,7 +141,7 @@ class CheckpointReader:
         """Copy values from bytes that are already in memory."""
         place = item.place
         if self._verify != "none" and len(place.sums) == 1 and len(raw) == place.nbytes and crc32(raw) != place.sums[0]:
-            raise self._damage(place.file, item.key)
+            raise damage_of(self._files, place, item.key)
         if isinstance(item, ObjectRead):
             planner.load_bytes(item.key, bytes(raw))
         elif place.archive and self._values[item.chunk] is None:
@@ -155,7 +157,7 @@ class CheckpointReader:
             chunk.as_stored(item.target).copy_(item.region.of_bytes(values, item.dtype))
 
 
-def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
+def _batches(reads: list[_Read], near_bytes: int) -> Iterator[list[_Read]]:
     """Group reads: small reads that are close together, and reads of one large chunk. All others are separate."""
     batch: list[_Read] = []
     end = 0
@@ -163,7 +165,7 @@ def _batches(reads: list[_Read], files: DataFiles) -> Iterator[list[_Read]]:
         first = batch[0] if batch else read
         is_small = max(read.nbytes, first.nbytes) <= _SMALL_BYTES
         is_near = is_small and read.start + read.nbytes - first.start <= _BATCH_BYTES
-        is_near = is_near and read.start - end <= files[read.file].near_bytes
+        is_near = is_near and read.start - end <= near_bytes
         if batch and not ((read.file, read.chunk) == (first.file, first.chunk) and (is_near or read.chunk is not None)):
             yield batch
             batch, end = [], 0

@@ -28,13 +28,13 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from opt_checkpoint.boxes import row_major_strides
+from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.foreign import Name, is_dtype, read_pickle
 from opt_checkpoint.disk.index import ByteRange
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.sharded import Shape
 from opt_checkpoint.state.tensors import BY_STORAGE_CLASS, dtype_from_name
 
-ReadAt: TypeAlias = Callable[[int, int], bytes]  # reads a number of bytes from a position of one file
 _NAMES = frozenset(
     {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3"), ("collections", "OrderedDict")}
 )
@@ -49,8 +49,8 @@ def _known(name: Name) -> bool:
 class _Slice(io.RawIOBase):
     """A run of a file as a separate file object."""
 
-    def __init__(self, read: ReadAt, place: ByteRange) -> None:
-        self._read, self._place, self._position = read, place, 0
+    def __init__(self, files: DataFiles, place: ByteRange) -> None:
+        self._files, self._place, self._position = files, place, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         base = (0, self._position, self._place.nbytes)[whence]
@@ -60,16 +60,16 @@ class _Slice(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._place.nbytes - self._position)
         size = left if size is None or size < 0 else min(size, left)
-        data = self._read(self._place.start + self._position, size)
+        data = self._files.read(self._place.file, self._place.start + self._position, size)
         self._position += size
         return data
 
 
-def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape) -> ByteRange | None:
+def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: Shape) -> ByteRange | None:
     """The position of the bare values of an archived tensor; None unless they are one run in row-major order.
 
     Args:
-        read: reads the file that holds the archive.
+        files: the data files.
         place: the archive.
         dtype: the dtype in the index.
         shape: the shape in the index.
@@ -79,7 +79,7 @@ def find_values(read: ReadAt, place: ByteRange, dtype: torch.dtype, shape: Shape
     """
     where = f"the archive at {place.start} of {place.file}"
     try:
-        with zipfile.ZipFile(_Slice(read, place)) as archive:
+        with zipfile.ZipFile(_Slice(files, place)) as archive:
             root = archive.namelist()[0].split("/")[0]
             pickled = archive.getinfo(f"{root}/data.pkl")
             if pickled.compress_type != zipfile.ZIP_STORED or pickled.file_size > _DESCRIPTION_BYTES:

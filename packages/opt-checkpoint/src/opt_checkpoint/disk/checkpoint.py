@@ -138,10 +138,9 @@ def read_tensor(index: CheckpointIndex, key: str) -> Tensor:
     stored = index.tensors[key]
     values, files = torch.empty(stored.shape, dtype=stored.dtype), DataFiles(index)
     for chunk in stored.chunks:
-        source = CheckedValues(files[chunk.place.file], chunk.place, key)
         region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
         target = Region(stored.shape, *chunk.box).of_tensor(values)
-        read_region(target, region, stored.dtype, source, chunk.place.start)
+        read_region(target, region, stored.dtype, CheckedValues(files, chunk.place, key))
     return values
 
 
@@ -163,7 +162,7 @@ def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
 def _object_bytes(files: DataFiles, index: CheckpointIndex, unique_key: str) -> bytes:
     """The archive of a stored object, compared with its checksum."""
     place = index.objects[unique_key]
-    raw = files[place.file].read(place.start, place.nbytes)
+    raw = files.read(place.file, place.start, place.nbytes)
     if place.sums and crc32(raw) != place.sums[0]:
         raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
     return raw
@@ -220,12 +219,12 @@ def verify_checkpoint(path: AnyPath) -> list[Finding]:
     files, found = DataFiles(index), []
     if index.save_id is None:  # only the zips of stock files have checksums, which torch never reads
         for key, place in places:
-            problem = _archive_problem(files[place.file].read(place.start, place.nbytes))
+            problem = _archive_problem(files.read(place.file, place.start, place.nbytes))
             found += [Finding(place.file, problem, (key,))] if problem else []
         return found
     for name, problem in _damage(index.path, index.files):
         of_file = [(key, place) for key, place in places if place.file == name and problem == _CHANGED]
-        damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files[name], place))
+        damaged = dict.fromkeys(key for key, place in of_file if not has_right_sums(files, place))
         found.append(Finding(name, problem, tuple(damaged)))
     for name in sorted(store_at(index.path).sizes()):
         if name not in index.files and name.endswith(".distcp"):
@@ -269,7 +268,7 @@ def check_sizes(index: CheckpointIndex) -> None:
         raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
     names, files = [name for name in index.files if name.endswith(".distcp")], DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
-        for done in [pool.submit(files[name].check_header) for name in names]:
+        for done in [pool.submit(files.check_header, name) for name in names]:
             done.result()
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from opt_checkpoint.boxes import row_major_strides
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, Kind, Region
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.store import Location, Store, store_at
+from opt_checkpoint.store import store_at
 
 try:
     from isal.isal_zlib import crc32 as _crc32
@@ -154,89 +154,66 @@ def file_header(save_id: str) -> bytes:
     return (FILE_MARK + save_id.encode()).ljust(63) + b"\n"
 
 
-class DataFile:
-    """One data file of a checkpoint, for positional reads by any number of threads.
-
-    Args:
-        store: the folder of the checkpoint.
-        name: the file.
-        header: what it must begin with; None for foreign files.
-        follow: whether it may be a symbolic link, as the files in Hugging Face's cache are.
-    """
-
-    def __init__(self, store: Store, name: str, header: bytes | None, *, follow: bool) -> None:
-        self.path: Location = store.path(name)
-        self.near_bytes, self.read_bytes = store.near_bytes, store.read_bytes
-        self._store, self._name, self._header, self._follow = store, name, header, follow
-        self.count = 0  # bytes read so far
-        self._lock = Lock()
-
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `start` on.
-
-        Raises:
-            CheckpointCorruptError: the file is missing, belongs to another save, or ends before.
-            OSError: it cannot be read.
-        """
-        self.check_header()
-        self.count += len(view)
-        self._read(start, view)
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """The bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
-        self.check_header()
-        if nbytes > self.read_bytes and start + nbytes > self._store.sizes(names=[self._name]).get(self._name, 0):
-            raise CheckpointCorruptError(f"data file {self.path} is truncated: it ends before byte {start + nbytes}")
-        buffer = bytearray(nbytes)
-        self.read_into(start, memoryview(buffer))
-        return bytes(buffer)
-
-    def check_header(self) -> None:
-        """Raise like `read_into` if the file is missing or belongs to another save."""
-        with self._lock:
-            if self._header is None:
-                return
-            found = bytearray(len(self._header))
-            self._read(0, memoryview(found))
-            if found != self._header:
-                raise CheckpointCorruptError(f"data file {self.path} belongs to a different save than the manifest")
-            self._header = None  # it was compared
-
-    def _read(self, start: int, view: memoryview) -> None:
-        try:
-            self._store.read_into(self._name, start, view, follow=self._follow)
-        except FileNotFoundError:
-            raise CheckpointCorruptError(
-                f"data file {self.path} is missing; save checkpoints to storage that all ranks can read"
-            ) from None
-        except EOFError as error:
-            raise CheckpointCorruptError(f"data file {self.path} is truncated: {error}") from None
-
-
 class DataFiles:
-    """The data files of a checkpoint, by name. Each is opened on its first read, and closed with the last reference.
+    """The data files of a checkpoint, for positional reads by any number of threads. Each is opened on its first read,
+    and closed with the last reference.
 
     Args:
         index: the checkpoint.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:
-        self._store = store_at(index.path)
-        self._follow = index.kind is Kind.SAFETENSORS
-        self._header = None if index.save_id is None else file_header(index.save_id)
-        self._files: dict[str, DataFile] = {}
+        self.path, self._store = index.path, store_at(index.path)
+        self.near_bytes, self.read_bytes = self._store.near_bytes, self._store.read_bytes
+        self._follow = index.kind is Kind.SAFETENSORS  # files in Hugging Face's cache are symbolic links
+        self._header = b"" if index.save_id is None else file_header(index.save_id)
+        self._checked = set[str]()
+        self.bytes_read = 0
         self._lock = Lock()
 
-    def __getitem__(self, name: str) -> DataFile:
-        with self._lock:
-            if name not in self._files:
-                self._files[name] = DataFile(self._store, name, self._header, follow=self._follow)
-            return self._files[name]
+    def read_into(self, name: str, start: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of a file from `start` on.
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read from all files so far."""
-        return sum(file.count for file in self._files.values())
+        Raises:
+            CheckpointCorruptError: the file is missing, belongs to another save, or ends before.
+            OSError: it cannot be read.
+        """
+        self.check_header(name)
+        with self._lock:
+            self.bytes_read += len(view)
+        self._read(name, start, view)
+
+    def read(self, name: str, start: int, nbytes: int) -> bytes:
+        """The bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
+        self.check_header(name)
+        if nbytes > self.read_bytes and start + nbytes > self._store.sizes(names=[name]).get(name, 0):
+            raise CheckpointCorruptError(
+                f"data file {self.path / name} is truncated: it ends before byte {start + nbytes}"
+            )
+        buffer = bytearray(nbytes)
+        self.read_into(name, start, memoryview(buffer))
+        return bytes(buffer)
+
+    def check_header(self, name: str) -> None:
+        """Raise like `read_into` if a file is missing or belongs to another save."""
+        if self._header and name not in self._checked:
+            found = bytearray(len(self._header))
+            self._read(name, 0, memoryview(found))
+            if found != self._header:
+                raise CheckpointCorruptError(
+                    f"data file {self.path / name} belongs to a different save than the manifest"
+                )
+            self._checked.add(name)
+
+    def _read(self, name: str, start: int, view: memoryview) -> None:
+        try:
+            self._store.read_into(name, start, view, follow=self._follow)
+        except FileNotFoundError:
+            raise CheckpointCorruptError(
+                f"data file {self.path / name} is missing; save checkpoints to storage that all ranks can read"
+            ) from None
+        except EOFError as error:
+            raise CheckpointCorruptError(f"data file {self.path / name} is truncated: {error}") from None
 
 
 class CheckedValues:
@@ -246,40 +223,40 @@ class CheckedValues:
     last such piece is kept, so sequential reads read every byte once.
 
     Args:
-        file: the data file.
-        place: the chunk in it; bare values, or an archive without checksums.
+        files: the data files.
+        place: the bare values of the chunk; without checksums, they are not compared.
         key: name for error messages.
     """
 
-    def __init__(self, file: DataFile, place: ByteRange, key: str) -> None:
-        self._file, self._place, self._key = file, place, key
-        self.near_bytes = file.near_bytes
+    def __init__(self, files: DataFiles, place: ByteRange, key: str) -> None:
+        self._files, self.place, self._key = files, place, key
+        self.near_bytes = files.near_bytes
         self._kept: tuple[int, memoryview] | None = None
 
-    def read_into(self, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of the file from `start` on, a position in the file.
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` with the bytes of the chunk from `offset` on.
 
         Raises:
             CheckpointCorruptError: the bytes differ from those that were saved, or the file is not whole.
             OSError: it cannot be read.
         """
-        if not self._place.sums:
-            self._file.read_into(start, view)
+        file, start = self.place.file, self.place.start
+        if not self.place.sums:
+            self._files.read_into(file, start + offset, view)
             return
-        offset = start - self._place.start
         while len(view):
             number, skipped = divmod(offset, PIECE_BYTES)
-            count = min(len(view), self._file.read_bytes)
-            count -= count % PIECE_BYTES if offset + count < self._place.nbytes else 0
+            count = min(len(view), self._files.read_bytes)
+            count -= count % PIECE_BYTES if offset + count < self.place.nbytes else 0
             if skipped == 0 and count:  # whole pieces, directly
-                self._file.read_into(self._place.start + offset, view[:count])
+                self._files.read_into(file, start + offset, view[:count])
                 for first in range(0, count, PIECE_BYTES):
                     self._check(number + first // PIECE_BYTES, view[first:count][:PIECE_BYTES])
             else:
                 if self._kept is None or self._kept[0] != number:
                     begin = number * PIECE_BYTES
-                    piece = memoryview(bytearray(min(PIECE_BYTES, self._place.nbytes - begin)))
-                    self._file.read_into(self._place.start + begin, piece)
+                    piece = memoryview(bytearray(min(PIECE_BYTES, self.place.nbytes - begin)))
+                    self._files.read_into(file, start + begin, piece)
                     self._check(number, piece)
                     self._kept = number, piece
                 kept = self._kept[1][skipped:][: len(view)]
@@ -288,26 +265,31 @@ class CheckedValues:
             offset, view = offset + count, view[count:]
 
     def _check(self, number: int, piece: memoryview) -> None:
-        if crc32(piece) != self._place.sums[number]:
-            raise CheckpointCorruptError(f"{self._file.path} is damaged: the values of {self._key} have changed")
+        if crc32(piece) != self.place.sums[number]:
+            raise damage_of(self._files, self.place, self._key)
 
 
-def has_right_sums(file: DataFile, place: ByteRange) -> bool:
+def damage_of(files: DataFiles, place: ByteRange, key: str) -> CheckpointCorruptError:
+    """The error for values that differ from their checksum."""
+    return CheckpointCorruptError(f"{files.path / place.file} is damaged: the values of {key} have changed")
+
+
+def has_right_sums(files: DataFiles, place: ByteRange) -> bool:
     """Read a whole chunk or object, a few megabytes at a time, and compare it with its checksums.
 
     Raises:
         OSError: it cannot be read.
     """
-    sums, size = PieceSums(), file.read_bytes
+    sums, size = PieceSums(), files.read_bytes
     try:
         for start in range(0, place.nbytes, size):
-            sums.add(memoryview(file.read(place.start + start, min(size, place.nbytes - start))))
+            sums.add(memoryview(files.read(place.file, place.start + start, min(size, place.nbytes - start))))
     except CheckpointCorruptError:  # the file is cut, or of another save
         return False
     return place.sums in (tuple(sums.pieces), (sums.whole,))
 
 
-def read_region(target: Tensor, region: Region, dtype: torch.dtype, file: DataFile | CheckedValues, start: int) -> None:
+def read_region(target: Tensor, region: Region, dtype: torch.dtype, values: CheckedValues) -> None:
     """Read a box of a stored chunk into `target`, converting to its dtype and device; writes only `target`.
 
     It is read directly if both are one run of bytes, else in pieces: this needs at most 32 MB besides the target,
@@ -317,28 +299,27 @@ def read_region(target: Tensor, region: Region, dtype: torch.dtype, file: DataFi
         target: of the region's shape.
         region: the box of the stored chunk.
         dtype: the stored dtype.
-        file: what is read.
-        start: position of the chunk's first value.
+        values: of the chunk.
     """
     first, last = region.span
-    position, nbytes = start + first * dtype.itemsize, (last - first) * dtype.itemsize
+    position, nbytes = first * dtype.itemsize, (last - first) * dtype.itemsize
     is_run = last - first == math.prod(region.sizes)
     if is_run and target.dtype == dtype and is_plain_memory(target):
-        file.read_into(position, bytes_view(target))
+        values.read_into(position, bytes_view(target))
         return
     axis = next((d for d, n in enumerate(region.sizes) if n > 1), 0)  # one value alone is a run, and small
     row_bytes = row_major_strides(region.chunk)[axis] * dtype.itemsize if region.chunk else dtype.itemsize
     low, high = region.rows(axis, 0, 1).span
-    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= file.near_bytes  # rows, to each other
+    is_near = is_run or row_bytes - (high - low) * dtype.itemsize <= values.near_bytes  # rows, to each other
     if is_near and nbytes <= _BOUNCE_BYTES:
         raw = memoryview(bytearray(nbytes))
-        file.read_into(position, raw)
+        values.read_into(position, raw)
         target.copy_(region.of_bytes(raw, dtype))
         return
     step = max(1, min(region.sizes[axis] // 2, _BOUNCE_BYTES // row_bytes)) if is_near else 1
     for row in range(0, region.sizes[axis], step):
         count = min(step, region.sizes[axis] - row)
-        read_region(target.narrow(axis, row, count), region.rows(axis, row, count), dtype, file, start)
+        read_region(target.narrow(axis, row, count), region.rows(axis, row, count), dtype, values)
 
 
 def is_plain_memory(target: Tensor) -> bool:
