@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from opt_checkpoint import (
     CheckpointMismatchError,
     ShardedTensor,
     load,
-    read_index,
     save,
     sharded_like,
     verify_checkpoint,
@@ -115,13 +115,10 @@ def test_the_memory_of_tensors_that_are_no_longer_saved_is_freed(tmp_path: Path)
 
 
 def test_a_folder_that_only_has_a_name_like_ours_stays(tmp_path: Path) -> None:
-    import os
-
-    theirs = tmp_path / f"data.tmp-{'0123456789abcdef' * 2}"
+    theirs = tmp_path / f".opt-checkpoint-tmp-{'0123456789abcdef' * 2}"
     theirs.mkdir()
     (theirs / "precious.txt").write_text("precious")
     for path in (theirs / "precious.txt", theirs):
         os.utime(path, (0, 0))
     save(state_at(1, 0, 1), tmp_path / "x")
     assert (theirs / "precious.txt").exists()
-    assert read_index(tmp_path / "x").tensors
