@@ -212,7 +212,6 @@ BAD_URLS: dict[str, tuple[Any, dict[str, str], str]] = {
     "unknown scheme": ("ftp://host/run", {}, "not the URL of an object store"),
     "no bucket": ("s3://", {}, "cannot be opened"),
     "a query": ("memory://name/run?versionId=3", {}, "query"),
-    "a host": ("file://host/run", {}, "names a host"),
     "a URL that was made a path": (Path("s3://bucket/run"), {}, "pathlib dropped a slash"),
     "an unknown option": ("s3://bucket/run", {"regoin": "eu-central-1"}, "cannot be opened"),
     "an option of no use": ("memory://bucket/run", {"region": "x"}, "takes no options; given: region"),

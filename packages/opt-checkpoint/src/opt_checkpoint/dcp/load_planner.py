@@ -238,7 +238,11 @@ class ShardedLoadPlanner:
         if shard.data is not None:
             _check_memory(shard.key, shard.data)
         if shard.dtype != stored.dtype:
-            if not (self._may_convert(stored.dtype, shard.dtype) or _has_exact_mains(shard, stored)):
+            has, wanted = stored.dtype.itemsize, shard.dtype.itemsize
+            # To fp32 mains, or rounded where mains are exact.
+            is_exact = ("fp32_param." in shard.key and wanted >= has) or (shard.has_mains and wanted < has)
+            is_exact = is_exact and shard.dtype.is_floating_point and stored.dtype.is_floating_point
+            if not (is_exact or self._may_convert(stored.dtype, shard.dtype)):
                 raise CheckpointMismatchError(
                     f"{shard.key} is stored as {stored.dtype}, asked for as {shard.dtype}, which would round; pass "
                     f"dtype='cast' to convert"
@@ -316,14 +320,6 @@ def _check_memory(key: str, data: Tensor) -> None:
             f"{key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
             f"several elements share memory; pass target.contiguous()"
         )
-
-
-def _has_exact_mains(shard: ShardedTensor, stored: StoredTensor) -> bool:
-    """Whether a dtype is converted without `dtype="cast"`: to fp32 mains, or rounded if mains are exact."""
-    if not (shard.dtype.is_floating_point and stored.dtype.is_floating_point):
-        return False
-    is_main = "fp32_param." in shard.key and shard.dtype.itemsize >= stored.dtype.itemsize
-    return is_main or (shard.has_mains and shard.dtype.itemsize < stored.dtype.itemsize)
 
 
 def _described(key: str, stored: StoredTensor) -> ShardedTensor:

@@ -182,9 +182,8 @@ class ShardedSavePlanner:
                 try:
                     yield key, dump_object({} if common is ABSENT else common, COMMON_KEY)
                 except CheckpointingException:
-                    for path, value in self.flat.common.items():
-                        for name, inner in _stock_leaves(path, value):
-                            dump_object(inner, name)  # raises with the name of the value
+                    for name, inner in (leaf for item in self.flat.common.items() for leaf in _stock_leaves(*item)):
+                        dump_object(inner, name)  # raises with the name of the value
                     raise
             elif key in objects:
                 yield key, dump_object(objects[key], key)

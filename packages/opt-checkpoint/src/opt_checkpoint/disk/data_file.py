@@ -187,9 +187,7 @@ class DataFiles:
         """The bytes `[start, start + nbytes)`; raises like `read_into`, before memory for them is allocated."""
         self.check_header(name)
         if nbytes > self.read_bytes and start + nbytes > self._store.sizes(names=[name]).get(name, 0):
-            raise CheckpointCorruptError(
-                f"data file {self.path / name} is truncated: it ends before byte {start + nbytes}"
-            )
+            raise self._error(name, f"is truncated: it ends before byte {start + nbytes}")
         buffer = bytearray(nbytes)
         self.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
@@ -200,20 +198,22 @@ class DataFiles:
             found = bytearray(len(self._header))
             self._read(name, 0, memoryview(found))
             if found != self._header:
-                raise CheckpointCorruptError(
-                    f"data file {self.path / name} belongs to a different save than the manifest"
-                )
+                raise self._error(name, "belongs to a different save than the manifest")
             self._checked.add(name)
 
     def _read(self, name: str, start: int, view: memoryview) -> None:
         try:
             self._store.read_into(name, start, view, follow=self._follow)
         except FileNotFoundError:
-            raise CheckpointCorruptError(
-                f"data file {self.path / name} is missing; save checkpoints to storage that all ranks can read"
-            ) from None
+            problem = "is missing; save checkpoints to storage that all ranks can read"
         except EOFError as error:
-            raise CheckpointCorruptError(f"data file {self.path / name} is truncated: {error}") from None
+            problem = f"is truncated: {error}"
+        else:
+            return
+        raise self._error(name, problem)
+
+    def _error(self, name: str, problem: str) -> CheckpointCorruptError:
+        return CheckpointCorruptError(f"data file {self.path / name} {problem}")
 
 
 class CheckedValues:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -365,15 +365,12 @@ def unflattened(key: str, stored: StoredTensor, shape: Shape) -> StoredTensor:
         raise CheckpointCorruptError(
             f"{key} is stored as flattened blocks of shape {list(stored.shape)}, which do not fit {list(shape)}"
         )
-    block = tuple(n // b for n, b in zip(shape, blocks))
-    chunks = tuple(box for chunk in stored.chunks for box in _boxes(chunk, block))
-    return StoredTensor(shape=shape, dtype=stored.dtype, chunks=chunks)
-
-
-def _boxes(chunk: StoredChunk, block: Shape) -> Iterator[StoredChunk]:
-    *position, start = chunk.box.offsets
-    corner = tuple(p * n for p, n in zip(position, block))
-    first = 0
-    for box in cut_flat_range(block, start, start + chunk.box.sizes[-1]):
-        yield StoredChunk(box=box.moved(corner), place=chunk.place, archived=chunk.box.sizes, first=first)
-        first += box.numel
+    block, chunks = tuple(n // b for n, b in zip(shape, blocks)), list[StoredChunk]()
+    for chunk in stored.chunks:
+        *position, start = chunk.box.offsets
+        corner, first = tuple(p * n for p, n in zip(position, block)), 0
+        for box in cut_flat_range(block, start, start + chunk.box.sizes[-1]):
+            box = box.moved(corner)
+            chunks.append(StoredChunk(box=box, place=chunk.place, archived=chunk.box.sizes, first=first))
+            first += box.numel
+    return StoredTensor(shape=shape, dtype=stored.dtype, chunks=tuple(chunks))
