@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -129,8 +129,9 @@ def split_rows(box: Box, parts: int) -> Iterator[Box]:
 
 def columns_of(boxes: Sequence[Box], axes: int) -> tuple[Array, Array]:
     """Offsets and sizes of boxes, (n, axes) each; axes that a box lacks have offset 0 and size 1."""
-    rows = [(*(b.offsets + (0,) * axes)[:axes], *(b.sizes + (1,) * axes)[:axes]) for b in boxes]
-    both = np.array(rows, np.int64).reshape(len(boxes), 2 * axes)
+    zeros, ones = (0,) * axes, (1,) * axes
+    numbers = chain.from_iterable((o + zeros)[:axes] + (s + ones)[:axes] for o, s in boxes)
+    both = np.fromiter(numbers, np.int64, 2 * axes * len(boxes)).reshape(len(boxes), 2 * axes)
     return both[:, :axes], both[:, axes:]
 
 
