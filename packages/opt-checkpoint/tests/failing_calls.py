@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import pytest
 
 from opt_checkpoint import ObjectPath
-from opt_checkpoint.store import calls as calls_module
+from opt_checkpoint.store import store as store_module
 from opt_checkpoint.store import store_at
 
 T = TypeVar("T")
@@ -58,11 +58,11 @@ class Calls:
         return [folder for folder in result if not self.hidden(f"{key}/{folder}")] if name == "folders" else result
 
     def __enter__(self) -> Self:
-        self._outer, calls_module.current = calls_module.current, self
+        self._outer, store_module.current = store_module.current, self
         return self
 
     def __exit__(self, *error: object) -> None:
-        calls_module.current = self._outer
+        store_module.current = self._outer
 
 
 def at(number: int, act: Callable[[], object]) -> Calls:
@@ -160,20 +160,18 @@ class LossyCalls(Calls):
 def bucket_in(folder: Path | str) -> ObjectPath:
     """A bucket whose objects are files, so that processes can share it; a checkpoint in it is not synced."""
     obstore = pytest.importorskip("obstore.store")
-    from opt_checkpoint.store.paths import Requests
-
-    return ObjectPath("bucket://files", str(folder).strip("/"), Requests(obstore.LocalStore("/")))
+    return ObjectPath("bucket://files", str(folder).strip("/"), obstore.LocalStore("/"))
 
 
 def objects_in(place: ObjectPath) -> dict[str, Any]:
     """All objects below a place, by the rest of their keys."""
-    listed = place.requests.listing(place.key)
-    return {found.key[len(place.key) :].strip("/"): found for found in listed}
+    store: Any = store_at(place)
+    return dict(store._listing(""))
 
 
 def put(place: ObjectPath, content: bytes) -> None:
     """Write an object."""
-    place.requests.put(place.key, content)
+    store_at(place).put("", content)
 
 
 def get(place: ObjectPath) -> bytes:

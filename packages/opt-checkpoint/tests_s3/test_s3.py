@@ -25,6 +25,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.store.bucket import Bucket
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def test_a_commit_is_created_once(bucket: ObjectPath) -> None:
         save(state_at(2, 0, 1), bucket)
     put(bucket / "x", b"first")
     with pytest.raises(FileExistsError):
-        bucket.requests.create((bucket / "x").key, b"second")
+        Bucket(bucket)._create("x", b"second")
     assert get(bucket / "x") == b"first"
 
 
@@ -102,5 +103,5 @@ def test_an_upload_that_is_given_up_leaves_no_object(bucket: ObjectPath) -> None
         raise RuntimeError("the save failed")
 
     with pytest.raises(RuntimeError, match="the save failed"):
-        bucket.requests.upload((bucket / "half").key, parts)
+        Bucket(bucket).write("half", parts)
     assert objects_in(bucket) == {}

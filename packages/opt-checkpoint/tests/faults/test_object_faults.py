@@ -65,7 +65,7 @@ def assert_resumes_from(bucket: ObjectPath, step: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(bucket_module.time, "sleep", lambda seconds: None)
 
 
 def test_a_request_that_fails_once_is_made_again(bucket: ObjectPath) -> None:
@@ -99,16 +99,16 @@ def test_an_upload_is_read_again_from_its_start(bucket: ObjectPath) -> None:
 
 def test_an_upload_that_the_store_breaks_off_is_repeated(bucket: ObjectPath, monkeypatch: pytest.MonkeyPatch) -> None:
     """obstore closes the generator of the parts when it gives up."""
-    real, broken = paths.obstore.put, list[bytes]()
+    real, broken = bucket_module.obstore.put, list[bytes]()
 
     def put_or_break(store: Any, key: str, parts: Any, **options: Any) -> Any:
         if options.get("use_multipart") and len(broken) < 2:
             broken.append(next(parts))
             parts.close()
-            raise paths.exceptions.GenericError("a part was refused")
+            raise bucket_module.exceptions.GenericError("a part was refused")
         return real(store, key, parts, **options)
 
-    monkeypatch.setattr(paths.obstore, "put", put_or_break)
+    monkeypatch.setattr(bucket_module.obstore, "put", put_or_break)
     save(state_at(1, 0, 1), bucket)
     assert len(broken) == 2
     assert verify_checkpoint(bucket) == []
@@ -242,7 +242,8 @@ def test_files_that_disappear_before_the_commit_are_noticed(bucket: ObjectPath) 
 
     def take(name: str, key: str) -> None:
         if name == "put" and key.endswith("manifest.bin"):
-            bucket.requests.delete([k.key for k in bucket.requests.listing(bucket.key) if k.key.endswith(".distcp")])
+            for data in [file for file in store_at(bucket).sizes() if file.endswith(".distcp")]:
+                store_at(bucket).remove(data)
 
     missing = pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp is missing or has another size; nothing was")
     with Calls(take), missing:
@@ -265,7 +266,7 @@ def test_an_overwritten_file_is_never_loaded(bucket: ObjectPath) -> None:
     assert any(finding.file == "__0_0.distcp" for finding in verify_checkpoint(bucket / step_name(2)))
     put(theirs, bytes(raw[:-1]))
     assert committed_steps(bucket) == []
-    theirs.requests.delete([theirs.key])
+    store_at(theirs).remove("")
     with pytest.raises(CheckpointCorruptError, match="is missing"):
         load(state_at(0, 0, 1), bucket / step_name(2))
 

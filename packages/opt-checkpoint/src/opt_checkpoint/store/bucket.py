@@ -3,24 +3,56 @@
 A save of `step-000000100` writes the same files as to a directory, below `step-000000100/<save id>/`. Then it creates
 `step-000000100/commit.json`, which names the save id. Before that the checkpoint does not exist; after it, the
 checkpoint is complete. Two saves to the same place never share a name, and only one of them can create the commit.
+
+Requests are made with obstore: to S3, Google Cloud Storage, Azure and memory. Their errors are `OSError`s:
+`FileNotFoundError` if an object is known to be absent, `FileExistsError` if a creation found one, `PermissionError`,
+and `OSError` with `EIO` for everything else. Other errors never mean that an object is absent.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import random
 import re
+import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
+from typing import Any, NamedTuple, TypeVar
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
-from opt_checkpoint.store.paths import Listed, ObjectPath
-from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there
+from opt_checkpoint.store.paths import ObjectPath
+from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call
 
+with suppress(ImportError):  # an extra
+    import obstore
+    from obstore import exceptions
+
+T = TypeVar("T")
 COMMIT = "commit.json"
 _SAVE_ID = re.compile("[0-9a-f]{32}")
 _REQUEST_BYTES = 8 << 20  # a longer read is several requests at the same time
+_PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
+_PARTS_AT_ONCE = 8
+_COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
+_ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
+
+
+class Listed(NamedTuple):
+    """An object in a listing.
+
+    Args:
+        key: its name in the store.
+        size: in bytes.
+        modified: when it was written, by the clock of the store.
+    """
+
+    key: str
+    size: int
+    modified: datetime
 
 
 class Bucket:
@@ -33,17 +65,14 @@ class Bucket:
     near_bytes, read_bytes = 1 << 20, 8 * _REQUEST_BYTES
 
     def __init__(self, place: ObjectPath) -> None:
-        if place.requests is None:
+        if place.store is None:
             raise RuntimeError(f"{place} came from another process, without credentials")
-        self._place, self._requests = place, place.requests
+        self._place, self._store = place, place.store
         self._leases: dict[str, Lease] = {}
         self._unknown: set[str] = set()  # saves that may have been committed
 
     def path(self, name: str = "") -> ObjectPath:
         return self._place / name if name else self._place
-
-    def _key(self, name: str) -> str:
-        return self.path(name).key
 
     # --- a save ---
 
@@ -54,10 +83,10 @@ class Bucket:
         if not replace and any(self._exists(_joined(target, name)) for name in (COMMIT, MANIFEST)):
             raise already_there(self.path(target))
         folder = self.folder(target, save_id)
-        key = self._key(_joined(folder, LEASE))
-        renew = lambda content: self._requests.put(key, content)
+        lease = _joined(folder, LEASE)
+        renew = lambda content: self.put(lease, content)
         self._leases[save_id] = Lease(folder, self.path(target).name, renew, renew)
-        now = self._requests.head(key).modified.timestamp()
+        now = self._head(lease).modified.timestamp()
         # A damaged commit is replaced: which files it named is unknown, and all stay.
         with suppress(CheckpointCorruptError):
             for left in self._leftovers_of(target, now):
@@ -65,7 +94,32 @@ class Bucket:
                     self.discard(left.folder)
 
     def write(self, name: str, parts: Parts) -> None:
-        self._requests.upload(self._key(name), parts)
+        """Write an object from parts, which are read again from the first one after a failure.
+
+        The object appears only after all parts. If reading them raises, so does this, and no object appears.
+        """
+        failures: list[BaseException] = []
+
+        def read() -> Iterator[bytes | memoryview]:
+            try:
+                yield from (part for part in parts() if len(part))
+            except GeneratorExit:  # obstore has given up; it raises its own error
+                raise
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+        def send(key: str) -> None:
+            try:
+                obstore.put(
+                    self._store, key, read(), use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                )
+            except BaseException:
+                if failures:  # else obstore would raise it as its own
+                    raise failures.pop() from None
+                raise
+
+        self._make("upload", name, send)
 
     def write_small(self, folder: str, contents: Mapping[str, bytes]) -> None:
         for name, content in contents.items():
@@ -90,8 +144,7 @@ class Bucket:
         content = encode_commit(save_id)
         self._unknown.add(save_id)
         try:
-            write = self._requests.put if replace else self._requests.create
-            write(self._key(commit), content)
+            (self.put if replace else self._create)(commit, content)
         except FileExistsError:  # created by this save, whose first answer was lost, or by another save
             if self.read(commit) != content:
                 self._unknown.discard(save_id)
@@ -141,28 +194,35 @@ class Bucket:
 
     def _exists(self, name: str) -> bool:
         try:
-            self._requests.head(self._key(name))
+            self._head(name)
         except FileNotFoundError:
             return False
         return True
 
+    def _head(self, name: str) -> Listed:
+        """Size and time of an object."""
+        return self._make("head", name, lambda key: _listed(obstore.head(self._store, key)))
+
     # --- reading ---
 
     def read(self, name: str, *, follow: bool = False) -> bytes:
-        return self._requests.get(self._key(name))
+        return self._make("get", name, lambda key: bytes(obstore.get(self._store, key).bytes()))
 
     def read_into(self, name: str, start: int, view: memoryview, *, follow: bool = False) -> None:
-        key = self._key(name)
         for first in range(0, len(view), self.read_bytes):
             part = view[first:][: self.read_bytes]
             starts = list(range(start + first, start + first + len(part), _REQUEST_BYTES))
             ends = [*starts[1:], start + first + len(part)]
             try:
-                ranges = [memoryview(found) for found in self._requests.get_ranges(key, starts, ends)]
+                request = lambda key, starts=starts, ends=ends: list(
+                    obstore.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=_COALESCED_BYTES)
+                )
+                detail = ",".join(f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+                ranges = [memoryview(found) for found in self._make("get_ranges", name, request, detail)]
             except FileNotFoundError:
                 raise
             except OSError as error:
-                if self._requests.head(key).size < ends[-1]:
+                if self._head(name).size < ends[-1]:
                     raise EOFError(f"it ends before byte {ends[-1]}") from error
                 raise
             for position, end, found in zip(starts, ends, ranges, strict=True):
@@ -175,28 +235,39 @@ class Bucket:
         for name in names or ():
             if name not in found:  # a listing may lag
                 with suppress(FileNotFoundError):
-                    found[name] = self._requests.head(self._key(_joined(folder, name))).size
+                    found[name] = self._head(_joined(folder, name)).size
         return found
 
     def _listing(self, folder: str) -> dict[str, Listed]:
         """All objects below a folder, by the rest of their keys."""
-        prefix = self._key(folder)
-        return {listed.key[len(prefix) :].lstrip("/"): listed for listed in self._requests.listing(prefix)}
+        request = lambda key: [_listed(meta) for page in obstore.list(self._store, key or None) for meta in page]
+        prefix = self.path(folder).key
+        return {listed.key[len(prefix) :].lstrip("/"): listed for listed in self._make("listing", folder, request)}
 
     def children(self, folder: str = "") -> list[str]:
-        return self._requests.folders(self._key(folder))
+        """The distinct next parts of keys below a folder that have further parts, like subdirectories."""
+
+        def request(key: str) -> list[str]:
+            found = obstore.list_with_delimiter(self._store, key or None)["common_prefixes"]
+            return sorted(child.rstrip("/").rpartition("/")[2] for child in found)
+
+        return self._make("folders", folder, request)
 
     # --- small files and deletions ---
 
     def put(self, name: str, content: bytes) -> None:
-        self._requests.put(self._key(name), content)
+        self._make("put", name, lambda key: obstore.put(self._store, key, content, use_multipart=False))
 
     def create(self, name: str, content: bytes) -> None:
         with suppress(FileExistsError):
-            self._requests.create(self._key(name), content)
+            self._create(name, content)
+
+    def _create(self, name: str, content: bytes) -> None:
+        """Raises FileExistsError if the object exists, even if an earlier attempt of this call wrote it."""
+        self._make("create", name, lambda key: obstore.put(self._store, key, content, mode="create"))
 
     def remove(self, name: str) -> None:
-        self._requests.delete([self._key(name)])
+        self._delete([self.path(name).key])
 
     def retire(self, target: str) -> None:
         """Delete the commit first, then the manifest, then the files."""
@@ -207,7 +278,53 @@ class Bucket:
             self.discard(folder)
 
     def discard(self, folder: str) -> None:
-        self._requests.delete([listed.key for listed in self._listing(folder).values()])
+        self._delete([listed.key for listed in self._listing(folder).values()])
+
+    def _delete(self, keys: list[str]) -> None:
+        """Delete objects, many by one request where the store can. Missing ones are ignored."""
+        if not keys:
+            return
+        try:
+            self._request("delete", ",".join(keys), lambda: obstore.delete(self._store, keys))
+        except FileNotFoundError:  # some stores report absent objects, and may not have deleted the others
+            if len(keys) > 1:
+                for key in keys:
+                    self._delete([key])
+
+    def _make(self, request: str, name: str, act: Callable[[str], T], detail: str = "") -> T:
+        """Make a request for the object of a name."""
+        key = self.path(name).key
+        return self._request(request, key, lambda: act(key), detail)
+
+    @staticmethod
+    def _request(name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
+        """Make a request up to three times, with a pause after each failure.
+
+        obstore retries single HTTP requests. This also repeats what obstore must not repeat: a `create` without a
+        response, after which `FileExistsError` may mean that the first attempt wrote the object, and an upload from its
+        start.
+        """
+
+        def once() -> T:
+            try:
+                return act()
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some `create`s
+                raise FileExistsError(errno.EEXIST, "the object exists", key) from error
+            except exceptions.NotFoundError as error:
+                raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
+            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+                raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
+            except exceptions.BaseError as error:
+                raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
+
+        for attempt in range(_ATTEMPTS - 1):
+            try:
+                return call(name, key, once, detail)
+            except (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError):  # valid responses
+                raise
+            except OSError:
+                time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
+        return call(name, key, once, detail)
 
     def leftovers(self, targets: Iterable[str] | None = None) -> list[Leftover]:
         wanted = self.children() if targets is None else list(targets)
@@ -216,7 +333,7 @@ class Bucket:
         probe = f".opt-checkpoint-clock-{uuid.uuid4().hex}"
         self.put(probe, b"{}")
         try:
-            now = self._requests.head(self._key(probe)).modified.timestamp()
+            now = self._head(probe).modified.timestamp()
         finally:
             self.remove(probe)
         return [left for target in wanted for left in self._leftovers_of(target, now)]
@@ -244,7 +361,7 @@ class Bucket:
         changes = [listed.modified.timestamp() for listed in files.values()]
         with suppress(FileNotFoundError):  # never written, or removed by a save that is about to commit
             lease = self.read(name)
-            changes.append(self._requests.head(self._key(name)).modified.timestamp())
+            changes.append(self._head(name).modified.timestamp())
         return holder_of(lease, folder, now - max(changes))
 
 
@@ -255,3 +372,11 @@ def encode_commit(save_id: str) -> bytes:
 
 def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
+
+
+def _listed(meta: Any) -> Listed:
+    return Listed(meta["path"], meta["size"], meta["last_modified"])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -2,7 +2,7 @@
 
 A save writes to `.opt-checkpoint-tmp-<id>` next to its target, and a deletion first renames to
 `.opt-checkpoint-deleting-<id>`, so that no reader sees a part of a checkpoint under its own name. Every write, rename
-and deletion goes through `calls.call`.
+and deletion goes through `store.call`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from opt_checkpoint.errors import CheckpointCorruptError
-from opt_checkpoint.store.calls import call
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
-from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there
+from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call
 
 logger = logging.getLogger(__name__)
 _TEMPORARY, _DELETING = ".opt-checkpoint-tmp-", ".opt-checkpoint-deleting-"

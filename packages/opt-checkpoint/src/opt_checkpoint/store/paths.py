@@ -1,30 +1,18 @@
-"""Paths of checkpoints: directories as `pathlib.Path`, places in object stores as `ObjectPath`, and requests to these.
-
-Requests are made with obstore: to S3, Google Cloud Storage, Azure and memory. Their errors are `OSError`s:
-`FileNotFoundError` if an object is known to be absent, `FileExistsError` if `create` found one, `PermissionError`, and
-`OSError` with `EIO` for everything else. Other errors never mean that an object is absent.
-"""
+"""Paths of checkpoints: directories as `pathlib.Path`, places in object stores as `ObjectPath`."""
 
 from __future__ import annotations
 
-import errno
 import os
-import random
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.store.calls import call
 
 try:
-    import obstore
     from obstore import exceptions
     from obstore.store import MemoryStore, from_url
 except ImportError:  # an extra
@@ -32,158 +20,10 @@ except ImportError:  # an extra
 else:
     _INSTALLED = True
 
-T = TypeVar("T")
-_PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
-_PARTS_AT_ONCE = 8
-_COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
-_ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.*", re.DOTALL)
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "memory")
 _ANY_URL = re.compile(rf"{_URL.pattern}|(?:{'|'.join(_SCHEMES)}):/", re.DOTALL)
 _FLATTENED_URL = re.compile(rf"(?:{'|'.join((*_SCHEMES, 'file'))}):/[^/]")
-
-
-class Listed(NamedTuple):
-    """An object in a listing.
-
-    Args:
-        key: its name in the store.
-        size: in bytes.
-        modified: when it was written, by the clock of the store.
-    """
-
-    key: str
-    size: int
-    modified: datetime
-
-
-class Requests:
-    """Requests to one bucket or container, each made up to three times.
-
-    Args:
-        store: an obstore store. Keys are separated by slashes and begin without one.
-    """
-
-    def __init__(self, store: Any) -> None:
-        self._store = store
-
-    def put(self, key: str, content: bytes) -> None:
-        """Write a small object, replacing an existing one."""
-        self._make("put", key, lambda: obstore.put(self._store, key, content, use_multipart=False))
-
-    def create(self, key: str, content: bytes) -> None:
-        """Write a small object. Raises FileExistsError if it exists, even if an earlier attempt of this call wrote
-        it."""
-        self._make("create", key, lambda: obstore.put(self._store, key, content, mode="create"))
-
-    def upload(self, key: str, parts: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        """Write an object from parts, which are read again from the first one after a failure.
-
-        The object appears only after all parts. If reading them raises, so does this, and no object appears.
-        """
-        failures: list[BaseException] = []
-
-        def read() -> Iterator[bytes | memoryview]:
-            try:
-                yield from (part for part in parts() if len(part))
-            except GeneratorExit:  # obstore has given up; it raises its own error
-                raise
-            except BaseException as error:
-                failures.append(error)
-                raise
-
-        def send() -> None:
-            try:
-                obstore.put(
-                    self._store, key, read(), use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
-                )
-            except BaseException:
-                if failures:  # else obstore would raise it as its own
-                    raise failures.pop() from None
-                raise
-
-        self._make("upload", key, send)
-
-    def get(self, key: str) -> bytes:
-        """Read a whole small object."""
-        return self._make("get", key, lambda: bytes(obstore.get(self._store, key).bytes()))
-
-    def get_ranges(self, key: str, starts: Sequence[int], ends: Sequence[int]) -> list[Any]:
-        """Read ranges `[start, end)` of an object concurrently. A range that reaches beyond the end of the object is
-        truncated, or raises OSError."""
-        ranges = ",".join(f"{start}-{end}" for start, end in zip(starts, ends, strict=True))
-        return self._make(
-            "get_ranges",
-            key,
-            lambda: list(obstore.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=_COALESCED_BYTES)),
-            ranges,
-        )
-
-    def head(self, key: str) -> Listed:
-        """Size and time of an object."""
-        return self._make("head", key, lambda: _listed(obstore.head(self._store, key)))
-
-    def listing(self, prefix: str) -> list[Listed]:
-        """All objects whose keys begin with `prefix` and a slash; all objects for an empty one."""
-        pages = lambda: [_listed(meta) for page in obstore.list(self._store, prefix or None) for meta in page]
-        return self._make("listing", prefix, pages)
-
-    def folders(self, prefix: str) -> list[str]:
-        """The distinct next parts of keys below `prefix` that have further parts, sorted, like subdirectories."""
-
-        def names() -> list[str]:
-            found = obstore.list_with_delimiter(self._store, prefix or None)["common_prefixes"]
-            return sorted(folder.rstrip("/").rpartition("/")[2] for folder in found)
-
-        return self._make("folders", prefix, names)
-
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, many by one request where the store can. Missing ones are ignored."""
-        if not keys:
-            return
-        try:
-            self._make("delete", ",".join(keys), lambda: obstore.delete(self._store, list(keys)))
-        except FileNotFoundError:  # some stores report absent objects, and may not have deleted the others
-            if len(keys) > 1:
-                for key in keys:
-                    self.delete([key])
-
-    def _make(self, name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
-        """Make a request up to three times, with a pause after each failure.
-
-        obstore retries single HTTP requests. This also repeats what obstore must not repeat: a `create` without a
-        response, after which `FileExistsError` may mean that the first attempt wrote the object, and an upload from its
-        start.
-        """
-
-        def once() -> T:
-            try:
-                return act()
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some `create`s
-                raise FileExistsError(errno.EEXIST, "the object exists", key) from error
-            except exceptions.NotFoundError as error:
-                raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
-            except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-                raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
-            except exceptions.BaseError as error:
-                raise OSError(errno.EIO, f"the object store failed: {_first_line(error)}", key) from error
-
-        for attempt in range(_ATTEMPTS - 1):
-            try:
-                return call(name, key, once, detail)
-            except (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError):  # valid responses
-                raise
-            except OSError:
-                time.sleep(_FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.5))
-        return call(name, key, once, detail)
-
-
-def _listed(meta: Any) -> Listed:
-    return Listed(meta["path"], meta["size"], meta["last_modified"])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 @cache
@@ -202,12 +42,12 @@ class ObjectPath:
     Args:
         root: URL of the key "", for messages and comparisons.
         key: the key within the store, without a slash at either end.
-        requests: makes the requests.
+        store: an obstore store; its keys are separated by slashes and begin without one.
     """
 
     root: str
     key: str
-    requests: Requests | None
+    store: Any
 
     @classmethod
     def at(cls, url: str, **options: Any) -> ObjectPath:
@@ -238,18 +78,17 @@ class ObjectPath:
         if parts.scheme == "memory":
             if options:
                 raise CheckpointValueError(f"{url} takes no options; given: {', '.join(sorted(options))}")
-            store = _memory_store(parts.netloc)
-            return cls(f"memory://{parts.netloc}", unquote(parts.path).strip("/"), Requests(store))
+            return cls(f"memory://{parts.netloc}", unquote(parts.path).strip("/"), _memory_store(parts.netloc))
         try:
-            return cls(root, "", Requests(from_url(root, **options)))
+            return cls(root, "", from_url(root, **options))
         except (exceptions.BaseError, TypeError, ValueError) as error:
-            raise CheckpointValueError(f"{url} cannot be opened: {_first_line(error)}") from error
+            raise CheckpointValueError(f"{url} cannot be opened: {str(error).partition(chr(10))[0]}") from error
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}" if self.key else self.root
 
     def __truediv__(self, name: str) -> ObjectPath:
-        return ObjectPath(self.root, f"{self.key}/{name}" if self.key else name, self.requests)
+        return ObjectPath(self.root, f"{self.key}/{name}" if self.key else name, self.store)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectPath) and str(self) == str(other)
@@ -314,7 +153,7 @@ def local_path(path: AnyPath, what: str) -> Path:
 def reached_from(source: Location, place: Location) -> Location:
     """A place that rank 0 has opened below `source`, with this rank's own credentials."""
     if isinstance(source, ObjectPath) and isinstance(place, ObjectPath):
-        return ObjectPath(source.root, place.key, source.requests)
+        return ObjectPath(source.root, place.key, source.store)
     return place
 
 

@@ -7,11 +7,12 @@ the name of a checkpoint; a *folder* holds the files of one save, and is not vis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from opt_checkpoint.errors import CheckpointExistsError
 from opt_checkpoint.store.paths import Location
 
+T = TypeVar("T")
 MANIFEST = "manifest.bin"  # written last into a folder: makes a directory a checkpoint
 Parts: TypeAlias = Callable[[], Iterable[bytes | memoryview]]
 """The bytes of a file, the same in each call. The memory of a part may not change until the file is written."""
@@ -128,3 +129,18 @@ def already_there(path: Location) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{path} exists, and a checkpoint is never overwritten. Choose another path, or remove it first"
     )
+
+
+current: Callable[..., Any] | None = None  # set by tests, to make any call fail: is called in place of `act`
+
+
+def call(name: str, key: str, act: Callable[[], T], detail: str = "") -> T:
+    """Make one system call or request.
+
+    Args:
+        name: what it does, such as `fsync` or `upload`.
+        key: the path or key that it concerns.
+        act: makes the call.
+        detail: the new path of a rename, or the ranges of a read.
+    """
+    return act() if current is None else current(name, key, act, detail)
