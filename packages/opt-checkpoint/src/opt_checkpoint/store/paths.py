@@ -82,7 +82,8 @@ class ObjectPath:
         try:
             return cls(root, "", from_url(root, **options))
         except (exceptions.BaseError, TypeError, ValueError) as error:
-            raise CheckpointValueError(f"{url} cannot be opened: {str(error).partition(chr(10))[0]}") from error
+            first_line = str(error).partition("\n")[0]
+            raise CheckpointValueError(f"{url} cannot be opened: {first_line}") from error
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}" if self.key else self.root
