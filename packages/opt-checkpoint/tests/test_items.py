@@ -6,6 +6,7 @@ import argparse
 import enum
 import io
 import os
+import resource
 import zipfile
 import zlib
 from pathlib import Path
@@ -117,6 +118,18 @@ def test_an_archive_of_something_else_is_refused() -> None:
         found(raw, torch.float32, (4,))
     with pytest.raises(CheckpointCorruptError, match="is damaged"):
         found(raw[:-30], torch.float32, (3,))
+
+
+def test_a_byte_order_that_unpacks_to_much_is_not_unpacked() -> None:
+    raw = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archived(torch.zeros(3))[6:])) as old, zipfile.ZipFile(raw, "w") as new:
+        for name in old.namelist():
+            is_order = name.endswith("/byteorder")
+            kind = zipfile.ZIP_DEFLATED if is_order else zipfile.ZIP_STORED
+            new.writestr(name, bytes(256 << 20) if is_order else old.read(name), kind, 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert found(b"before" + raw.getvalue(), torch.float32, (3,)) is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
 def test_a_manifest_reads_back_as_it_was_written(tmp_path: Path) -> None:

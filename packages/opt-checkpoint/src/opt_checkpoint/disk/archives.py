@@ -99,7 +99,7 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
             is_run = strides == row_major_strides(shape) or 0 in shape
             has_bits = any(type(x) is dict and x for x in rest)  # the bytes are not the values
             order = f"{root}/byteorder"  # archives of before torch 2.1 do not record it, and are little-endian
-            is_little = order not in archive.namelist() or archive.read(order) == b"little"
+            is_little = order not in archive.namelist() or archive.open(order).read(9) == b"little"
             if offset or not is_run or has_bits or not is_little:
                 return None
             entry = archive.getinfo(f"{root}/data/{name}")
