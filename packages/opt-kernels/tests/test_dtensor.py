@@ -8,6 +8,7 @@ import torch
 from processes import run_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from opt_kernels import optim
 from opt_kernels.dtensor import spans
@@ -37,6 +38,21 @@ def _check_numbers(mesh: DeviceMesh) -> None:
             assert torch.equal(numbers, here), (shape, placement)
             begins = [sum(span.numel for span in found[:i]) for i in range(len(found))]
             assert [span.begin for span in found] == begins
+
+
+def _check_strided_shards(mesh: DeviceMesh) -> None:
+    """A part that is not one block of the whole: its elements are not numbered, and no block is loaded for it."""
+    placed = [_StridedShard(0, split_factor=2)]
+    param = torch.nn.Parameter(DTensor.from_local(torch.zeros(4), mesh, placed, shape=(8,), stride=(1,)))
+    assert spans(param) is None
+    param.grad = torch.ones_like(param)
+    optimizer = optim.AdamW([param], lr=1e-2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    saved["state"][0]["exp_avg"] = torch.arange(8.0)
+    with pytest.raises(ValueError, match=r"is a whole tensor, but its parameter is placed .* pass a DTensor"):
+        optimizer.load_state_dict(saved)
 
 
 def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
@@ -119,6 +135,7 @@ def _rank() -> None:
         assert isinstance(param.data, DTensor)
         assert torch.equal(param.data.full_tensor(), whole.detach())
     _check_numbers(mesh)
+    _check_strided_shards(mesh)
     _check_stochastic_rounding(mesh)
     _check_hooks(mesh)
     _check_matrices(mesh)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from torch import Tensor
 
@@ -36,8 +36,8 @@ def local_like(tensor: Tensor, like: Tensor) -> Tensor:
     """This rank's part of `tensor`, with the placements of `like`. Redistributing a DTensor is collective.
 
     Raises:
-        ValueError: the shapes or meshes differ, or only `tensor` is a DTensor. The message continues a sentence about
-            `tensor`.
+        ValueError: the shapes or meshes differ, only `tensor` is a DTensor, or only `like` is one and its local part
+            is not one block of the whole. The message continues a sentence about `tensor`.
     """
     if tensor.shape != like.shape:
         raise ValueError(f"has shape {tuple(tensor.shape)} where {tuple(like.shape)} is needed")
@@ -46,10 +46,26 @@ def local_like(tensor: Tensor, like: Tensor) -> Tensor:
             raise ValueError("is a DTensor, but its parameter is a plain tensor; pass tensor.full_tensor()")
         return tensor
     if not is_dtensor(tensor):
+        if not _is_one_block(like):
+            raise ValueError(f"is a whole tensor, but its parameter is placed {like.placements}; pass a DTensor")
         return _block_of(tensor, like)
     if tensor.device_mesh != like.device_mesh:
         raise ValueError(f"is on {tensor.device_mesh}, its parameter on {like.device_mesh}; pass tensor.full_tensor()")
     return local(tensor if tensor.placements == like.placements else tensor.redistribute(placements=like.placements))
+
+
+def _is_one_block(tensor: "DTensor") -> bool:
+    """Whether the local part is one block of the whole.
+
+    A `_StridedShard` leaves gaps, which the shards of the same dim along later axes of the mesh fill.
+    """
+    axes: list[tuple[int, Any]] = list(zip(tensor.device_mesh.shape, tensor.placements, strict=True))
+    for number, (_, placed) in enumerate(axes, start=1):
+        if type(placed).__name__ == "_StridedShard":
+            filled = prod(size for size, later in axes[number:] if later.is_shard(placed.dim))
+            if placed.split_factor != filled:
+                return False
+    return True
 
 
 def _block_of(whole: Tensor, like: "DTensor") -> Tensor:
@@ -88,6 +104,8 @@ def spans(tensor: Tensor) -> tuple[Span, ...] | None:
     shard = tensor.to_local()
     if not shard.numel():
         return ()
+    if not _is_one_block(tensor):
+        return None
     # torch.distributed.checkpoint saves shards by these chunks.
     chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call, unused-ignore]
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(shard.shape) or not shard.is_contiguous():
