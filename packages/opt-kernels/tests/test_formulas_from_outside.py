@@ -1,7 +1,10 @@
 """What a formula from outside may do that none of ours does: on every backend the bits of the reference."""
 
+import ast
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -279,3 +282,27 @@ def test_a_rule_with_counts_is_the_loop_that_it_describes() -> None:
             previous[i] = 0.0 if flipped else g
             weights[i] -= 0.0 if flipped else 0.1 * math.copysign(size[i], g) * math.exp(-flips[i] / 3 - abs(g))
     torch.testing.assert_close(main, torch.tensor(weights, dtype=torch.float64), rtol=1e-14, atol=1e-14)
+
+
+def test_one_thread_parses_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 raises SystemError if two do and the garbage collector lets them take turns."""
+    parse, parsing = ast.parse, Lock()
+
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        assert parsing.acquire(blocking=False), "two threads parse"
+        try:
+            Event().wait(0.01)  # gives the others a turn
+            return parse(*args, **kwargs)
+        finally:
+            parsing.release()
+
+    monkeypatch.setattr(ast, "parse", alone)
+
+    def declare(_: int) -> Formula:
+        def descent(p: Any, g: Any, *, lr: Any) -> Any:
+            return p - lr * g
+
+        return Formula(name="descent", states=(), scalars=only_lr, update=descent)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(declare, range(4)))) == 4

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from itertools import chain, count
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ OF_SCALARS = ("q_pochhammer", "floor")  # scalars only
 
 
 _FUNCTIONS = {name: getattr(functions, name) for name in FUNCTIONS}
+_parsing = Lock()
 
 
 class FormulaError(ValueError):
@@ -45,6 +47,13 @@ def parameters_of(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[
     return tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY), named
 
 
+def parsed(source: str) -> list[ast.stmt]:
+    """The statements of `source`. One thread parses at a time: the parser of CPython 3.11 counts the depth of its calls
+    once for all threads, and raises SystemError if that changed meanwhile (gh-106905)."""
+    with _parsing:
+        return ast.parse(source).body
+
+
 def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
     """The statements of a function as written, without its docstring. Raises FormulaError if it has no source."""
     parameters_of(function)
@@ -58,7 +67,7 @@ def source_of(function: Callable[..., Any]) -> list[ast.stmt]:
     if hasattr(function, "__wrapped__"):
         raise FormulaError(f"{name} is decorated, which backends would ignore; leave the decorator out")
     try:
-        definition = ast.parse(source).body[0]
+        definition = parsed(source)[0]
     except SyntaxError:  # a lambda among other arguments
         definition = ast.Pass()
     # The source of a lambda may be that of a function around it.
@@ -238,7 +247,7 @@ def function_of(
 ) -> Callable[..., Any]:
     """A function of these statements and parameters, with the name and the module's docstring of another one. It may
     call the functions of formulas and `names`."""
-    head = ast.parse(f"def made({', '.join([*positional, *(['*'] if named else []), *named])}): pass").body[0]
+    (head,) = parsed(f"def made({', '.join([*positional, *(['*'] if named else []), *named])}): pass")
     assert isinstance(head, ast.FunctionDef)
     head.body = list(body)
     scope: dict[str, Any] = {**_FUNCTIONS, **names, "__doc__": like.__globals__.get("__doc__")}

@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 from opt_kernels.formulas.formula import Formula
-from opt_kernels.formulas.syntax import body_of, function_of, parameters_of, scalar_expressions
+from opt_kernels.formulas.syntax import body_of, function_of, parameters_of, parsed, scalar_expressions
 from opt_kernels.hooks.values import CautiousDecay, CoupledDecay, Hook, HookError, LrDecoupledDecay
 from opt_kernels.works import Hyper
 
@@ -59,14 +59,14 @@ def with_hook(formula: Formula, hook: Hook) -> Formula:
         added.append("hook_zero")
         before += ["hook_p = p", "p = hook_zero"]
         body = [_Returns(parts.kept).visit(deepcopy(statement)) for statement in body]
-    first = ast.parse(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0").body
+    first = parsed(f"hook_scalar = {parts.scalar}\nweight_decay = 0.0")
     last = ast.Return(ast.Dict([ast.Constant(name) for name in values], list(values.values())))
     numbers = list(dict.fromkeys((*formula.number_names, "lr", "weight_decay")))
     return replace(
         formula,
         scalars=function_of([*first, *statements, last], [], numbers, like=formula.scalars),
         update=function_of(
-            [*ast.parse("\n".join(before)).body, *_flat(body)], positional, [*named, *added], like=formula.update
+            [*parsed("\n".join(before)), *_flat(body)], positional, [*named, *added], like=formula.update
         ),
     )
 
@@ -91,4 +91,4 @@ class _Returns(ast.NodeTransformer):
         assert node.value is not None
         step, *states = node.value.elts if isinstance(node.value, ast.Tuple) else [node.value]
         results = ", ".join([f"{self.kept} + hook_step", *map(ast.unparse, states)])
-        return ast.parse(f"hook_step = {ast.unparse(step)}\nreturn {results}").body
+        return parsed(f"hook_step = {ast.unparse(step)}\nreturn {results}")
