@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from opt_distributed import ProcessGroupError
-from opt_distributed.comm import Alone, Comm, ProcessGroups, group_of
+from opt_distributed import ProcessGroupError, run_threads
+from opt_distributed.comm import Alone, Axes, Comm, ProcessGroups, Roles, find_roles, group_of
 from opt_distributed.comm import groups as process_groups
 from opt_distributed.comm.roles import PEERS, peers_of, roles_of
 
@@ -234,3 +234,15 @@ def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pyte
         assert ranks(roles.expert.dp) == [0, 2, 4, 6]
         assert isinstance(roles.dense.inter, Alone)
         assert ranks(roles.totals) == list(range(8))
+
+
+def test_what_is_no_mesh_on_one_rank_is_an_error_on_every_rank() -> None:
+    def rank_main(comm: Comm) -> str:
+        axes = Axes(dp=comm, tp=Alone())
+        mesh: Any = "dp" if comm.rank == 1 else None
+        with pytest.raises(ValueError) as refusal:
+            find_roles([], Roles(dense=axes, expert=axes, everyone=comm), mesh=mesh, sharded=False)
+        return str(refusal.value)
+
+    for text in run_threads(2, rank_main):
+        assert "both pg_collection and mesh were given" in text

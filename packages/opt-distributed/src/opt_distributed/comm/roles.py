@@ -254,7 +254,11 @@ def find_roles(chunks: Sequence[nn.Module], groups: Given, *, mesh: DeviceMesh |
         join_launched_world(dict.fromkeys(param.device.type for chunk in chunks for param in chunk.parameters()))
     everyone = groups.everyone if isinstance(groups, Roles) else world()
     kind = "Roles" if isinstance(groups, Roles) else "no groups" if groups is None else "process groups"
-    problem = None if mesh is None else mesh_problem(mesh)
+    problem: Exception | None = None
+    try:
+        problem = None if mesh is None else mesh_problem(mesh)
+    except Exception as error:  # of any kind, as for what is not a mesh, because the other ranks wait
+        problem = error
     if mesh is not None and groups is not None:
         problem = ProcessGroupError("both pg_collection and mesh were given; pass one of them")
     kinds = agree(everyone, problem, "a mesh" if mesh is not None else kind)
