@@ -202,6 +202,16 @@ def test_hooks_are_recorded_and_state_dict_hooks_are_called() -> None:
     assert optimizer.param_groups[0]["hooks"]
 
 
+def test_a_method_that_a_trainer_replaced_stays_that_of_the_deferred_optimizer() -> None:
+    model, saved = make_model(), []
+    optimizer = DeferredOptimizer(config(), model)
+    state_dict = optimizer.state_dict
+    optimizer.state_dict = lambda: saved.append("saved") or state_dict()  # type: ignore[func-returns-value, method-assign]
+    train(model, optimizer, range(1))
+    assert optimizer.state_dict()["state"]
+    assert saved == ["saved"]
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "rule": (lambda model: DeferredOptimizer(config(optimizer="muonn"), model), "muonn"),
     "key": (lambda model: DeferredOptimizer(config(), model, {ParamKey(name="headd.*"): {"lr_mult": 2.0}}), "headd"),

@@ -284,14 +284,17 @@ def test_optimizers_that_share_a_directory_write_to_folders_of_their_own(tmp_pat
     assert list(map(len, read_recordings(tmp_path))) == [1, 2]
 
 
-def test_the_recordings_of_the_last_20_runs_are_kept(tmp_path: Path) -> None:
-    for number in (1, 2, 3, 21):
-        (tmp_path / "recording" / f"{number:04}").mkdir(parents=True)
-        (tmp_path / "recording" / f"{number:04}" / "rank0.jsonl").touch()
-    (tmp_path / "recording" / "0002" / "notes.txt").touch()
+def test_the_last_20_recordings_are_kept(tmp_path: Path) -> None:
+    folder, numbers = tmp_path / "recording", (1, 2, *range(100, 119))
+    for number in numbers:
+        (folder / f"{number:04}").mkdir(parents=True)
+        (folder / f"{number:04}" / "rank0.jsonl").touch()
+    for other in (*range(120, 150), 20260101):  # of runs that ended before their first step, and of another program
+        (folder / str(other)).mkdir()
+    (folder / "0002" / "notes.txt").touch()
     get_optimizer(OptimizerConfig(lr=3e-3), [make()]).stats_every(1, directory=tmp_path)
-    left = sorted(file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*.*"))
-    assert left == [f"recording/{name}" for name in ("0002/notes.txt", "0003/rank0.jsonl", "0021/rank0.jsonl")]
+    left = sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.*"))
+    assert left == ["0002/notes.txt", *(f"{number:04}/rank0.jsonl" for number in numbers[2:])]
 
 
 def test_a_file_without_records_is_no_recording(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from opt_distributed.step import Outcome, Recorded, StepStats, TensorStats, Tens
 from opt_paramgroups import ParamId
 
 FOLDER = "recording"
-NUM_KEPT, NUM_RUNS = 100, 20  # steps of a run, and runs of a directory
+NUM_KEPT, NUM_RUNS = 100, 20  # steps of a run, and recordings of a directory
 _INSIDE = ("contextlib", "opt_distributed", "opt_stack", "torch")  # modules that a warning does not point to
 WAIT_SECONDS = 5.0  # before a recording is written, for a device whose peers may be dead
 Callback = Callable[[StepStats], object]
@@ -87,11 +87,13 @@ class Recorder:
             folder, rank = Path(directory).absolute() / FOLDER, self._everyone.rank
             runs = {int(run.name): run for run in folder.glob("*") if run.name.isdecimal()}
             number = max(self._everyone.gather_objects(max(runs, default=0))) + 1
-            for old in (run for n, run in runs.items() if n <= number - NUM_RUNS and rank == 0):
-                with suppress(OSError):
-                    for file in old.glob("rank*.jsonl"):
+            with suppress(OSError):  # runs that left no recording, and a folder of another program, do not count
+                recorded = sorted(n for n, run in runs.items() if any(run.glob("rank[0-9]*.jsonl")))
+                for old in (runs[n] for n in recorded[: 1 - NUM_RUNS] if rank == 0):
+                    for file in old.glob("rank[0-9]*.jsonl"):
                         file.unlink()
-                    old.rmdir()  # unless other files are in it
+                    with suppress(OSError):
+                        old.rmdir()  # unless other files are in it
             if rank in (0, self._everyone.size - 1):
                 self.file = folder / f"{number:04}" / f"rank{rank}.jsonl"
                 with suppress(OSError):  # `write` warns
