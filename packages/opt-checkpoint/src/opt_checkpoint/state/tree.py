@@ -117,14 +117,17 @@ def scopes(state: Any, path: Path = ()) -> Iterator[Leaf]:
 ABSENT: Any = object()  # stands for a value that does not exist
 
 
-def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A state of the same shape whose every value is `change(path, value)`; one that is `ABSENT` is left out."""
+def map_leaves(state: Any, change: Callable[[Path, Any], Any], path: Path = (), *, scoped: bool = False) -> Any:
+    """A state of the same shape whose every value is `change(path, value)`; one that is `ABSENT` is left out.
+
+    A `ScopedState` becomes a plain dict, unless `scoped`.
+    """
     if isinstance(state, dict) and state:
-        changed = {k: map_leaves(v, change, (*path, k)) for k, v in state.items()}
+        changed = {k: map_leaves(v, change, (*path, k), scoped=scoped) for k, v in state.items()}
         found = {k: v for k, v in changed.items() if v is not ABSENT}
-        return state.like(found) if isinstance(state, ScopedState) else found
+        return state.like(found) if scoped and isinstance(state, ScopedState) else found
     if isinstance(state, list) and holds_sharded(state):
-        changed_items = [map_leaves(v, change, (*path, i)) for i, v in enumerate(state)]
+        changed_items = [map_leaves(v, change, (*path, i), scoped=scoped) for i, v in enumerate(state)]
         return [None if item is ABSENT else item for item in changed_items]
     return change(path, state)
 
