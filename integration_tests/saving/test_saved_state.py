@@ -9,6 +9,7 @@ from torch import nn
 
 from opt_checkpoint import ShardedTensor, load, save, sharded_model
 from opt_config import OptimizerConfig, ParamKey
+from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
 from opt_stack import get_optimizer
 
 
@@ -132,3 +133,17 @@ def test_two_optimizers_of_one_state_keep_their_own_moments(tmp_path: Path) -> N
         assert torch.equal(models[name].weight, before[name])
         loaded = report.state[f"{name}_optimizer"]["state"]
         assert {int(own["step"]) for own in loaded.values()} == {steps}
+
+
+def test_a_converted_optimizer_has_none_of_another_optimizers_states(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    part, state = sharded_model(model), {}
+    for at, rule in (("first", "sgd"), ("optimizer", "adam")):
+        optimizer = get_optimizer(OptimizerConfig(optimizer=rule, lr=1e-2), model)
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        state[at] = optimizer.sharded_state_dict(part)
+    save({"model": part, **state}, tmp_path / "x")
+    checkpoint_to_torch_file(tmp_path / "x", tmp_path / "first.pt", at=("first",))
+    states = torch.load(tmp_path / "first.pt")["state"].values()
+    assert [set(own) for own in states] == [{"momentum_buffer", "step"}] * 2

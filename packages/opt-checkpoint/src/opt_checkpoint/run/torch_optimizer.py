@@ -337,9 +337,11 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
                 f"{stacked[0]} shares a stacked key with other layers, which the state of a torch optimizer cannot "
                 f"represent"
             )
-        for prefix, key in itertools.product(dict.fromkeys(prefixes), index.tensors):
+        # Another optimizer's states may be under the other prefix.
+        prefix = next((own for own in prefixes if any(key.startswith(own) for key in index.tensors)), PREFIX)
+        for key in index.tensors:
             state, _, name = key.removeprefix(prefix).partition(".")
-            if key.startswith(prefix) and state not in names.get(name, [state]):
+            if key.startswith(prefix) and name in names:
                 names[name].append(state)
         saved = {**groups, "state_names": names, "plain_state": {}}
         groups = groups["groups"]
