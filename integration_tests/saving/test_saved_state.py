@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from opt_checkpoint import ShardedTensor, load, save, sharded_model
-from opt_config import OptimizerConfig, ParamKey
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
+from opt_config import OptimizerConfig, ParamKey
 from opt_stack import get_optimizer
 
 
