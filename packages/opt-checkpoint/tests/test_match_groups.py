@@ -88,7 +88,10 @@ def test_a_saved_nan_is_refused_by_its_field(value: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"override": {"lrr": 0.5}}, "override of lrr: no group has this field; fields are betas, lr, weight_decay"),
+        (
+            {"override": {"lrr": 0.5, "bet": 1}},
+            "override of bet, lrr: no group has this field; fields are betas, lr, weight_decay",
+        ),
         ({"on_conflict": "mine"}, "on_conflict='mine'; allowed: error, saved, current"),
     ],
     ids=["override", "on_conflict"],

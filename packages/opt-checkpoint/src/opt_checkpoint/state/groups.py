@@ -108,7 +108,9 @@ def apply_saved_groups(
     fields = sorted({field for group in (*param_groups, *groups) for field in group} - NOT_STORED)
     unknown = sorted(set(override) - set(fields))
     if unknown and fields:  # they would have no effect
-        raise GroupMismatchError(f"override of {unknown[0]}: no group has this field; fields are {', '.join(fields)}")
+        raise GroupMismatchError(
+            f"override of {', '.join(unknown)}: no group has this field; fields are {', '.join(fields)}"
+        )
     where = {name: number for number, own in enumerate(saved["names"]) for name in own}
     updates, kept, regrouped = [], {}, []
     for number, (group, own) in enumerate(zip(param_groups, names, strict=True)):
