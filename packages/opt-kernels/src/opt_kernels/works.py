@@ -151,9 +151,8 @@ class StateSpec:
     block: int = 0  # BLOCK_SCALES: elements per scale
     shape: tuple[str | int, ...] = ()  # SHAPED: for example ("n", 8) of a matrix (m, n); always `whole`
     optional: bool = False  # only some parameters have it, see `Rule.init_state`
-    whole: bool = (
-        False  # belongs to the whole matrix, even if ranks store parts: kept where `MatrixRule.transform_` runs
-    )
+    # Whether it belongs to the whole matrix, even if ranks store parts: kept where `MatrixRule.transform_` runs.
+    whole: bool = False
     by_part: bool = False  # with `MatrixSpec.split_rows`, (*batch, numel): that of each part in turn
 
     def __post_init__(self) -> None:
@@ -224,9 +223,8 @@ class MatrixSpec:
     """How a matrix rule treats a matrix, in addition to its shape."""
 
     split_rows: tuple[int, ...] = ()  # fused QKV: rows of q, k and v in one query group; () for a plain matrix
-    by_group: bool = (
-        False  # True: the rows of each group form a separate matrix (a head); False: those of all groups form one
-    )
+    # True: the rows of each group form a separate matrix (a head); False: those of all groups form one.
+    by_group: bool = False
     partition_dim: int | None = None  # the dim that tensor parallelism shards; None: this rank has the whole matrix
     tensor_parallel: TensorParallel | None = None
     part: MatrixPart | None = None  # None: the whole matrix, or one of `tensor_parallel.size` equal parts
@@ -256,9 +254,8 @@ class Work:
     out: Tensor | None = None  # written
     remainder: Tensor | None = None  # updated
     matrix: MatrixSpec = MatrixSpec()  # matrix rules only
-    first: int = (
-        0  # index of the run's first element, in any numbering the caller chooses; the counter of stochastic rounding
-    )
+    # Index of the run's first element, in any numbering the caller chooses: the counter of stochastic rounding.
+    first: int = 0
 
 
 @dataclass(slots=True, eq=False)

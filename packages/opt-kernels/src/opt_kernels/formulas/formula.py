@@ -35,13 +35,8 @@ from opt_kernels.formulas.translate import check, check_scalars
 from opt_kernels.works import Choice, Constant, Hyper, Number, NumberError, NumberValue, unknown
 
 LR, WEIGHT_DECAY = Number("lr", 1e-3), Number("weight_decay", 0.0)
-OF_HYPER = (
-    "lr",
-    "weight_decay",
-    "betas",
-    "eps",
-    "momentum",
-)  # numbers that are fields of `Hyper`; others are in `Hyper.own`
+# Numbers that are fields of `Hyper`. Others are in `Hyper.own`.
+OF_HYPER = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,8 @@ class Hook:
     is_elementwise: ClassVar[bool] = True  # becomes part of a formula, without an additional pass over memory
     needs_rows: ClassVar[bool] = False  # needs whole rows of a parameter
     needs_matrices: ClassVar[bool] = False  # for parameters of two or more dims
-    sums: ClassVar[
-        tuple[str, ...]
-    ] = ()  # sums over the parameter that it needs: fields of `opt_kernels.hooks.sums.Sums`
+    # Sums over the parameter that it needs: fields of `opt_kernels.hooks.sums.Sums`.
+    sums: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)

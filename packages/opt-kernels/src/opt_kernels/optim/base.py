@@ -1,40 +1,41 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.nn.parameter import is_lazy
 
 from opt_kernels.backends.dispatch import check_installed
 from opt_kernels.codecs import codecs_of
 from opt_kernels.formulas.formula import OF_HYPER
 from opt_kernels.hooks import GivenHooks
-from opt_kernels.optim.checked import CheckedOptimizer, spans_of
-from opt_kernels.optim.groups import (
-    ParamGroup,
-    check_flags,
-    check_names,
-    check_options,
-    checked_hooks,
-    loaded_groups,
-    params_with_groups,
-    record_hooks_,
-    warn_of_other_hooks,
-)
-from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses
+from opt_kernels.optim import groups
+from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastically, spans_of
+from opt_kernels.optim.groups import ParamGroup, params_with_groups
+from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
-from opt_kernels.optim.state import Saved, StateDictError, init_state, load_all_, parse_mains, saved_state
+from opt_kernels.optim.state import (
+    Mains,
+    Saved,
+    StateDictError,
+    init_state,
+    is_narrow,
+    load_all_,
+    parse_mains,
+    saved_state,
+)
 from opt_kernels.rules.base import Rule
-from opt_kernels.works import Batch, Hyper
+from opt_kernels.works import Batch, Hyper, MatrixSpec
 
 Params = Iterable[Tensor] | Iterable[ParamGroup] | Iterable[tuple[str, Tensor]]
 
 
-class RuleOptimizer(CheckedOptimizer):
+class RuleOptimizer(torch.optim.Optimizer):
     """Base class of the optimizers of this package. A final class provides its rule and the defaults of its groups.
 
     The state of a parameter is created in its first step: `step` (0-d float32, on the host, as in torch.optim), the
@@ -51,7 +52,16 @@ class RuleOptimizer(CheckedOptimizer):
 
     `hooks` modify the update, see `opt_kernels.hooks`. A group may have its own under "hooks". A state_dict records
     hooks as text; loading one that was saved with other hooks logs a warning and keeps those of this optimizer.
+
+    Subclasses choose the rule of each parameter, and restrict their groups by overriding checks.
     """
+
+    # Options that torch.optim has in each group, and that must be equal in all groups here.
+    fixed: ClassVar[tuple[str, ...]] = ()
+    # Entries of groups, in addition to hooks, that are read only when a parameter takes its first step.
+    structural: ClassVar[tuple[str, ...]] = ()
+    # Entries of groups that schedulers may set to any number.
+    scheduled: ClassVar[tuple[str, ...]] = groups.SCHEDULED
 
     # Makes torch.amp.GradScaler set `grad_scale` and `found_inf` on the optimizer for the duration of a step.
     _step_supports_amp_scaling = True
@@ -68,23 +78,129 @@ class RuleOptimizer(CheckedOptimizer):
         flags: Mapping[str, object] = MappingProxyType({}),  # arguments of torch.optim that choose an implementation
     ) -> None:
         self.capturable = flags.get("capturable") is True
-        check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
+        groups.check_flags({name: flag for name, flag in flags.items() if name != "capturable" or not self.capturable})
         check_installed(getattr(rule, "backend", None))
         self.rule = rule
         self._on_device: GroupsOnDevice | None = None  # created in the first capturable step
         self._captured_at: list[int | None] = []  # addresses of the gradients in the captured step
         self.mains = parse_mains(mains)
         self.max_norm = max_norm
-        self.hooks = checked_hooks(hooks)
-        check_names(self.hooks, self.rules)
+        self.hooks = groups.checked_hooks(hooks)
+        groups.check_names(self.hooks, self.rules)
         # Gradient norm of the last step before clipping: None without max_norm, a 0-d device tensor if capturable.
         self.grad_norm: float | Tensor | None = None
         self._rows: Rows | None = None  # rebuilt whenever parameters, gradients or states changed
-        self._entries = None
-        check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
+        self._entries: groups.GroupEntries | None = None  # of the groups in the last step; None: not built yet
+        groups.check_options(defaults | ({} if max_norm is None else {"max_norm": max_norm}))
         super().__init__(params, defaults)
         self._check_effects()
         self._entries = self._new_entries()
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules that may update its parameters."""
+        return (self.rule,)
+
+    def rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that updates `param`, without hooks. It is the same in every step."""
+        return for_dtype(self.rule, param)
+
+    def matrix_of(self, group: ParamGroup, param: Tensor) -> MatrixSpec:
+        """How a matrix rule treats `param`."""
+        return MatrixSpec()
+
+    def add_param_group(self, param_group: ParamGroup) -> None:
+        """Add a group, as in torch. Raises ValueError for a parameter that cannot be updated, and for an option that is
+        unknown, not allowed, or equal in all groups by definition."""
+        if isinstance(param_group, dict):  # torch raises for anything else
+            groups.check_keys(
+                param_group, {*self.defaults, groups.HOOKS, *(("capturable",) if self.capturable else ())}
+            )
+            self._check_group(self.defaults | param_group)
+        if self._entries is not None:
+            self._adopt_changes()
+        super().add_param_group(param_group)
+        try:
+            groups.check_distinct(self.param_groups[-1]["params"])
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(self.param_groups[-1], param)
+            groups.check_apart([param for group in self.param_groups for param in group["params"]])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+        if self._entries is not None:
+            self._entries.accept(self.param_groups)
+
+    def _check_group(self, group: ParamGroup) -> None:
+        """Raise ValueError for a group that this optimizer does not support."""
+        groups.check_options(group)
+        groups.check_fixed(group, self.defaults, self.fixed)
+        groups.check_names(groups.checked_hooks(group.get(groups.HOOKS, ())), self.rules)
+
+    def _adopt_changes(self) -> None:
+        """Let entries of groups that changed since the last step take effect. Raises ValueError for a change that is
+        not supported, and for an entry that was removed."""
+        assert self._entries is not None
+        changes = self._entries.changes(self.param_groups)
+        if not changes:
+            return
+        flags = groups.NEUTRAL.keys() - self.defaults.keys() - {"capturable"}  # torch.compile sets this one in groups
+        for number, before, names in changes:
+            group = self.param_groups[number]
+            groups.check_flags({name: group[name] for name in names & flags})
+            self._check_group(group)
+            self._check_read(group, names)
+            if not names.isdisjoint((groups.HOOKS, *self.structural)):
+                self._check_changed(group, {**self.defaults, **before})
+                for param in group["params"]:
+                    self._check_param(group, param)
+                self._forget_rows()
+        self._entries.accept(self.param_groups)
+
+    def _new_entries(self) -> groups.GroupEntries:
+        return groups.GroupEntries(list(self.defaults), self.param_groups, scheduled=self.scheduled)
+
+    def _check_read(self, group: ParamGroup, names: Collection[str]) -> None:
+        """Raise ValueError if entries of a group that were changed, `names`, would have no effect."""
+
+    def _check_changed(self, group: ParamGroup, before: ParamGroup) -> None:
+        """Raise ValueError if existing states are of no use with changed structural entries."""
+
+    def _check_loaded(self, own: ParamGroup, loaded: ParamGroup) -> None:
+        """Raise ValueError if state saved with the group options `loaded` cannot be used with the options `own`."""
+
+    def _check_param(self, group: ParamGroup, param: Tensor) -> None:
+        """Raise ValueError for a parameter that cannot be updated."""
+        if is_lazy(param):
+            return  # its shape is not known yet
+        rule = self._hooked_rule_of(group, param)
+        check_param(param, rule, self.mains)
+        if self.capturable:
+            check_capturable(param, rule)
+        groups.check_param_hooks(param, rule, group)
+
+    def _check_effects(self) -> None:
+        """Raise ValueError if `mains` or `stochastic_rounding` was given, but has no effect on any parameter."""
+        pairs = [(self.rule_of(group, param), param) for group in self.param_groups for param in group["params"]]
+        if any(is_lazy(param) for _, param in pairs):
+            return
+        dtypes = ", ".join(sorted({str(param.dtype) for _, param in pairs}))
+        if self.mains is not Mains.PARAM and not any(is_narrow(param) for _, param in pairs):
+            raise ValueError(
+                f"mains={self.mains.value!r} has no effect: all parameters are {dtypes}, and only narrower ones have "
+                "separate mains; convert the model (model.bfloat16()), or leave mains at 'param'"
+            )
+        asked = [(rule, param) for rule, param in pairs if getattr(rule, "stochastic_rounding", False)]
+        if asked and not any(rounds_stochastically(rule, self.mains, param) for rule, param in asked):
+            raise ValueError(
+                f"stochastic_rounding=True has no effect: parameters are {dtypes}, with mains={self.mains.value!r}; "
+                "only bfloat16 parameters with mains='param' are rounded stochastically. Convert the model "
+                "(model.bfloat16()), or leave it at False"
+            )
+
+    def _hooked_rule_of(self, group: ParamGroup, param: Tensor) -> Rule:
+        """The rule that updates `param`, with its hooks."""
+        return groups.with_hooks(self.rule_of(group, param), group.get(groups.HOOKS, self.hooks))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -147,7 +263,7 @@ class RuleOptimizer(CheckedOptimizer):
             if param in self.state:
                 codecs = codecs_of(self.rule_of(group, param))
                 packed["state"][index] = saved_state(codecs, param, self.state[param])
-        record_hooks_(packed["param_groups"], self.hooks)
+        groups.record_hooks_(packed["param_groups"], self.hooks)
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -158,8 +274,8 @@ class RuleOptimizer(CheckedOptimizer):
         option that is not supported here.
         """
         loaded = _before_load(self, state_dict)
-        groups = loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
-        warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
+        new_groups = groups.loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
+        groups.warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
         states = [
             Saved(
@@ -170,16 +286,16 @@ class RuleOptimizer(CheckedOptimizer):
                 loaded["state"][index],
                 self._named(group, param),
             )
-            for index, (group, param) in zip(indices, params_with_groups(groups), strict=True)
+            for index, (group, param) in zip(indices, params_with_groups(new_groups), strict=True)
             if index in loaded["state"]
         ]
         try:
-            for own, group in zip(self.param_groups, groups):
+            for own, group in zip(self.param_groups, new_groups):
                 self._check_group(group)
                 self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
-        self.__setstate__({"state": load_all_(states), "param_groups": groups})
+        self.__setstate__({"state": load_all_(states), "param_groups": new_groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -239,8 +355,8 @@ class RuleOptimizer(CheckedOptimizer):
         return rows if rows is not None and rows.hold(self.param_groups, self.state) else None
 
     def _hyper_of(self, group: int, sweep: Sweep, step: float | Tensor) -> Hyper:
-        groups = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
-        return self._hyper(groups[group], sweep.rule, step)
+        of_step = self.param_groups if self._on_device is None else self._on_device.of(sweep.device, self.param_groups)
+        return self._hyper(of_step[group], sweep.rule, step)
 
     def _member_of(self, position: int, group: int, param: Tensor, first: int) -> Member:
         """The row entry of `param`, whose state is created if it has none."""

@@ -56,8 +56,8 @@ def drop_in(formula: type[WholeMatrices], name: str | None = None, **defaults: A
 
 def drop_in(
     formula: Formula | type[WholeMatrices],
-    name: str
-    | None = None,  # of the class; None: the title of the formula, or that of the rule's class and "Optimizer"
+    # Of the class. None: the title of the formula, or that of the rule's class and "Optimizer".
+    name: str | None = None,
     *,
     choices: Mapping[str, Constant] = MappingProxyType({}),  # choices that are fixed, not arguments
     base: type[FormulaOptimizer] | None = None,  # None: chosen by the formula

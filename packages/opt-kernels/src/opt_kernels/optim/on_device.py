@@ -34,9 +34,8 @@ class GroupsOnDevice:
         self._tables: dict[torch.device, HyperTable] = {}
         self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step
         self._captured: list[object] | None = None  # what the captured step froze
-        self._was_behind = (
-            False  # whether the last `notice_stale_numbers` found numbers not uploaded, and none were since
-        )
+        # Whether the last `notice_stale_numbers` found numbers that were not uploaded, and none were since.
+        self._was_behind = False
         self._warned = False
 
     @classmethod

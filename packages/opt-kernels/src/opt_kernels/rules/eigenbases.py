@@ -42,9 +42,8 @@ class Orthonormalization(NamedChoice):
 
     CHOLESKY = "cholesky"  # CholeskyQR2 on unit columns: matrix products; Householder where it would be inaccurate
     HOUSEHOLDER = "householder"  # LAPACK's QR
-    BY_RULE = (
-        "by_rule"  # "householder" for order "megatron" and SOAP-Muon, whose rounding errors count; "cholesky" else
-    )
+    # "householder" for order "megatron" and SOAP-Muon, whose rounding errors count; "cholesky" else
+    BY_RULE = "by_rule"
 
 
 class Turned(NamedTuple):

@@ -57,9 +57,8 @@ class Extents(NamedTuple):
 
     numels: tuple[int, ...]
     rows: tuple[int, ...]  # row of the scalar block that updates it
-    firsts: tuple[
-        int, ...
-    ]  # global index of element 0, which seeds stochastic rounding: results do not depend on how a tensor is cut
+    # Global index of element 0, which seeds stochastic rounding: results do not depend on how a tensor is cut.
+    firsts: tuple[int, ...]
 
 
 class ChunkTable(NamedTuple):
