@@ -13,7 +13,7 @@ that are not numbers; whether a number that switches off a part of a formula is 
 of the groups, so that the caller can capture again if it changed.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,22 +62,22 @@ class HyperTable:
 
     def _entries(self, groups: Sequence[Group]) -> list["_Entry"]:
         return [
-            _Entry(number, name, group[name], tuple(self._parts(name, group[name])))
+            _Entry(number, name, group[name], isinstance(group[name], tuple | list), self._parts(name, group[name]))
             for number, group in enumerate(groups)
             for name in self._names
             if name in group
         ]
 
-    def _parts(self, name: str, value: Any) -> Iterator[float | Tensor]:
+    def _parts(self, name: str, value: Any) -> tuple[float | Tensor, ...]:
         """The numbers of an entry, including device tensors; none if the entry is frozen."""
         values = value if isinstance(value, tuple | list) else (value,)
         if not all(map(_is_number, values)):
-            return
-        for number in values:
-            if isinstance(number, Tensor):
-                yield number if number.device == self._device else float(number)
-            elif number != 0 or name not in self._choosing:
-                yield float(number)
+            return ()
+        return tuple(
+            number if isinstance(number, Tensor) and number.device == self._device else float(number)
+            for number in values
+            if isinstance(number, Tensor) or number != 0 or name not in self._choosing
+        )
 
     def _lay_out(self, num_groups: int, entries: Sequence["_Entry"]) -> None:
         size = sum(not isinstance(part, Tensor) for entry in entries for part in entry.parts)
@@ -96,11 +96,8 @@ class _Entry(NamedTuple):
     group: int
     name: str
     value: Any
+    is_row: bool  # whether the value is a tuple or a list
     parts: tuple[float | Tensor, ...]  # its numbers; empty if it is frozen
-
-    @property
-    def is_row(self) -> bool:
-        return isinstance(self.value, tuple | list)
 
     @property
     def frozen(self) -> Hashable:

@@ -96,8 +96,8 @@ def dense_run_of(work: Work, codes: Sequence[str], scales: Sequence[str]) -> Run
     return Run(grad, work.main, work.out, work.remainder, state, work.first)
 
 
-def compute_dtype(run: Run) -> torch.dtype:
-    """The compute dtype of a run: float64 if the main is float64, else float32."""
+def compute_dtype(run: Run | Work) -> torch.dtype:
+    """The compute dtype: float64 if the main is float64, else float32."""
     return torch.float64 if run.main is not None and run.main.dtype is torch.float64 else torch.float32
 
 

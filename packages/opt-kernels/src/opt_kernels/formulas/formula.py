@@ -73,13 +73,15 @@ class Formula:
         chosen = dict(self.constants)
         values = {choice.name: chosen.get(choice.name, choice.default) for choice in self.choices}
         declared = self.declared or self.states
-        self._set(
-            title=self.title or self.name,
-            constants=tuple(values.items()),
-            declared=declared,
-            states=tuple(state for state in declared if state.when is None or values.get(state.when) is True),
-            numbers=_completed(self.numbers),
-        )
+        completed = {
+            "title": self.title or self.name,
+            "constants": tuple(values.items()),
+            "declared": declared,
+            "states": tuple(state for state in declared if state.when is None or values.get(state.when) is True),
+            "numbers": _completed(self.numbers),
+        }
+        for field, value in completed.items():
+            object.__setattr__(self, field, value)
         try:
             self._check_names(chosen)
             check_scalars(self.scalars, dict(self.constants))
@@ -110,10 +112,6 @@ class Formula:
         for name in (self.name, self.title or self.name, *(state.name for state in self.states)):
             if not isinstance(name, str) or not name.isidentifier():
                 raise FormulaError(f"formula {self.name!r} has the name {name!r}; use letters, digits and underscores")
-
-    def _set(self, **fields: object) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
 
     def _check_names(self, chosen: Mapping[str, Constant]) -> None:
         """Raise FormulaError for names that do not match: of parameters, of what is declared, and of what is read."""

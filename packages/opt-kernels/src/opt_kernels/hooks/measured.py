@@ -217,7 +217,8 @@ class HookedUpdate:
             mask = tuple(hook for hook in self.hooks if isinstance(hook, CautiousUpdate))
             ratios: list[float | Tensor] = [floor.ratio] * len(works)
             if mask:
-                ratios = list((floor.ratio / moves_of(mask, sums, Hyper(lr=1.0), couples=False).rate).unbind())
+                _, factors = moves_of(mask, sums, Hyper(lr=1.0), couples=False)
+                ratios = list((floor.ratio / factors).unbind())
             for work, update, ratio in zip(works, updates, ratios, strict=True):
                 raise_rows_(update, read_main(work), ratio)
 

@@ -83,17 +83,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return whole + (a[rows:] * b[rows:]).sum().double()
 
 
-class Moves(NamedTuple):
-    """Factors of works that share one row of the hyper-parameter table, (n,) float64 each."""
+def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> tuple[Tensor, Tensor]:
+    """The factors keep and rate, (n,) float64 each, of works with these sums (n, NUM_SUMS) over whole parameters.
 
-    keep: Tensor
-    rate: Tensor
-
-
-def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) -> Moves:
-    """The factors of works with these sums (n, NUM_SUMS) over whole parameters, without synchronizing the host.
-
-    With `couples`, the decay of the rule was already added to the gradient.
+    The works share one row of the hyper-parameter table. Does not synchronize the host. With `couples`, the decay of
+    the rule was already added to the gradient.
     """
     ball = next((hook for hook in hooks if isinstance(hook, values.Hyperball)), None)
     if ball is not None:
@@ -102,7 +96,7 @@ def moves_of(hooks: values.Hooks, sums: Tensor, hyper: Hyper, *, couples: bool) 
     for hook in sorted(hooks, key=lambda hook: not isinstance(hook, values.CautiousUpdate)):
         factors = factors * _factors(hook, sums, factors)
     rate = hyper.lr * factors
-    return Moves(1 - share_that_decays(hooks, hyper, couples=couples) * torch.ones_like(rate), rate)
+    return 1 - share_that_decays(hooks, hyper, couples=couples) * torch.ones_like(rate), rate
 
 
 def share_that_decays(hooks: values.Hooks, hyper: Hyper, *, couples: bool) -> float | Tensor:
@@ -143,14 +137,14 @@ def raise_rows_(update: Tensor, main: Tensor, ratio: float | Tensor) -> None:
         update.mul_((ratio * of_main / of_update).clamp_min_(1.0))
 
 
-def _on_the_ball(ball: values.Hyperball, sums: Tensor, hyper: Hyper) -> Moves:
+def _on_the_ball(ball: values.Hyperball, sums: Tensor, hyper: Hyper) -> tuple[Tensor, Tensor]:
     """R N(p - lr R N(u)); the norm of the inner vector follows from the sums, so one reduction suffices."""
     _, _, u_squares, p_squares, products = columns(sums)
     radius = p_squares.sqrt() if ball.radius is None else torch.full_like(p_squares, ball.radius)
     step = torch.where(u_squares == 0, 0.0, hyper.lr * radius / u_squares.sqrt())
     norm = (p_squares - 2 * step * products + step * step * u_squares).sqrt()
     keep = torch.where(norm == 0, 1.0, radius / norm)  # zeros have no direction and stay zero
-    return Moves(keep, keep * step)
+    return keep, keep * step
 
 
 class SpannedRows(NamedTuple):

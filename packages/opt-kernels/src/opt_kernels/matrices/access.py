@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import check_halves, flat
+from opt_kernels.backends.elements import check_halves, compute_dtype, flat
 from opt_kernels.codecs import StateCodec, narrow, scale_name
 from opt_kernels.works import Batch, MatrixSpec, Task, Work
 
@@ -163,11 +163,6 @@ def scaled_grads(tasks: Sequence[Task], grad_scale: float | Tensor) -> Tensor:
 def weight_for(x: Tensor, number: float | Tensor) -> float | Tensor:
     """`number` as a weight for `x.lerp_`: a tensor in the dtype of `x`."""
     return number.to(x.dtype) if isinstance(number, Tensor) else number
-
-
-def compute_dtype(work: Work) -> torch.dtype:
-    """float64 if the main is float64, else float32."""
-    return torch.float64 if work.main is not None and work.main.dtype is torch.float64 else torch.float32
 
 
 def read_main(work: Work) -> Tensor:

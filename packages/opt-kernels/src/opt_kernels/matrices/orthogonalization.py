@@ -165,11 +165,6 @@ LONGEST_NARROW, LONGEST = 3, 2
 HALVED = 0.625  # the work of a symmetric product of which only blocks up to the diagonal are computed
 
 
-class _Cut(NamedTuple):
-    cost: float
-    segments: tuple[Schedule, ...]
-
-
 def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetric: bool) -> tuple[Schedule, ...]:
     """The cheapest division of `schedule` into segments that are accurate enough in `dtype`.
 
@@ -178,17 +173,18 @@ def cut(schedule: Schedule, *, rows: int, cols: int, dtype: torch.dtype, symmetr
     """
     unit = torch.finfo(dtype).eps / 2
     longest = LONGEST_NARROW if dtype.itemsize == 2 else LONGEST
-    best = [_Cut(0.0, ())]  # best[i]: of the first i steps
+    best: list[tuple[float, tuple[Schedule, ...]]] = [(0.0, ())]  # best[i]: cost and segments of the first i steps
     for end in range(1, len(schedule) + 1):
         candidates = []
         for start in range(end - 1, max(end - longest, 0) - 1, -1):
             segment = schedule[start:end]
             if len(segment) > 1 and growth(segment) * unit > GROWTH_LIMIT:
                 break
-            cost = best[start].cost + _cost(segment, ratio=cols / max(rows, 1), symmetric=symmetric)
-            candidates.append(_Cut(cost, (*best[start].segments, segment)))
-        best.append(min(candidates, key=lambda candidate: candidate.cost))
-    return best[-1].segments
+            cost, before = best[start]
+            cost += _cost(segment, ratio=cols / max(rows, 1), symmetric=symmetric)
+            candidates.append((cost, (*before, segment)))
+        best.append(min(candidates, key=lambda candidate: candidate[0]))
+    return best[-1][1]
 
 
 def growth(segment: Schedule) -> float:

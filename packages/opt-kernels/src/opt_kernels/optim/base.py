@@ -1,6 +1,7 @@
 """`RuleOptimizer`: base class of the drop-in optimizers, with state_dicts in torch's form."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, overload
@@ -25,7 +26,6 @@ from opt_kernels.optim.state import (
     StateDictError,
     init_state,
     is_narrow,
-    load_all_,
     parse_mains,
     saved_state,
 )
@@ -154,7 +154,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 self._check_changed(group, {**self.defaults, **before})
                 for param in group["params"]:
                     self._check_param(group, param)
-                self._forget_rows()
+                self._rows = None
         self._entries.accept(self.param_groups)
 
     def _new_entries(self) -> groups.GroupEntries:
@@ -250,9 +250,6 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._on_device.notice_stale_numbers(self.param_groups)
         super().zero_grad(set_to_none)
 
-    def _forget_rows(self) -> None:
-        self._rows = None
-
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form. States are saved decoded, so that any choice of codecs or mains can load them.
 
@@ -273,7 +270,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         StateDictError, and changes nothing, if a state is missing, unknown or of another shape, or was saved with an
         option that is not supported here.
         """
-        loaded = _before_load(self, state_dict)
+        loaded = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, loaded)
+            loaded = loaded if replaced is None else replaced
         new_groups = groups.loaded_groups(self.param_groups, loaded["param_groups"], self.defaults)
         groups.warn_of_other_hooks(self.param_groups, loaded["param_groups"], self.hooks)
         indices = [index for group in loaded["param_groups"] for index in group["params"]]
@@ -295,7 +295,10 @@ class RuleOptimizer(torch.optim.Optimizer):
                 self._check_loaded(own, group)
         except ValueError as error:
             raise StateDictError(f"the state_dict has {error}") from None
-        self.__setstate__({"state": load_all_(states), "param_groups": new_groups})
+        for saved in states:
+            saved.check()  # all before the first one is loaded, so that an error changes nothing
+        loaded_states = defaultdict(dict, {saved.param: saved.load_() for saved in states})
+        self.__setstate__({"state": loaded_states, "param_groups": new_groups})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -317,7 +320,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         # GradScaler sets these for one step and deletes them afterwards. Absent: scale 1, no overflow.
         found_inf, loss_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         if self.capturable and self._on_device is None:
-            self._on_device = GroupsOnDevice.of_rules(self.rules)
+            self._on_device = GroupsOnDevice(self.rules)
         if self._on_device is not None:
             self._on_device.begin_step()
         elif found_inf is not None and bool(found_inf):
@@ -379,12 +382,3 @@ class RuleOptimizer(torch.optim.Optimizer):
         if names := getattr(rule, "hyper_names", ()):
             numbers["own"] = {name: group[name] for name in names if name in group}
         return Hyper(step=step if isinstance(step, Tensor) else int(step), **numbers)
-
-
-def _before_load(optimizer: RuleOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `state_dict`, or its replacement by the hooks that run before a load."""
-    loaded = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = hook(optimizer, loaded)
-        loaded = loaded if replaced is None else replaced
-    return loaded

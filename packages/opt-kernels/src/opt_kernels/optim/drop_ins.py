@@ -29,7 +29,8 @@ OF_EVERY_DROP_IN: Mapping[str, object] = {
 COMMON = """
 
 `mains`: "param" updates the parameters themselves; "float32" keeps a float32 copy of every narrower parameter;
-"remainder" keeps the low 16 bits of a float32 weight whose upper half is the bfloat16 parameter. {states}
+"remainder" keeps the low 16 bits of a float32 weight whose upper half is the bfloat16 parameter. {states}: float32,
+bfloat16, float16, float8_e4m3fn, float8_e5m2, or 8-bit codes (int8; uint8 for states that are never negative).
 `stochastic_rounding`: round bfloat16 parameters without another main stochastically. `max_norm`: clip the total norm of
 the gradients within the update. `hooks`: modifications of the update, see `opt_kernels.hooks`; a group may have its
 own. `maximize`: maximize the objective. `backend`: "reference", "torch", "cpp" or "triton"; None chooses by device.
@@ -84,7 +85,8 @@ def drop_in(
         "fixed": (*base.fixed, *(choice.name for choice in made.choices if choice.is_recorded)),
         "scheduled": SCHEDULED if made.reads_weight_decay else ("lr",),
         "__signature__": _signature(made, open_choices),
-        "__doc__": made.description + COMMON.format(states=_states_in_words(made)),
+        "__doc__": made.description
+        + COMMON.format(states=", ".join(f"`{state.name}_dtype`" for state in made.declared)),
         "__module__": sys._getframe(1).f_globals["__name__"],
     }
     made_class: type[FormulaOptimizer] = type(name or formula.title, (base,), attributes)
@@ -137,9 +139,3 @@ def _signature(formula: Formula, choices: list[Choice]) -> Signature:
 
 def _parameter(name: str, default: Any, kind: Any) -> Parameter:
     return Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
-
-
-def _states_in_words(formula: Formula) -> str:
-    names = ", ".join(f"`{state.name}_dtype`" for state in formula.declared)
-    floats = "float32, bfloat16, float16, float8_e4m3fn, float8_e5m2"
-    return f"{names}: {floats}, or 8-bit codes (int8; uint8 for states that are never negative)."

@@ -115,7 +115,7 @@ class MomentumOptimizer(FormulaOptimizer):
     def _batches(self, made: Tensor | None = None) -> dict[Sweep, list[Batch]]:
         have_momentum = tuple(bool(group["momentum"]) for group in self.param_groups)
         if have_momentum != self._have_momentum:
-            self._forget_rows()
+            self._rows = None
             self._have_momentum = have_momentum
         return super()._batches(made)
 

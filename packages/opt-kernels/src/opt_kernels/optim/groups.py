@@ -9,7 +9,7 @@ from functools import cache
 from inspect import Signature
 from itertools import filterfalse, pairwise
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn.parameter import is_lazy
@@ -203,24 +203,12 @@ def loaded_groups(
                 raise StateDictError(
                     f"the state_dict was saved with {name}=True, which this optimizer does not support; set it to False"
                 )
-    hooks_of_groups = [{"hooks": group["hooks"]} if "hooks" in group else {} for group in groups]
-    names = [{"param_names": group["param_names"]} if "param_names" in group else {} for group in groups]
-    return [
-        {**defaults, **own, **_without_hooks(copy.deepcopy(of_saved)), **hooks, "params": group["params"]}
-        for group, of_saved, own, hooks in zip(groups, saved, names, hooks_of_groups)
-    ]
-
-
-def _without_hooks(group: ParamGroup) -> ParamGroup:
-    return {name: value for name, value in group.items() if name != "hooks"}
-
-
-class Change(NamedTuple):
-    """A group whose entries differ from those in the last step."""
-
-    number: int  # of the group
-    before: Group
-    names: frozenset[str]  # of the entries that were changed or added, and "hooks" if they were removed
+    loaded = []
+    for group, of_saved in zip(groups, saved):
+        own = {name: group[name] for name in ("param_names", HOOKS) if name in group}
+        kept = {name: value for name, value in copy.deepcopy(of_saved).items() if name != HOOKS}
+        loaded.append({**defaults, **own, **kept, "params": group["params"]})
+    return loaded
 
 
 class GroupEntries:
@@ -237,8 +225,10 @@ class GroupEntries:
             {name: frozen(group[name]) for name in group if name != "params"} for group in groups
         ]
 
-    def changes(self, groups: Sequence[Group]) -> list[Change]:
-        """The changes since `accept`. Raises ValueError for an entry that was removed."""
+    def changes(self, groups: Sequence[Group]) -> list[tuple[int, Group, frozenset[str]]]:
+        """The groups whose entries have changed since `accept`: number, former entries, and the names of those that
+        were changed or added, and "hooks" if they were removed. Raises ValueError for another entry that was removed.
+        """
         found = []
         for index, group in enumerate(groups):
             for name in filterfalse(group.__contains__, self._names):
@@ -252,7 +242,7 @@ class GroupEntries:
             if HOOKS in seen and HOOKS not in group:
                 names.append(HOOKS)
             if names:
-                found.append(Change(index, seen, frozenset(names)))
+                found.append((index, seen, frozenset(names)))
         return found
 
 

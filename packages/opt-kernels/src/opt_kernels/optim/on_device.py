@@ -29,21 +29,17 @@ class CaptureError(ValueError):
 class GroupsOnDevice:
     """The numbers of the parameter groups, on every device that has parameters."""
 
-    def __init__(self, names: Sequence[str], choosing: Sequence[str]):
-        self._names, self._choosing = tuple(names), tuple(choosing)
+    def __init__(self, rules: Sequence[Rule]):
+        """For the numbers that these rules read."""
+        own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
+        self._names = (*OF_HYPER, "scalar_eps", *own)
+        self._choosing = [name for rule in rules for name in getattr(rule, "choosing_numbers", ())]
         self._tables: dict[torch.device, HyperTable] = {}
         self._fresh: set[torch.device] = set()  # devices whose tables are up to date in this step
         self._captured: list[object] | None = None  # what the captured step froze
         # Whether the last `notice_stale_numbers` found numbers that were not uploaded, and none were since.
         self._was_behind = False
         self._warned = False
-
-    @classmethod
-    def of_rules(cls, rules: Sequence[Rule]) -> "GroupsOnDevice":
-        """For the numbers that these rules read."""
-        own = [name for rule in rules for name in getattr(rule, "hyper_names", ())]
-        choosing = [name for rule in rules for name in getattr(rule, "choosing_numbers", ())]
-        return cls((*OF_HYPER, "scalar_eps", *own), choosing)
 
     def begin_step(self) -> None:
         """Mark all tables as outdated: groups may have changed since the last step."""

@@ -228,25 +228,21 @@ def _check(grad: Tensor) -> None:
 _DEVICE = attrgetter("device")
 
 
-class Scaling(NamedTuple):
-    """The factor of the gradients, and whether the step is skipped."""
-
-    scale: float | Tensor  # 0-d float64
-    skip: Tensor | None  # 0-d bool
-    norm: Tensor | None = None  # 0-d float64, if gradients are clipped; infinite or NaN if any gradient is
-
-
 def scaling_of(
     params: Sequence[Tensor], *, found_inf: Tensor | None, loss_scale: Tensor | None, max_norm: float | None
-) -> Scaling:
-    """The factor, skip flag and norm that follow from `GradScaler` and clipping, without synchronizing the host.
+) -> tuple[float | Tensor, Tensor | None, Tensor | None]:
+    """The factor of the gradients, whether the step is skipped, and their norm, which follow from `GradScaler` and
+    clipping, without synchronizing the host.
+
+    Tensors are 0-d: float64, bool and float64. The norm is None if gradients are not clipped, and infinite or NaN if
+    any gradient is.
 
     Raises ValueError for `max_norm` with a DTensor parameter, whose norm spans ranks.
     """
     skip = None if found_inf is None else found_inf.reshape(()) != 0
     scale: float | Tensor = 1.0 if loss_scale is None else loss_scale.reshape(()).double().reciprocal()
     if max_norm is None:
-        return Scaling(scale, skip)
+        return scale, skip, None
     if are_dtensors(params):
         raise ValueError(
             f"max_norm={max_norm} with a DTensor parameter: its norm spans ranks, and this optimizer does not "
@@ -260,7 +256,7 @@ def scaling_of(
     is_bad = ~(norm < torch.inf)
     # torch computes `max_norm / norm` as a product with the rounded reciprocal; `div_` divides.
     coefficient = torch.full_like(norm, max_norm).div_(norm + 1e-6).clamp_(max=1.0)
-    return Scaling(coefficient * scale, is_bad if skip is None else skip | is_bad, norm)
+    return coefficient * scale, is_bad if skip is None else skip | is_bad, norm
 
 
 def only_makes_state(groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -8,7 +8,6 @@ counts writes (`_version`), and an assignment moves the parameter; only after ei
 and mains take the new weights. A write through `param.data`, such as `param.data.fill_(0)`, is not seen.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -256,13 +255,6 @@ class Saved:
                 f"state {name!r} of {self.of} {error}; load a state_dict of the same parameters, in the same order"
             ) from error
         return part
-
-
-def load_all_(states: Sequence[Saved]) -> defaultdict[Tensor, dict[str, Tensor]]:
-    """The states of all parameters, once each was checked. Raises the errors of `Saved.check`, changing nothing."""
-    for saved in states:
-        saved.check()
-    return defaultdict(dict, {saved.param: saved.load_() for saved in states})
 
 
 def _step(saved: Mapping[str, Tensor | float]) -> float:

@@ -4,7 +4,7 @@ Its views are `ReadOnlyView`, which can be read like any tensor but not written.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,11 +47,11 @@ class ReadOnlyView(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(getattr(kind, "has_codes", False) for kind in types):
+        if any(issubclass(kind, QuantizedTensor) for kind in types):
             return NotImplemented  # the fp8 tensor among the arguments computes it
         kwargs = kwargs or {}
         refuse_writes(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map(_plain, (args, kwargs))
+        plain_args, plain_kwargs = tree_map(_dequantized, (args, kwargs))
         return read_only(func, func(*plain_args, **plain_kwargs))
 
     @property
@@ -122,10 +122,6 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             yield args[number] if number < len(args) else kwargs.get(declared.name)
 
 
-def _plain(x: Any) -> Any:
-    return x.plain if isinstance(x, ReadOnlyView) else x
-
-
 def _refuse(what: str) -> NoReturn:
     raise QuantizationError(
         f"{what} would write a view of an fp8 parameter, which is a copy of its values, and the parameter would not "
@@ -147,7 +143,6 @@ class QuantizedTensor(Tensor):
     """
 
     scaled: QuantizedParam
-    has_codes: ClassVar[bool] = True
 
     @staticmethod
     def __new__(cls, scaled: QuantizedParam, *, dtype: torch.dtype) -> "QuantizedTensor":

@@ -8,20 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import Plain, StateCodec
-from opt_kernels.matrices.access import (
-    MatrixError,
-    check_shape,
-    compute_dtype,
-    matrix_dim,
-    over_peers,
-    read_state,
-    squares_in_float64,
-    sum_of_squares,
-    weight_for,
-    whole_size,
-    write_state_,
-)
+from opt_kernels.matrices import access
 from opt_kernels.matrices.muon import Decay, Inputs
 from opt_kernels.matrices.orthogonalization import TpMode
 from opt_kernels.rules.base import GRAD_SQUARES, MatrixRule, Needs
@@ -137,7 +126,7 @@ class AdaptiveMuonRule(MatrixRule):
         return {Lines.ROWS: (rows,), Lines.COLS: (cols,), Lines.LONGER: (rows, cols)}[self.lines]
 
     def init_state(self, main: Tensor) -> dict[str, Tensor]:
-        check_shape(main.shape)
+        access.check_shape(main.shape)
         name = self._line_state(*main.shape[-2:])
         shape = next(spec.shape_for(main.shape) for spec in self._second_specs if spec.name == name)
         assert shape is not None
@@ -158,7 +147,8 @@ class AdaptiveMuonRule(MatrixRule):
         adapt_ = partial(self._divide_, skip=skip) if self.second_moment is SecondMoment.ADAMUON else None
         step = self.muon.step._replace(transform=transform, adapt_=adapt_)
         if self.second_moment in (SecondMoment.ADAMUON_PAPER, SecondMoment.NAMO):
-            step = step._replace(inputs=_unnormalised)
+            # Inputs of the orthogonalisation that keep their norm and dtype.
+            step = step._replace(inputs=lambda work: Inputs(compute_dtype(work), False))
         self.muon.perform_(batches, step, grad_scale=grad_scale, skip=skip)
 
     def prepare_(self, task: Task, grad: Tensor, skip: Tensor | None) -> None:
@@ -184,7 +174,7 @@ class AdaptiveMuonRule(MatrixRule):
         squares: Sequence[Tensor],  # NAMO: ‖g‖² of the local matrices
         skip: Tensor | None,
     ) -> Tensor:
-        dtype, size = compute_dtype(tasks[0].work), whole_size(tasks[0].work)
+        dtype, size = compute_dtype(tasks[0].work), access.whole_size(tasks[0].work)
         match self.second_moment:
             case SecondMoment.NAMO:
                 factors = [_factor(task, u, of_grad, skip) for task, u, of_grad in zip(tasks, inputs, squares)]
@@ -194,7 +184,7 @@ class AdaptiveMuonRule(MatrixRule):
                 updates = self.muon.directions(tasks, inputs.sign(), False).to(dtype)
                 for update, task in zip(updates, tasks):
                     self._divide_(task, update, skip=skip)
-                    norm = sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
+                    norm = access.sum_of_squares(task.work, update).sqrt().clamp_min(task.hyper.eps)
                     update.mul_((min(size) ** 0.5 / norm)[..., None, None])
                 return updates
         updates = self.muon.directions(tasks, inputs, normalised).to(dtype)
@@ -213,17 +203,12 @@ class AdaptiveMuonRule(MatrixRule):
         update.div_(second.sqrt_().add_(task.hyper.eps))
 
 
-def _unnormalised(work: Work) -> Inputs:
-    """Inputs of the orthogonalisation that keep their norm and dtype."""
-    return Inputs(compute_dtype(work), False)
-
-
 def _accumulated(task: Task, name: str, squares: Tensor, skip: Tensor | None) -> Tensor:
     """Update the second moment `name` and return it: v + (1 - b2)(squares - v)."""
     hyper, work = task
-    second = read_state(work, name, Plain())
-    second.lerp_(squares, weight_for(second, 1.0 - hyper.betas[1]))
-    write_state_(work, name, Plain(), second, skip)
+    second = access.read_state(work, name, Plain())
+    second.lerp_(squares, access.weight_for(second, 1.0 - hyper.betas[1]))
+    access.write_state_(work, name, Plain(), second, skip)
     return second
 
 
@@ -231,9 +216,9 @@ def _check_lines(work: Work, name: str) -> None:
     rows, cols = work.grad.shape[-2:]
     second = work.state.get(name)
     if second is None or tuple(second.shape[-1:]) != ((rows,) if name == SECOND_MOMENT else (cols,)):
-        raise MatrixError(
-            f"lines='longer': this rank has a part {(rows, cols)} of a matrix {whole_size(work)}, whose longer dim is "
-            "the other one; pass lines='rows' or 'cols', or gather whole matrices"
+        raise access.MatrixError(
+            f"lines='longer': this rank has a part {(rows, cols)} of a matrix {access.whole_size(work)}, whose longer "
+            "dim is the other one; pass lines='rows' or 'cols', or gather whole matrices"
         )
 
 
@@ -241,32 +226,32 @@ def _mean_square(work: Work, update: Tensor, dim: int) -> Tensor:
     """The mean square of each row (`dim` -1) or column (-2) of the whole matrix, (*shape without `dim`)."""
     mean = update.square().mean(dim)
     group = work.matrix.tensor_parallel
-    if matrix_dim(work) != dim or group is None:
+    if access.matrix_dim(work) != dim or group is None:
         return mean
     return group.all_reduce(mean) / group.size
 
 
 def _divide_lines_(work: Work, update: Tensor, second: Tensor, hyper: Hyper) -> None:
     """U = O / sqrt(max(v, eps)), then U <- U ‖O‖ / ‖U‖, with norms of the whole matrix."""
-    before = sum_of_squares(work, update)
+    before = access.sum_of_squares(work, update)
     update.mul_(second.clamp_min(hyper.eps).rsqrt_())
-    after = sum_of_squares(work, update)
+    after = access.sum_of_squares(work, update)
     update.mul_((before.sqrt() / after.sqrt().clamp_min(hyper.eps))[..., None, None])
 
 
 def _squares(work: Work, grad_scale: float | Tensor) -> Tensor:
     """‖g‖² of the work. Raises MatrixError for a part whose size does not follow from that of the whole."""
     if work.matrix.part is not None:
-        raise MatrixError(
+        raise access.MatrixError(
             f"NAMO with an unequal part of a matrix {work.matrix.part.whole_shape}: it needs ‖g‖² of the whole; "
             "pass moment2_method='normuon', or parts of equal size"
         )
-    return squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
+    return access.squares_in_float64(work.grad.to(compute_dtype(work)) * grad_scale)
 
 
 def _factor(task: Task, u: Tensor, squares: Tensor, skip: Tensor | None) -> Tensor:
     """‖u‖ / (sqrt(v) + eps), 0-d, or one number per matrix of a stack. Updates v."""
     hyper, work = task
-    of_whole = over_peers(work, squares).to(compute_dtype(work))
+    of_whole = access.over_peers(work, squares).to(compute_dtype(work))
     second = _accumulated(task, SECOND_MOMENT, of_whole, skip)
-    return sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)
+    return access.sum_of_squares(work, u).sqrt() / second.sqrt_().add_(hyper.eps)

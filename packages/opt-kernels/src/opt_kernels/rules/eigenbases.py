@@ -10,22 +10,11 @@ from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend
 from opt_kernels.backends.elements import skipped
-from opt_kernels.matrices.access import (
-    MatrixError,
-    Part,
-    PartStates,
-    check_shape,
-    join,
-    joined,
-    matrix_dim,
-    parts_of,
-    split,
-    states_by_part,
-)
+from opt_kernels.matrices import access
 from opt_kernels.matrices.orthogonal_basis import Eigenbasis, cholesky, eigenbasis, householder
 from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.rules.base import WholeMatrices
-from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task, Work
+from opt_kernels.works import NOT_SPLIT, Hyper, MatrixSpec, NamedChoice, StateKind, StateSpec, Task
 
 LEFT, RIGHT = "L", "R"
 
@@ -97,7 +86,7 @@ class EigenbasisRule(WholeMatrices):
     def moments(self) -> tuple[str, ...]: ...
 
     @abstractmethod
-    def direct_(self, states: PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
+    def direct_(self, states: access.PartStates, grads: Tensor, hyper: Hyper) -> Tensor:
         """The directions of gradients (batch, m, n) of one part. Updates moments, factors and bases."""
 
     def finished(self, directions: Tensor) -> Tensor:
@@ -148,15 +137,15 @@ class EigenbasisRule(WholeMatrices):
 
         Raises MatrixError for a parameter that is not a matrix.
         """
-        check_shape(main.shape)
+        access.check_shape(main.shape)
         moments = {name: torch.zeros_like(main, dtype=torch.float32) for name in self.moments}
         batch = main.shape[:-2]
-        of_parts = [self._fresh(part, batch, main.device) for part in parts_of(matrix, main.shape)]
+        of_parts = [self._fresh(part, batch, main.device) for part in access.parts_of(matrix, main.shape)]
         if matrix.split_rows:
-            return moments | joined(of_parts, len(batch))
+            return moments | access.joined(of_parts, len(batch))
         return moments | {name: value.squeeze(len(batch)) for name, value in of_parts[0].items()}
 
-    def _fresh(self, part: Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    def _fresh(self, part: access.Part, batch: Sequence[int], device: torch.device) -> dict[str, Tensor]:
         """(*batch, num_matrices, *shape) of one part."""
         state = {}
         for name, shape in self.shapes(part.shape).items():
@@ -172,40 +161,37 @@ class EigenbasisRule(WholeMatrices):
     def transform_(self, tasks: Sequence[Task], inputs: Tensor, skip: Tensor | None) -> Tensor:
         """The updates for gradients. Writes the states; none if `skip`, where the updates are zeros."""
         hyper, work = tasks[0]
-        self._check_whole(work)
-        if skipped(skip):
-            return torch.zeros_like(inputs)
-        shapes = [self.shapes(part.shape) for part in parts_of(work.matrix, inputs.shape)]
-        states = states_by_part(tasks, elements=self.moments, shapes=shapes, dtype=inputs.dtype)
-        # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
-        with fp32_products(MatmulPrecision.HIGHEST):
-            grads = split(inputs, work.matrix)
-            directions = [self.direct_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
-        return join(list(map(self.finished, directions)), work.matrix, inputs.shape)
-
-    def _check_whole(self, work: Work) -> None:
         group = work.matrix.tensor_parallel
-        if matrix_dim(work) is not None and group is not None and group.size > 1:
-            raise MatrixError(
+        if access.matrix_dim(work) is not None and group is not None and group.size > 1:
+            raise access.MatrixError(
                 f"{self.name} needs whole matrices, but dim {work.matrix.partition_dim} of this one is cut over "
                 f"{group.size} tensor-parallel ranks; gather it before the rule, or use Muon with tp_mode 'distributed'"
             )
+        if skipped(skip):
+            return torch.zeros_like(inputs)
+        shapes = [self.shapes(part.shape) for part in access.parts_of(work.matrix, inputs.shape)]
+        states = access.states_by_part(tasks, elements=self.moments, shapes=shapes, dtype=inputs.dtype)
+        # In TF32 the bases would lose four digits of orthogonality, and every later step uses them.
+        with fp32_products(MatmulPrecision.HIGHEST):
+            grads = access.split(inputs, work.matrix)
+            directions = [self.direct_(of_part, grad, hyper) for of_part, grad in zip(states, grads, strict=True)]
+        return access.join(list(map(self.finished, directions)), work.matrix, inputs.shape)
 
-    def factors(self, states: PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
+    def factors(self, states: access.PartStates, grads: Tensor, hyper: Hyper) -> dict[str, Tensor]:
         """L and R after gradients (batch, m, n). Raises MatrixError if one is not finite; nothing is written."""
         beta, eps = self.shampoo_beta, float(hyper.eps)
         weight = (1.0 - beta) / (1.0 - beta ** int(hyper.step) if self.corrects_bias else 1.0)
         updates = {side: self._of_grads(states, side, grads, eps) for side in self.sides(grads.shape)}
         factors = {side: states.load(side).lerp(update, weight) for side, update in updates.items()}
         if not all(bool(factor.isfinite().all()) for factor in factors.values()):
-            raise MatrixError(
+            raise access.MatrixError(
                 f"a factor of SOAP overflowed, or a gradient is not finite: the largest element of these gradients is "
                 f"{float(grads.abs().max()):.3g}; factors have squares of gradients in {grads.dtype}, divided by eps="
                 f"{eps:g} for KL, so gradients must be finite and below about 1e18 (1e13 for KL); nothing was written"
             )
         return factors
 
-    def _of_grads(self, states: PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
+    def _of_grads(self, states: access.PartStates, side: str, grads: Tensor, eps: float) -> Tensor:
         """What the gradients contribute to the factor of one side: GGᵀ, for KL with the other factor's inverse."""
         seen, other = (grads, RIGHT) if side == LEFT else (grads.mT, LEFT)
         scale = 1.0 / seen.shape[-1] if self.use_kl_shampoo else 1.0
@@ -219,7 +205,7 @@ class EigenbasisRule(WholeMatrices):
         half = (seen @ basis) * values.rsqrt().unsqueeze(-2)
         return scale * (half @ half.mT)
 
-    def turn_(self, states: PartStates, factors: Mapping[str, Tensor], *, first: bool) -> dict[str, Turned]:
+    def turn_(self, states: access.PartStates, factors: Mapping[str, Tensor], *, first: bool) -> dict[str, Turned]:
         """Update the bases to the eigenvectors of the factors: first by eigh, later by power iteration."""
         moved = {}
         for side, factor in factors.items():
@@ -273,13 +259,13 @@ def reordered(x: Tensor, turned: Mapping[str, Turned]) -> Tensor:
     return x
 
 
-def into_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+def into_basis(states: access.PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_Lᵀ X Q_R for matrices (batch, m, n); a side without a basis is left unchanged."""
     x = states.load("Q_L").mT @ x if LEFT in sides else x
     return x @ states.load("Q_R") if RIGHT in sides else x
 
 
-def out_of_basis(states: PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
+def out_of_basis(states: access.PartStates, x: Tensor, sides: Sequence[str]) -> Tensor:
     """Q_L X Q_Rᵀ, the inverse of `into_basis`."""
     x = states.load("Q_L") @ x if LEFT in sides else x
     return x @ states.load("Q_R").mT if RIGHT in sides else x

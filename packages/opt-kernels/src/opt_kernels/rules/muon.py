@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from opt_kernels.backends.dispatch import check_backend, tensors_of, version
+from opt_kernels.backends.elements import compute_dtype
 from opt_kernels.codecs import StateCodec, codec_for, init_state, state_specs
-from opt_kernels.matrices.access import compute_dtype, cut_of_parts, join, split, whole_size
+from opt_kernels.matrices.access import cut_of_parts, join, split, whole_size
 from opt_kernels.matrices.muon import MOMENTUM, Decay, Inputs, MuonStep, accumulate_, descend_
 from opt_kernels.matrices.orthogonalization import (
     EPS,

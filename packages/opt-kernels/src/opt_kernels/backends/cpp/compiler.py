@@ -58,20 +58,18 @@ def usable() -> bool:
     if sys.platform == "win32" or os.environ.get("OPT_KERNELS_CPP") == "0":
         return False
     probe = attempt(PROBE)
-    wrong = [] if probe is None else _wrong_numbers(probe)
-    if wrong:
-        _warn_once(f"{shlex.join(_command())} computes {', '.join(wrong)} otherwise than IEEE 754; remove its options")
-    return probe is not None and not wrong
-
-
-def _wrong_numbers(probe: ctypes.CDLL) -> list[str]:
-    """The operations that code of this compiler rounds, reorders or omits wrongly."""
+    if probe is None:
+        return False
+    # Operations that code of this compiler may round, reorder or omit wrongly.
     names = ("(a + b) - b", "a * b + c", "a / b", "a != a")
     results = (ctypes.c_float * len(names))()
     inputs = (ctypes.c_float * 6)(1.0, 2.0**24, 1.0 + 2.0**-12, -1.0 - 2.0**-11, 5.0, 49.0)
     probe.numbers(inputs, results)
     expected = (0.0, 0.0, ctypes.c_float(5.0 / 49.0).value, 1.0)
-    return [name for name, got, right in zip(names, results, expected) if got != right]
+    wrong = [name for name, got, right in zip(names, results, expected) if got != right]
+    if wrong:
+        _warn_once(f"{shlex.join(_command())} computes {', '.join(wrong)} otherwise than IEEE 754; remove its options")
+    return not wrong
 
 
 class Source(NamedTuple):

@@ -15,12 +15,12 @@ def has_codes(codecs: Sequence[str]) -> bool:
 
 def source_of(formula: Formula, codecs: Sequence[str]) -> str:
     """The source of the sweep of `formula` with these codecs, which are types of `update.h`."""
-    return "\n".join((*_row(formula), *_run(formula, codecs), *_span(formula, codecs), SWEEP))
-
-
-def _row(formula: Formula) -> list[str]:
     names = "".join(f", s_{name}" for name in formula.scalar_names)
-    return [f"struct Row {{ float grad_scale, step_low, step_high{names}; }};"]
+    row = f"struct Row {{ float grad_scale, step_low, step_high{names}; }};"
+    is_coded = has_codes(codecs)
+    # The function `update_span`, which updates elements [begin, end) of a run.
+    span = coded_span(formula, len(codecs)) if is_coded else [*_update(formula), *_plain_span(range(len(codecs)))]
+    return "\n".join((row, *_run(formula, codecs), *span, SWEEP))
 
 
 def _update(formula: Formula) -> list[str]:
@@ -60,13 +60,6 @@ def _run(formula: Formula, codecs: Sequence[str]) -> list[str]:
         f"return {{{', '.join(values)}}};",
         "}",
     ]
-
-
-def _span(formula: Formula, codecs: Sequence[str]) -> list[str]:
-    """The function `update_span`, which updates elements [begin, end) of a run."""
-    if not has_codes(codecs):
-        return [*_update(formula), *_plain_span(range(len(codecs)))]
-    return coded_span(formula, len(codecs))
 
 
 def _plain_span(states: range) -> list[str]:

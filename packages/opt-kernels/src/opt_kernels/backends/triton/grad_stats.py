@@ -7,7 +7,7 @@ program adds the chunks in float64, both in a fixed order. `kernels/grad_stats.m
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,11 +126,6 @@ def stats_total(
     tl.store(totals + 1, tl.sum(zeros, axis=0))
 
 
-class _Format(NamedTuple):
-    dtype: torch.dtype
-    aligned: bool
-
-
 def grad_stats(grads: Sequence[Tensor], *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
     """Same as `reference.grad_stats`, with a relative error of the sum of squares of 1e-6; does not synchronize.
 
@@ -150,7 +145,7 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     if not tables:
         return reference.grad_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     device = grads[0].device
-    num_chunks = sum([table.records.shape[0] for table in tables])
+    num_chunks = sum([len(records) for records, _ in tables])
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     counts = torch.empty(num_chunks, 2, dtype=torch.int32, device=device)
     maximum, start = math.isinf(norm_type), 0
@@ -167,9 +162,7 @@ def _grad_stats(grads: Sequence[Tensor], *, count_zeros: bool, norm_type: float)
     return GradStats(power, totals[0], totals[1] if count_zeros else torch.zeros_like(totals[1]))
 
 
-class _Table(NamedTuple):
-    records: Tensor
-    options: dict[str, Any]  # of the sweep
+_Table = tuple[Tensor, dict[str, Any]]  # records, and options of the sweep
 
 
 def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
@@ -182,30 +175,30 @@ def _tables(grads: Sequence[Tensor]) -> list[_Table] | None:
 def _built(grads: Sequence[Tensor]) -> list[_Table] | None:
     if not all(map(Tensor.is_contiguous, grads)):
         return None
-    by_format: dict[_Format, list[Tensor]] = {}
+    by_format: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for grad in grads:
         if grad.numel():
-            by_format.setdefault(_Format(grad.dtype, grad.data_ptr() % ALIGNMENT == 0), []).append(grad)
-    return [_table(fmt, group) for fmt, group in by_format.items()]
+            by_format.setdefault((grad.dtype, grad.data_ptr() % ALIGNMENT == 0), []).append(grad)
+    return [_table(dtype, aligned, group) for (dtype, aligned), group in by_format.items()]
 
 
-def _table(fmt: _Format, grads: Sequence[Tensor]) -> _Table:
+def _table(dtype: torch.dtype, aligned: bool, grads: Sequence[Tensor]) -> _Table:
     addresses = [grad.data_ptr() for grad in grads]
     numels = tuple(grad.numel() for grad in grads)
     device, nowhere = grads[0].device, (0,) * len(grads)
     chunk = launches.chunk_elements(sum(numels), processors=launches.processors(device))
-    column = launches.Column(item_bytes=fmt.dtype.itemsize)
+    column = launches.Column(item_bytes=dtype.itemsize)
     records = to_device(
         launches.chunk_records([addresses], [column], launches.Extents(numels, nowhere, nowhere), chunk=chunk), device
     )
     # With one column, no common width is needed. Programs read twice as many elements in 16 bits at a time, so that
     # enough bytes are in flight.
-    item_bytes = fmt.dtype.itemsize
+    item_bytes = dtype.itemsize
     options = {
-        "GRAD": value_dtype(fmt.dtype), "WIDTH": records.shape[1], "CHUNK": chunk, "BLOCK": tile_elements(fmt.dtype),
-        "E": ALIGNMENT // item_bytes if fmt.aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": True,
+        "GRAD": value_dtype(dtype), "WIDTH": records.shape[1], "CHUNK": chunk, "BLOCK": tile_elements(dtype),
+        "E": ALIGNMENT // item_bytes if aligned else 1, "num_warps": NUM_WARPS, "enable_fp_fusion": True,
     }  # fmt: skip
-    return _Table(records, options)
+    return records, options
 
 
 @cache
@@ -215,7 +208,7 @@ def known_tables(device: torch.device) -> DeviceTables[list[_Table] | None]:
     Its memory is limited, because gradients that move add a table in every step.
     """
     return DeviceTables(
-        device, capacity=CALLS, bytes_of=lambda tables: sum(table.records.nbytes for table in tables or ())
+        device, capacity=CALLS, bytes_of=lambda tables: sum(records.nbytes for records, _ in tables or ())
     )
 
 

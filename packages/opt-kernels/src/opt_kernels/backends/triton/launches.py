@@ -13,11 +13,11 @@ builds and copies nothing. The look-up is most of the host's work in a step: it 
 object per tensor.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,17 +152,11 @@ class Launch(NamedTuple):
 Launches = list[Launch]
 
 
-class Cutting(Protocol):
+class Cutting(NamedTuple):
     """How works are cut into runs."""
 
-    @property
-    def key(self) -> Hashable:
-        """What it depends on, apart from the sizes of the works."""
-        ...
-
-    def __call__(self, work: int, numel: int) -> Iterable[Cut]:
-        """The runs of a work of `numel` elements, given by its index."""
-        ...
+    key: Hashable  # what it depends on, apart from the sizes of the works
+    runs: Callable[[int, int], Iterable[Cut]]  # of a work, given by its index and number of elements
 
 
 class _Part(NamedTuple):
@@ -267,7 +261,7 @@ def _parts(
     for index, (_, work, _) in enumerate(items):
         if numel := work.grad.numel():
             check_work(work, codecs, device)
-            cuts = [Cut(index, 0, numel, work.first)] if cutting is None else list(cutting(index, numel))
+            cuts = [Cut(index, 0, numel, work.first)] if cutting is None else list(cutting.runs(index, numel))
             by_formats.setdefault(_formats(items[index], cuts, codecs), []).extend(cuts)
     tagged = cutting is not None
     return [_part(formats, tuple(cuts), items, codecs, device, tagged) for formats, cuts in by_formats.items()]

@@ -11,15 +11,7 @@ import torch
 from torch import Tensor
 
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.access import (
-    read_main,
-    read_state,
-    scaled_grads,
-    stacks,
-    weight_for,
-    write_main_,
-    write_state_,
-)
+from opt_kernels.matrices import access
 from opt_kernels.works import Batch, NamedChoice, Task, Work
 
 MOMENTUM = "momentum_buffer"
@@ -84,8 +76,8 @@ def muon_(
     `transform` receives stacks of works of one layout, in the compute dtype and not normalised; `step.inputs` is
     ignored.
     """
-    for tasks in stacks(batches):
-        matrices = scaled_grads(tasks, grad_scale)
+    for tasks in access.stacks(batches):
+        matrices = access.scaled_grads(tasks, grad_scale)
         for grad, task in zip(matrices, tasks):
             accumulate_(task, grad, step, skip)
         for update, task in zip(step.transform(tasks, matrices, False), tasks):
@@ -98,15 +90,15 @@ def accumulate_(task: Task, grad: Tensor, step: MuonStep, skip: Tensor | None) -
     """Update the momentum, and turn `grad` (*shape), scaled and in the compute dtype, into u in place."""
     hyper, work = task
     if step.decay is Decay.L2:
-        grad.add_(decay_of(read_main(work), hyper.weight_decay))
+        grad.add_(decay_of(access.read_main(work), hyper.weight_decay))
     stored = work.state[MOMENTUM]
     in_place = skip is None and stored.dtype is grad.dtype
-    momentum = stored if in_place else read_state(work, MOMENTUM, step.codec)
-    momentum.lerp_(grad, weight_for(momentum, 1.0 - hyper.momentum))
+    momentum = stored if in_place else access.read_state(work, MOMENTUM, step.codec)
+    momentum.lerp_(grad, access.weight_for(momentum, 1.0 - hyper.momentum))
     if not in_place:
-        write_state_(work, MOMENTUM, step.codec, momentum, skip)
+        access.write_state_(work, MOMENTUM, step.codec, momentum, skip)
     if step.nesterov:
-        grad.lerp_(momentum, weight_for(grad, hyper.momentum))
+        grad.lerp_(momentum, access.weight_for(grad, hyper.momentum))
     else:
         grad.copy_(momentum)
 
@@ -115,10 +107,10 @@ def descend_(task: Task, update: Tensor, step: MuonStep, skip: Tensor | None) ->
     """p <- p - (decay) - lr s e `update` (*shape), unless the step is skipped. Overwrites `update`."""
     hyper, work = task
     _scale_(work, update, step.factors(work))
-    main = read_main(work) if skip is None else read_main(work).clone()
+    main = access.read_main(work) if skip is None else access.read_main(work).clone()
     if step.decay is not Decay.L2:
         main.mul_(1.0 - (hyper.lr if step.decay is Decay.DECOUPLED else 1.0) * hyper.weight_decay)
-    write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
+    access.write_main_(work, main.sub_(update.mul_(hyper.lr)), skip)
 
 
 def _scale_(work: Work, update: Tensor, factors: tuple[float, ...]) -> None:

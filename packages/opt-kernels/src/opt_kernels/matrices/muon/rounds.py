@@ -5,20 +5,20 @@ is divided by one norm: a matrix, or a split part of one, whose rows need not be
 consecutive in the chunk table, and every chunk record holds the number of its slot after the addresses.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opt_kernels.backends.elements import LayoutError, lies_in_order, uniform
+from opt_kernels.backends.elements import LayoutError, compute_dtype, lies_in_order, uniform
 from opt_kernels.backends.tables import DeviceTables, to_device
-from opt_kernels.backends.triton.launches import CALLS, Cut, Launches, cut_sweeps
+from opt_kernels.backends.triton.launches import CALLS, Cut, Cutting, Launches, cut_sweeps
 from opt_kernels.codecs import StateCodec
-from opt_kernels.matrices.access import compute_dtype, stacks
+from opt_kernels.matrices.access import stacks
 from opt_kernels.matrices.muon import MOMENTUM, Factors, Inputs
 from opt_kernels.works import Batch, Hyper, Task, Work, Works
 
@@ -123,8 +123,8 @@ def _slots(work: Work, factors: Factors) -> tuple[Slot, ...]:
     return tuple(found)
 
 
-def swept(round_: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches:
-    """The launches of a round. Every run of a slot is a separate run of the chunk table."""
+def swept(round_: Round, hypers: Sequence[Hyper], codec: StateCodec) -> Launches:
+    """The launches of a round. Every run of a slot is a separate run of the chunk table. `codec`: of the momentum."""
     rows = {id(hyper): row for row, hyper in enumerate(hypers)}
     tasks = [task for stack in round_.stacks for task in stack.tasks]
     if any(compute_dtype(task.work) is torch.float64 for task in tasks):
@@ -136,7 +136,8 @@ def swept(round_: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches
     pieces = [
         (key[0], works) for key, alike in groupby(tasks, kind) for works in uniform([task.work for task in alike])
     ]
-    found = cut_sweeps(pieces, {MOMENTUM: slots.codec}, slots)
+    key = round_.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in round_.stacks)
+    found = cut_sweeps(pieces, {MOMENTUM: codec}, Cutting(key, partial(_runs_of, round_, codec.block)))
     if found is None:
         raise LayoutError(
             "a matrix, its momentum or its remainder is not contiguous, and has no triton version; make the parameter "
@@ -145,36 +146,22 @@ def swept(round_: Round, hypers: Sequence[Hyper], slots: "SlotRuns") -> Launches
     return found
 
 
-class SlotRuns:
-    """The runs of the works of a round, slot by slot."""
-
-    def __init__(self, round_: Round, codec: StateCodec) -> None:
-        self.codec = codec
-        self._round = round_
-
-    @property
-    def key(self) -> Hashable:
-        """What it depends on, apart from the sizes of the works."""
-        round_ = self._round
-        return round_.inputs[:2], tuple((s.begin, s.first_slot, s.slots, len(s.tasks)) for s in round_.stacks)
-
-    def __call__(self, work: int, numel: int) -> Iterator[Cut]:
-        """The runs of one work."""
-        round_, block = self._round, self.codec.block
-        stack, number = round_.place_of(work)
-        item_bytes = round_.inputs.dtype.itemsize
-        begin_of_work = stack.begin + number * numel
-        for index, slot in enumerate(stack.slots):
-            for begin, length in slot.runs:
-                if block and begin % block:
-                    raise LayoutError(
-                        f"matrices of {length} elements within one parameter share blocks of {block} momentum codes; "
-                        "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
-                    )
-                first = begin_of_work + begin
-                yield Cut(
-                    work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
+def _runs_of(round_: Round, block: int, work: int, numel: int) -> Iterator[Cut]:
+    """The runs of one work of the round, slot by slot. `block`: of momentum codes that share a scale."""
+    stack, number = round_.place_of(work)
+    item_bytes = round_.inputs.dtype.itemsize
+    begin_of_work = stack.begin + number * numel
+    for index, slot in enumerate(stack.slots):
+        for begin, length in slot.runs:
+            if block and begin % block:
+                raise LayoutError(
+                    f"matrices of {length} elements within one parameter share blocks of {block} momentum codes; "
+                    "pass momentum_buffer_dtype=torch.float32 or torch.bfloat16, or backend='torch'"
                 )
+            first = begin_of_work + begin
+            yield Cut(
+                work, begin, length, first, stack.first_slot + number * len(stack.slots) + index, first * item_bytes
+            )
 
 
 class Range(NamedTuple):

@@ -21,7 +21,6 @@ from opt_kernels.codecs import StateCodec
 from opt_kernels.matrices.muon import Decay, MuonStep
 from opt_kernels.matrices.muon.rounds import (
     Round,
-    SlotRuns,
     Stack,
     bounds,
     factors_on,
@@ -225,7 +224,7 @@ def muon_(
     batches = with_ordered_grads(batches)  # tables hold only addresses: copies live until the last launch
     hypers = [hyper for hyper, _ in batches]
     for round_ in rounds(batches, step.inputs, step.factors):
-        launches = swept(round_, hypers, SlotRuns(round_, step.codec))
+        launches = swept(round_, hypers, step.codec)
         device = launches[0].table.grads.device
         with launching_on(device):
             block = scalars.scalar_block(hypers, grad_scale=grad_scale, skip=skip, device=device)
