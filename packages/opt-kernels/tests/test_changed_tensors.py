@@ -46,7 +46,7 @@ ALL = [*ADAMW, "muon"]
 
 
 def forget(optimizer: Any) -> None:
-    optimizer._forget_rows()
+    optimizer._rows = None
     for tables in (launches.known_calls, grad_stats.known_tables, rounds.known_tables, cpp._known_sweeps):
         tables.cache_clear()
 
