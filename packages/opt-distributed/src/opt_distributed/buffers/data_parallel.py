@@ -56,6 +56,8 @@ class DistributedDataParallel(nn.Module):
     of `main_grad` are undefined after the reduction. A tensor that the caller binds to `param.main_grad` replaces the
     gradient at the next backward pass or reduction; it must have the parameter's shape.
 
+    Collective over all ranks: each must wrap as many chunks as the others.
+
     Args:
         config: the configuration, which is not modified.
         module: the chunk. Its parameters move into the buffers, so convert it and move it to its device before.
