@@ -273,6 +273,24 @@ def test_an_option_that_is_not_the_formulas_is_refused_with_the_reason(name: str
         built(optimizer_options={name: 1})
 
 
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_options_with_a_matrix_rule_are_those_of_the_rule_of_other_parameters(rule: str) -> None:
+    codes = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    trained = {}
+    for optimizer_rule in (rule, "adam"):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = built(model=model, optimizer=optimizer_rule, optimizer_options=codes)
+        for _ in range(2):
+            model(torch.ones(2, 8)).square().sum().backward()
+            optimizer.step()
+        assert "state: exp_avg int8, exp_avg_scale fp32, exp_avg_sq uint8" in str(optimizer.plan)
+        trained[optimizer_rule] = model
+    assert not torch.equal(trained[rule].weight, trained["adam"].weight)
+    with pytest.raises(ConfigError, match=f"adam reads them, and updates no parameter of optimizer='{rule}'"):
+        built(model=nn.Linear(8, 8, bias=False), optimizer=rule, optimizer_options=codes)
+
+
 def test_an_override_and_a_callers_group_are_refused_too() -> None:
     with pytest.raises(ConfigError, match=re.escape("end_wd=0.1 has no effect: formula 'undecayed' never reads it")):
         built(overrides={ParamKey(name="bias"): {"start_wd": 0.0, "end_wd": 0.1}})

@@ -15,7 +15,7 @@ from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import GivenHooks, HookError, Hyperball, bare, check_unread, described, hooked, hooks_of
 from opt_kernels.rules import ElementwiseRule, NamedChoice, Rule
 from opt_paramgroups import ParamId, ParamMeta
-from opt_paramgroups.overrides import OVERRIDE_KEYS, unknown_entry, value_problem
+from opt_paramgroups.overrides import OVERRIDE_KEYS, elementwise_optimizer, unknown_entry, value_problem
 from opt_stack.rules.registry import Registry
 
 logger = logging.getLogger("opt_stack")
@@ -146,6 +146,11 @@ def make_rules_(
     """
     names = list(dict.fromkeys(group["optimizer"] for group in groups))
     made = {name: registry.rule(name, config) for name in names}
+    if made and config.optimizer_options and (reader := elementwise_optimizer(config)) not in made:
+        raise ConfigError(
+            f"optimizer_options={dict(config.optimizer_options)!r}: {reader} reads them, and updates no parameter of "
+            f"optimizer={config.optimizer!r}; leave them out"
+        )
     hyper = {name: _hyper(name, rule, registry, config) for name, rule in made.items()}
     _check_entries(groups, hyper, config, extra_group_keys)
     for group in groups:

@@ -27,6 +27,7 @@ from opt_kernels.rules import (
     elementwise,
 )
 from opt_kernels.works import Batch, Hyper, StateKind, StateSpec, Work
+from opt_paramgroups.overrides import elementwise_optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +101,7 @@ def _options(formula: Formula, config: OptimizerConfig, of_fields: Mapping[str, 
 
     Raises ConfigError for an option that does not exist, or that is a field of the configuration.
     """
-    options = config.optimizer_options or {} if config.optimizer == formula.name else {}
+    options = config.optimizer_options or {} if elementwise_optimizer(config) == formula.name else {}
     set_by_field = "a field of the configuration sets it"
     refused = dict.fromkeys(("lr", "weight_decay", "decoupled_weight_decay", *of_fields), set_by_field) | _REFUSED
     known = [name for name in formula.defaults if name not in ("lr", "weight_decay", *of_fields)]
@@ -287,7 +288,7 @@ class Registry:
         rule = self[name].make(config)
         if not type(bare(rule)).__module__.startswith(("opt_kernels.", "opt_stack.")):
             _check_rule(name, rule, config)
-        if config.optimizer_options and name == config.optimizer and not isinstance(rule, ElementwiseRule):
+        if config.optimizer_options and name == elementwise_optimizer(config) and not isinstance(rule, ElementwiseRule):
             raise ConfigError(
                 f"optimizer_options={dict(config.optimizer_options)!r}: optimizer={name!r} does not read them; "
                 "only elementwise rules do. Leave them out"
