@@ -22,7 +22,9 @@ from opt_config import (
 from opt_paramgroups.meta import parameters_by_id
 from opt_scheduler import ParamGroupOverride
 
-__all__ = ["OVERRIDE_KEYS", "DefaultEntries", "read_overrides", "unknown_entry", "value_problem"]
+__all__ = [
+    "OVERRIDE_KEYS", "DefaultEntries", "elementwise_optimizer", "read_overrides", "unknown_entry", "value_problem",
+]  # fmt: skip
 
 Override = Mapping[str, Any]
 """Entries of a group, by name: those in `OVERRIDE_KEYS`, and those that the caller declares as `extra_group_keys`."""
