@@ -44,13 +44,13 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "parameter. It is one small model on one data set: it cannot say how rules compare on larger models or longer",
         "runs.",
         "",
-        f"| place | rule | bits | lr, matrices | lr, rest | steps to {baseline}'s | update, ms | state |",
+        f"| rule | place | bits | lr, matrices | lr, rest | steps to {baseline}'s | update, ms | state |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in rows:
         mark = " *" if found["at_the_end_of_the_grid"] else ""
         lines.append(
-            f"| {place(found, rows)} | {found['rule']}{mark} | {found['bits']:.3f} ± {found['error']:.3f} | "
+            f"| {found['rule']}{mark} | {place(found, rows)} | {found['bits']:.3f} ± {found['error']:.3f} | "
             f"{found['rates'][0]:.2g} | {found['rates'][1]:.2g} | {cell(found['steps_to_target'], '.0f')} | "
             f"{cell(found['update_ms'], '.1f')} | {found['state_bytes']:.2f} |"
         )

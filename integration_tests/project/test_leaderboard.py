@@ -90,9 +90,9 @@ def test_rules_that_seeds_cannot_tell_apart_share_places(board: ModuleType, tmp_
     board.report(tmp_path, tmp_path)
     table = (tmp_path / "leaderboard.md").read_text()
     assert [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:] == [
-        [" 1–2 ", " AdamW "],
-        [" 1–2 ", " near "],
-        [" 3 ", " far "],
+        [" AdamW ", " 1–2 "],
+        [" near ", " 1–2 "],
+        [" far ", " 3 "],
     ]
     assert table.endswith("Not run, for want of time: not run.\n")
     assert (tmp_path / "leaderboard.svg").read_text().startswith("<?xml")
