@@ -44,7 +44,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "parameter. It is one small model on one data set: it cannot say how rules compare on larger models or longer",
         "runs.",
         "",
-        f"| rule | place | bits | lr, matrices | lr, rest | steps to {baseline}'s | update, ms | state |",
+        f"| rule | place | bits | lr | lr, rest | steps to {baseline}'s | update, ms | state |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in rows:
