@@ -206,8 +206,8 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
 
 
 def elementwise_optimizer(config: OptimizerConfig) -> str:
-    """The rule that reads `optimizer_options`: `optimizer`, or where that is a matrix rule, the rule of the parameters
-    that it leaves: `muon_scalar_optimizer` for Muon's family, else Adam."""
+    """The rule that reads `optimizer_options`: `optimizer`, or if that is one of `MATRIX_RULES`, the rule of the
+    parameters that it leaves: `muon_scalar_optimizer` for Muon's family, else Adam."""
     if config.optimizer not in MATRIX_RULES:
         return config.optimizer
     return config.muon_scalar_optimizer if config.optimizer in MUON_FAMILY else "adam"
@@ -218,14 +218,14 @@ def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str 
 
     An override of the caller that sets `optimizer` for such a parameter takes precedence.
 
-    `scalar_optimizer` names the elementwise rule. None: `elementwise_optimizer(config)`. Muon's family
-    also leaves parameters marked `use_muon=False`.
+    `scalar_optimizer` names the elementwise rule. None: `config.muon_scalar_optimizer` for Muon's family, else Adam.
+    Muon's family also leaves parameters marked `use_muon=False`.
     """
     muon = config.optimizer in MUON_FAMILY
     not_2d = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
     not_muon = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
     key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(not_2d, not_muon) if muon else not_2d)
-    return {key: DefaultEntries(optimizer=scalar_optimizer or elementwise_optimizer(config))}
+    return {key: DefaultEntries(optimizer=scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam"))}
 
 
 def get_layer_decay_overrides(
