@@ -19,6 +19,7 @@ from opt_kernels.formulas import Formula, Number, State, fma
 from opt_kernels.hooks import CautiousDecay, ClipUpdateRms, Hook
 from opt_kernels.optim import Adam, AdamW
 from opt_kernels.rules import SGD, ElementwiseRule
+from opt_paramgroups import get_matrix_rule_overrides
 from opt_scheduler import FieldScheduler, OptimizerParamScheduler, linear
 from opt_stack import (
     Optimizer,
@@ -289,6 +290,17 @@ def test_options_with_a_matrix_rule_are_those_of_the_rule_of_other_parameters(ru
     assert not torch.equal(trained[rule].weight, trained["adam"].weight)
     with pytest.raises(ConfigError, match=f"adam reads them, and updates no parameter of optimizer='{rule}'"):
         built(model=nn.Linear(8, 8, bias=False), optimizer=rule, optimizer_options=codes)
+
+
+@pytest.mark.parametrize("rule", ["muon", "soap"])
+def test_what_the_caller_gives_under_the_key_of_the_other_parameters_is_kept(rule: str) -> None:
+    (key,) = get_matrix_rule_overrides(OptimizerConfig(optimizer=rule))
+    lion = get_matrix_rule_overrides(OptimizerConfig(optimizer=rule), scalar_optimizer="lion")
+    for overrides, expected in ((lion, ("lion", 0.5)), ({key: {"max_lr": 0.1}}, ("adam", 0.1))):
+        groups = built(optimizer=rule, overrides=overrides).param_groups
+        assert [(group["optimizer"], group["lr"]) for group in groups] == [(rule, 0.5), expected]
+    with pytest.raises(ConfigError, match="nothing reads it"):
+        built(optimizer=rule, overrides={key: {"max_rl": 0.1}})
 
 
 def test_an_override_and_a_callers_group_are_refused_too() -> None:

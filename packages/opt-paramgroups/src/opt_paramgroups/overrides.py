@@ -208,8 +208,11 @@ def get_standard_config_overrides(config: OptimizerConfig) -> Overrides:
 def elementwise_optimizer(config: OptimizerConfig) -> str:
     """The rule that reads `optimizer_options`: `optimizer`, or if that is one of `MATRIX_RULES`, the rule of the
     parameters that it leaves: `muon_scalar_optimizer` for Muon's family, else Adam."""
-    if config.optimizer not in MATRIX_RULES:
-        return config.optimizer
+    return _left_to(config) if config.optimizer in MATRIX_RULES else config.optimizer
+
+
+def _left_to(config: OptimizerConfig) -> str:
+    """The rule of the parameters that a matrix rule leaves."""
     return config.muon_scalar_optimizer if config.optimizer in MUON_FAMILY else "adam"
 
 
@@ -225,7 +228,7 @@ def get_matrix_rule_overrides(config: OptimizerConfig, *, scalar_optimizer: str 
     not_2d = ParamPredicate(name="not 2-D", fn=lambda param: param.dim() != 2)
     not_muon = ParamPredicate(name="use_muon=False", fn=lambda param: not getattr(param, "use_muon", True))
     key = ParamKey(attr="is_embedding_or_output_parameter", predicate=(not_2d, not_muon) if muon else not_2d)
-    return {key: DefaultEntries(optimizer=scalar_optimizer or (config.muon_scalar_optimizer if muon else "adam"))}
+    return {key: DefaultEntries(optimizer=scalar_optimizer or _left_to(config))}
 
 
 def get_layer_decay_overrides(

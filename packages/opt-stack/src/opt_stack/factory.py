@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from opt_config import ConfigError, OptimizerConfig, ParamKey, Replicated
+from opt_config import ConfigError, OptimizerConfig, Replicated
 from opt_distributed.buffers import (
     DistributedDataParallel,
     broadcast_replicas_,
@@ -29,6 +29,7 @@ from opt_paramgroups import (
     get_param_groups,
     get_standard_config_overrides,
 )
+from opt_paramgroups.overrides import read_overrides
 from opt_stack.build import build_stepper, holds_parts
 from opt_stack.optimizer import Objection, Optimizer
 from opt_stack.planning.checks import CHECKS, SHARED_FIELDS, refuse
@@ -156,12 +157,17 @@ def grouped(draft: Draft, *, allow_unmatched: bool, asked: Mapping[str, bool] = 
 def with_matrix_rule(config: OptimizerConfig, overrides: Overrides | None, rules: Registry) -> Overrides | None:
     """Add to `overrides`, for a matrix rule, those that give non-matrix parameters to an elementwise rule.
 
-    Raises ConfigError if the rule is unknown or cannot be made from `config`.
+    Entries that the caller gives under the same key are kept. Raises ConfigError if the rule is unknown or cannot be
+    made from `config`, and for overrides that are not allowed.
     """
     if rules.rule(config.optimizer, config).needs is not Needs.MATRICES:
         return overrides
-    ours: Mapping[ParamKey, Any] = get_standard_config_overrides(config) if overrides is None else overrides
-    return {**ours, **get_matrix_rule_overrides(config)}
+    given = get_standard_config_overrides(config) if overrides is None else overrides
+    read = read_overrides(config, given, extra_group_keys=None)
+    for key, entries in get_matrix_rule_overrides(config).items():
+        of_key = read.get(key, entries)
+        read[key] = of_key if "optimizer" in of_key else {**entries, **of_key}
+    return read
 
 
 def list_optimizers(rules: Registry | None = None) -> list[str]:
