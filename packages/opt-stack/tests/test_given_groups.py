@@ -1,6 +1,7 @@
 """Groups that the caller made, and Megatron-Core's function for them."""
 
 import inspect
+from threading import local
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from stack_models import assert_equal, backward, make_model, train, weights
 
 import opt_stack.megatron as megatron
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, min_lr=1e-4)
@@ -143,6 +146,25 @@ def test_what_it_cannot_do_is_refused(changes: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError) as caught:
         megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **changes)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"distributed_optimizer_instance_id": 1}, {"per_model_buffers": {0: [None]}}], ids=str
+)
+def test_what_one_rank_cannot_do_is_refused_on_every_rank(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    of_thread = local()
+    monkeypatch.setattr(megatron, "world", lambda: of_thread.comm)
+
+    def rank_main(comm: Comm) -> None:
+        of_thread.comm = comm
+        model = make_model()
+        groups, given = [{"params": list(model.parameters())}], changes if comm.rank == 1 else {}
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **given)
+
+    run_threads(2, rank_main)
 
 
 def test_a_matrix_rule_gets_matrices_only() -> None:

@@ -32,7 +32,7 @@ from opt_config import (
     SGDOptimizerConfig,
 )
 from opt_distributed.buffers import DistributedDataParallel as Wrapper
-from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, world
+from opt_distributed.comm import ProcessGroupCollection, ProcessGroups, agreed, world
 from opt_paramgroups import (
     GroupsAndBuffers,
     ParamGroup,
@@ -160,56 +160,84 @@ def _get_megatron_optimizer_based_on_param_groups(
         rules: as for `get_megatron_optimizer`.
 
     Raises:
-        ConfigError: sizes of groups contradict each other, or buffers are not those of `model_chunks`; and as
-            `get_optimizer_based_on_param_groups`.
+        ConfigError, on every rank: sizes of groups contradict each other, or buffers are not those of `model_chunks`;
+            and as `get_optimizer_based_on_param_groups`.
     """
-    if distributed_optimizer_instance_id:
-        raise ConfigError(
-            f"distributed_optimizer_instance_id={distributed_optimizer_instance_id}: several instances need the groups "
-            "between them; call get_optimizer_based_on_param_groups with pg_collection(inter_dist_opt=..., ...)"
+
+    def checked() -> ProcessGroups | None:
+        if distributed_optimizer_instance_id:
+            raise ConfigError(
+                f"distributed_optimizer_instance_id={distributed_optimizer_instance_id}: several instances need the "
+                "groups between them; call get_optimizer_based_on_param_groups with pg_collection(inter_dist_opt=..., "
+                "...)"
+            )
+        _check_buffers(model_chunks, per_model_buffers or {})
+        return _process_groups(
+            model_chunks,
+            dp=data_parallel_group,
+            gloo=data_parallel_group_gloo,
+            mp=model_parallel_group,
+            intra_dist_opt=intra_dist_opt_group,
+            tp=tensor_parallel_group,
         )
+
+    groups = agreed(world(), checked)
+    part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
+    return get_optimizer_based_on_param_groups(
+        layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
+    )
+
+
+def _check_buffers(model_chunks: Sequence[nn.Module], per_model_buffers: Mapping[int, Sequence[Any]]) -> None:
+    """Raise ConfigError for buffers that no chunk has."""
     buffers = {id(buffer) for chunk in model_chunks if isinstance(chunk, Wrapper) for buffer in chunk.synced_buffers}
-    for number, given in (per_model_buffers or {}).items():
+    for number, given in per_model_buffers.items():
         if any(id(buffer) not in buffers for buffer in given):
             raise ConfigError(
                 f"per_model_buffers[{number}] holds buffers that no chunk of model_chunks has; pass the synced_buffers "
                 "of chunks in DistributedDataParallel, or None"
             )
-    groups, dp, gloo, mp = None, data_parallel_group, data_parallel_group_gloo, model_parallel_group
-    if dp is None and (mp is not None or intra_dist_opt_group is not None):
+
+
+def _process_groups(
+    model_chunks: Sequence[nn.Module],
+    *,
+    dp: ProcessGroup | None,
+    gloo: ProcessGroup | None,
+    mp: ProcessGroup | None,
+    intra_dist_opt: ProcessGroup | None,
+    tp: ProcessGroup | None,
+) -> ProcessGroups | None:
+    """Return the groups of ranks by role, None for the world. Raises ConfigError if they contradict each other."""
+    if dp is None:
+        if mp is not None or intra_dist_opt is not None:
+            raise ConfigError(
+                "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
+            )
+        return None
+    if gloo is not None and gloo.size() != dp.size():
         raise ConfigError(
-            "data_parallel_group=None, but other groups are given; pass the ranks that hold the same parameters"
+            f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same ranks"
         )
-    if dp is not None:
-        if gloo is not None and gloo.size() != dp.size():
-            raise ConfigError(
-                f"data_parallel_group_gloo has {gloo.size()} ranks, data_parallel_group {dp.size()}; pass the same "
-                "ranks"
-            )
-        expected = dp.size() * (1 if mp is None else mp.size())
-        if intra_dist_opt_group is not None and intra_dist_opt_group.size() != expected:
-            raise ConfigError(
-                f"intra_dist_opt_group has {intra_dist_opt_group.size()} ranks, but data_parallel_group and "
-                f"model_parallel_group span {expected}; norms are summed over all of these"
-            )
-        groups = ProcessGroups(
-            dp=dp,
-            expt_dp=dp,
-            mp=mp,
-            tp_ep_pp=mp,
-            intra_dist_opt=intra_dist_opt_group,
-            tp=tensor_parallel_group,
-            expt_tp=tensor_parallel_group,
+    expected = dp.size() * (1 if mp is None else mp.size())
+    if intra_dist_opt is not None and intra_dist_opt.size() != expected:
+        raise ConfigError(
+            f"intra_dist_opt_group has {intra_dist_opt.size()} ranks, but data_parallel_group and "
+            f"model_parallel_group span {expected}; norms are summed over all of these"
         )
-        # Else norms would count replicated parameters repeatedly.
-        if tensor_parallel_group is None and mp is not None and mp.size() > 1:
-            for meta in describe(model_chunks).values():
-                if meta.tensor_parallel:
-                    raise ConfigError(
-                        f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; "
-                        "pass it"
-                    )
-    part = "" if data_parallel_group_idx is None else f"data-parallel group {data_parallel_group_idx}"
-    return get_optimizer_based_on_param_groups(
-        layer_wise(config, rules), model_chunks, param_groups, pg_collection=groups, rules=rules, part=part
+    # Else norms would count replicated parameters repeatedly.
+    if tp is None and mp is not None and mp.size() > 1:
+        for meta in describe(model_chunks).values():
+            if meta.tensor_parallel:
+                raise ConfigError(
+                    f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; pass it"
+                )
+    return ProcessGroups(
+        dp=dp,
+        expt_dp=dp,
+        mp=mp,
+        tp_ep_pp=mp,
+        intra_dist_opt=intra_dist_opt,
+        tp=tp,
+        expt_tp=tp,
     )
