@@ -1,0 +1,97 @@
+"""Which parameters are embeddings and output layers: by their modules, their shapes, or their names."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+_HEADS = frozenset({"lm_head", "output_layer", "head", "unembed", "unembedding", "embed_out", "classifier", "score"})
+_HEADS_IF_LAST = frozenset({"output", "logits", "to_logits"})  # elsewhere "output" is a projection of attention
+_EMBEDDINGS = frozenset(
+    {"embed", "embedding", "embeddings", "embed_tokens", "tok_embeddings", "word_embeddings", "token_embedding"}
+    | {"pos_embed", "position_embedding", "position_embeddings", "wte", "wpe"}
+)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+_GETTERS = ("get_input_embeddings", "get_output_embeddings")  # of Hugging Face models
+
+
+class VocabularyRole(NamedTuple):
+    """The role of a parameter that is an embedding or an output layer."""
+
+    is_embedding: bool
+    guess: str = ""  # reason for an uncertain decision; empty: certain
+
+
+class _Held(NamedTuple):
+    """A matrix, the module that holds it, and the last part of its name."""
+
+    param: nn.Parameter
+    module: nn.Module
+    last_name: str
+
+
+def vocabulary_roles(roots: Sequence[nn.Module]) -> dict[int, VocabularyRole]:
+    """The embeddings and output layers of a model, by the `id()` of their parameters. Tied parameters are included.
+
+    `roots` are its chunks without wrappers.
+
+    Certain are the matrices of `nn.Embedding` and `nn.EmbeddingBag`, parameters tied to them, the weights of the
+    modules that the model's `get_input_embeddings()` and `get_output_embeddings()` return, and the last `nn.Linear` if
+    its weight has the shape of an embedding. Guessed are the only other `nn.Linear` of such a shape, and matrices with
+    a name that is common for heads or embeddings.
+    """
+    tables = [
+        p for root in roots for module in root.modules() if isinstance(module, _TABLES) for p in module.parameters()
+    ]
+    roles = {id(param): VocabularyRole(is_embedding=True) for param in tables}
+    for param in _of_getters(roots):
+        roles.setdefault(id(param), VocabularyRole(is_embedding=False))
+    matrices = [held for root in roots for held in _matrices(root)]
+    has_output = any(isinstance(held.module, nn.Linear) and id(held.param) in roles for held in matrices)
+    unknown = [held for held in matrices if id(held.param) not in roles]
+    by_shape = () if has_output else _shaped_like(tables, unknown)
+    for held, guess in (*by_shape, *_named(unknown)):
+        roles.setdefault(id(held.param), VocabularyRole(held.last_name in _EMBEDDINGS, guess))
+    return roles
+
+
+def _of_getters(roots: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """The matrices of the modules that a Hugging Face model names as its embeddings."""
+    for module in (module for root in roots for module in root.modules()):
+        for name in _GETTERS:
+            if not callable(getattr(type(module), name, None)):
+                continue
+            try:
+                weight = getattr(getattr(module, name)(), "weight", None)
+            except (NotImplementedError, AttributeError):  # a model without such a layer
+                continue
+            if isinstance(weight, nn.Parameter) and weight.dim() == 2:
+                yield weight
+
+
+def _matrices(root: nn.Module) -> Iterator[_Held]:
+    for path, module in root.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.dim() == 2:
+                yield _Held(param, module, path.rpartition(".")[2] if name == "weight" else name)
+
+
+def _shaped_like(tables: Sequence[nn.Parameter], matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+    """The output layer of these tables, if it can be distinguished from hidden layers."""
+    shapes = {tuple(table.shape) for table in tables}
+    linears = [held for held in matrices if isinstance(held.module, nn.Linear)]
+    candidates = [held for held in linears if tuple(held.param.shape) in shapes]
+    if linears and candidates and linears[-1] is candidates[-1]:
+        rows, columns = candidates[-1].param.shape
+        yield candidates[-1], "" if rows != columns else "it is the last Linear, with the shape of an embedding"
+    elif len(candidates) == 1:
+        yield candidates[0], "it is the only Linear with the shape of an embedding"
+
+
+def _named(matrices: Sequence[_Held]) -> Iterator[tuple[_Held, str]]:
+    if matrices and matrices[-1].last_name in _HEADS_IF_LAST:
+        yield matrices[-1], f"it is the last matrix, called {matrices[-1].last_name!r}"
+    for held in matrices:
+        names = _HEADS if isinstance(held.module, nn.Linear) else _HEADS | _EMBEDDINGS
+        if held.last_name in names:
+            yield held, f"it is called {held.last_name!r}"
