@@ -1,10 +1,6 @@
 """The optimizer configuration of large-model training, checked when it is built."""
 
-from opt_config.data_parallel_config import DistributedDataParallelConfig
-from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
-from opt_config.files import Configuration
-from opt_config.optimizer_config import (
-    AdamOptimizerConfig,
+from opt_config.choices import (
     ConstantScale,
     DynamicScale,
     FlatShards,
@@ -12,20 +8,26 @@ from opt_config.optimizer_config import (
     NoScale,
     OnDevice,
     OnHost,
+    Placement,
+    Precision,
+    Replicated,
+    Sharding,
+    WholeParams,
+    resolved,
+)
+from opt_config.data_parallel_config import DistributedDataParallelConfig
+from opt_config.errors import ConfigError, Problem, UnknownFieldError, did_you_mean
+from opt_config.files import Configuration
+from opt_config.optimizer_config import (
+    AdamOptimizerConfig,
     OptimizerConfig,
     ParamKey,
     ParamPredicate,
     ParamWithNamePredicate,
-    Placement,
-    Precision,
-    Replicated,
     SGDOptimizerConfig,
-    Sharding,
-    WholeParams,
     has_attribute,
     load_config,
     many,
-    resolved,
 )
 from opt_config.validate import Interval
 

@@ -5,8 +5,9 @@ import json
 import sys
 from collections.abc import Sequence
 
+from opt_config.choices import resolved
 from opt_config.errors import ConfigError
-from opt_config.optimizer_config import load_config, resolved
+from opt_config.optimizer_config import load_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

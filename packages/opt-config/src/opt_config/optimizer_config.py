@@ -1,7 +1,6 @@
 """OptimizerConfig: Megatron-Core's flat configuration, validated when built, with typed views of its fields; ParamKey:
 selects parameters by name, attribute or predicate."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,87 +11,25 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter
 
+from opt_config.choices import (
+    ConstantScale,
+    DynamicScale,
+    FlatShards,
+    LossScaling,
+    NoScale,
+    OnDevice,
+    OnHost,
+    Placement,
+    Precision,
+    Replicated,
+    Sharding,
+    WholeParams,
+)
 from opt_config.errors import ConfigError
 from opt_config.files import Configuration
 from opt_config.validate import validate_optimizer_config
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Dtypes of parameters, gradients, main parameters (mains) and moments."""
-
-    params: torch.dtype  # the model's parameters
-    grads: torch.dtype  # the gradients that the rule reads
-    mains: torch.dtype  # the main parameters that the rule updates
-    exp_avg: torch.dtype  # first moment
-    exp_avg_sq: torch.dtype  # second moment; torch.uint8 stands for scaled fp8 in both
-    remainder: bool  # bf16 parameters store the low 16 bits of their fp32 mains instead of a copy
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicated:
-    """Every rank keeps the whole optimizer state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatShards:
-    """Optimizer state sharded into equal runs of elements over the data-parallel ranks (ZeRO-1)."""
-
-    overlap_gather: bool  # gather parameters before use in the next forward
-    overlap_gather_with_step: bool  # the first model chunk's gather starts while the other chunks are updated
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeParams:
-    """Whole matrices assigned to ranks (layer-wise). Parameters of elementwise rules are sharded as in `FlatShards`."""
-
-    overlap_gather: bool  # gather parameters before use in the next forward
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoScale:
-    """The loss is not scaled."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantScale:
-    """The loss is multiplied by one number; an overflow skips the step."""
-
-    scale: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicScale:
-    """The scale is reduced after overflows and grows after a run of successful steps."""
-
-    initial: float
-    minimum: float
-    window: float  # successful steps before it grows
-    hysteresis: int  # overflows before it is reduced
-    growth: float = 2.0
-    backoff: float = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnDevice:
-    """Mains and state are kept on the device of the parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OnHost:
-    """A part of the mains and state is kept in host memory and updated there."""
-
-    fraction: float  # of the elements, in (0, 1]
-    overlap: bool  # copies overlap with the update
-    pin_grads: bool
-    pin_params: bool
-
-
-Sharding = Replicated | FlatShards | WholeParams
-LossScaling = NoScale | ConstantScale | DynamicScale
-Placement = OnDevice | OnHost
 
 
 @dataclass
@@ -360,22 +297,6 @@ class SGDOptimizerConfig(OptimizerConfig):
 def load_config(path: str | Path, *, section: str = "") -> OptimizerConfig:
     """An `OptimizerConfig` from a JSON, TOML or YAML file; see `OptimizerConfig.load`. Raises `ConfigError`."""
     return OptimizerConfig.load(path, section=section)
-
-
-def resolved(config: OptimizerConfig) -> dict[str, dict[str, object]]:
-    """The fields of `config` and its four typed choices as JSON values, as written to `config_logger_dir`.
-
-    >>> resolved(OptimizerConfig(bf16=True))["sharding"]
-    {'is': 'Replicated'}
-    """
-    choices = ("precision", "sharding", "loss_scaling", "placement")
-    return {"config": config.to_dict(), **{name: _plain_choice(getattr(config, name)) for name in choices}}
-
-
-def _plain_choice(choice: Precision | Sharding | LossScaling | Placement) -> dict[str, object]:
-    values = {field.name: getattr(choice, field.name) for field in dataclasses.fields(choice)}
-    plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in values.items()}
-    return {"is": type(choice).__name__, **plain}
 
 
 # --- keys of parameters -----------------------------------------------------------------------------------------------
