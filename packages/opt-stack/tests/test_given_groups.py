@@ -163,6 +163,9 @@ def test_what_one_rank_cannot_do_is_refused_on_every_rank(
         groups, given = [{"params": list(model.parameters())}], changes if comm.rank == 1 else {}
         with pytest.raises(ValueError, match=next(iter(changes))):
             megatron._get_megatron_optimizer_based_on_param_groups(CONFIG, [model], groups, **given)
+        overrides: Any = {"bias": {}} if comm.rank == 1 else {}
+        with pytest.raises(ValueError, match="config_overrides: 'bias': must be a ParamKey"):
+            megatron._get_param_groups([model], OptimizerConfig(optimizer="muon"), overrides)
 
     run_threads(2, rank_main)
 

@@ -102,7 +102,9 @@ def _get_param_groups(
     See `opt_paramgroups.get_param_groups`, also for the errors.
     """
     config = layer_wise(config, rules)
-    overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    overrides = agreed(
+        world(), lambda: with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    )
     return get_param_groups(model_chunks, config, overrides, gather=world().gather_objects)
 
 
@@ -122,7 +124,9 @@ def _get_param_groups_and_buffers(
     `buffer_name="synced_buffers"`. Raises ConfigError, on every rank.
     """
     config = layer_wise(config, rules)
-    overrides = with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    overrides = agreed(
+        world(), lambda: with_matrix_rule(config, config_overrides, rules or Registry().with_installed())
+    )
     return get_param_groups_and_buffers(
         model_chunks, model_chunk_offset, config, overrides, filter_fn, buffer_name, gather=world().gather_objects
     )
