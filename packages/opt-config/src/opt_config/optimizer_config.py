@@ -206,7 +206,7 @@ class OptimizerConfig(Configuration):
     Megatron-Core."""
     optimizer_options: Mapping[str, Any] | None = None
     """Hyper-parameters and options of the rule named in `optimizer` that have no field here, such as {"alpha": 8.0} of
-    ademamix, {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}. With a matrix rule: of the rule that
+    ademamix, {"amsgrad": True} of adam, or {"exp_avg_slow_dtype": torch.bfloat16}. With Muon and SOAP: of the rule that
     updates the other parameters, such as {"exp_avg_dtype": torch.int8} for 8-bit codes. None: its defaults."""
     muon_weight_decay_method: str = "decoupled"
     """Weight decay of Muon with `decoupled_weight_decay`: decoupled (lr * wd * p) or independent (wd * p)."""
