@@ -213,7 +213,7 @@ class Stepper:
         return decide(numbers, self._guards.agreed, inv_scale=inv_scale, limits=self.limits)
 
     def _finish_(self, prepared: Prepared, groups: Groups, *, success: bool) -> None:
-        """Update and publish, unless the host knows that there is no success."""
+        """Update and publish if `success`; it is False if the host knows that the step is skipped."""
         with self._watched(prepared.ready, prepared.verdict.inv_scale, prepared.max_norm, skipped=not success):
             if success:
                 self._update_(prepared, groups, then=self._publish)
