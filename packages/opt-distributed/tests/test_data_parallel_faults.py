@@ -106,16 +106,42 @@ def test_a_parameter_that_is_laid_out_already_is_refused_on_every_rank(mesh: Dev
     assert other == f"LayoutError: rank 1 refused: LayoutError: weight {refused}"
 
 
-def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank() -> None:
+def with_shared_memory(model: nn.Linear) -> nn.Module:
+    model.bias = nn.Parameter(model.weight.data[0])
+    return model
+
+
+def with_rows_that_do_not_fit(model: nn.Linear) -> nn.Module:
+    model.weight.head_rows = 3  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "wraps", "refused"),
+    [
+        (with_shared_memory, "LayoutError", "StorageError: bias and weight share memory"),
+        (with_rows_that_do_not_fit, "ValueError", "ConfigError: weight: head_rows=3 of shape (4, 4)"),
+        (lambda model: nn.LazyLinear(4), "ValueError", "ConfigError: parameter 'weight' is uninitialized"),
+    ],
+)
+def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank(
+    change: Callable[[nn.Linear], nn.Module], wraps: str, refused: str
+) -> None:
     def rank_main(comm: ThreadComm) -> None:
         model = nn.Linear(4, 4)
-        if comm.rank == 1:
-            model.bias = nn.Parameter(model.weight.data[0])
-        DistributedDataParallel(SHARDED, model, groups=over(comm))
+        DistributedDataParallel(SHARDED, change(model) if comm.rank == 1 else model, groups=over(comm))
 
     first, second = errors_of(2, rank_main)
-    assert first.startswith("LayoutError: rank 1 refused: StorageError: bias and weight share memory")
-    assert second.startswith("StorageError: bias and weight share memory")
+    assert first.startswith(f"{wraps}: rank 1 refused: {refused}")
+    assert second.startswith(refused)
+
+
+def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        DistributedDataParallel(SHARDED, nn.Linear(4, 4), groups=over(comm), broadcast_params=comm.rank == 0)
+
+    refused = "ValueError: broadcast_params is [True, False], by rank; pass the same on all ranks"
+    assert errors_of(2, rank_main) == [refused] * 2
 
 
 # --- configurations that the groups or the loss contradict ---------------------------------------------------

@@ -17,6 +17,7 @@ from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
 from opt_distributed.buffers.main_grad import begin_accumulation, bind_main_grad
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
+from opt_distributed.comm.collectives import agreed
 from opt_distributed.comm.roles import Given, find_roles, marks_set, uses_qk_layernorm
 from opt_paramgroups import ParamId, ParamMeta, parameters_by_id
 
@@ -74,7 +75,7 @@ class DistributedDataParallel(nn.Module):
     Raises:
         LayoutError, StorageError: on every rank, if parameters of a rank cannot be laid out (for example DTensors),
             or layouts or configurations differ between ranks.
-        ValueError: the model is wrapped already.
+        ValueError: the model is wrapped already, or, on every rank, `broadcast_params` differs between ranks.
     """
 
     def __init__(
@@ -90,13 +91,16 @@ class DistributedDataParallel(nn.Module):
         chunk: int = 0,
     ):
         super().__init__()
-        self.config = config
-        self.module = module
+        self.config, self.module, self._chunk = config, module, chunk
         self.calculate_per_token_loss = calculate_per_token_loss
         self.roles = find_roles([module], groups, mesh=mesh, sharded=False)
+        self.metas: Mapping[ParamId, ParamMeta] = agreed(
+            self.roles.everyone, lambda: describe_stored([module], model_chunk_offset=chunk)
+        )
+        broadcasts = self.roles.everyone.gather_objects(broadcast_params)
+        if len(set(broadcasts)) > 1:
+            raise ValueError(f"broadcast_params is {broadcasts}, by rank; pass the same on all ranks")
         self._params = parameters_by_id([module], model_chunk_offset=chunk)
-        self.metas: Mapping[ParamId, ParamMeta] = describe_stored([module], model_chunk_offset=chunk)
-        self._chunk = chunk
         self.synced_buffers: tuple[SyncedBuffer, ...] = make_buffers(
             ChunkSpec(
                 config=config,
@@ -109,25 +113,7 @@ class DistributedDataParallel(nn.Module):
                 calculate_per_token_loss=calculate_per_token_loss,
             )
         )
-        buckets = [(buffer, at) for buffer in self.synced_buffers for at in range(len(buffer.plan.layout.buckets))]
-        self.param_sync = ParamSync(  # without buckets if parameters are replicated
-            [
-                ParamBucket(buffer.memory, at, buffer.axes.dp)
-                for buffer, at in (buckets if config.use_distributed_optimizer else ())
-            ],
-            gathers=Gathers.IN_STEP,
-            number=chunk,
-        )
-        self.grad_sync = GradSync(
-            [GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views) for buffer, at in buckets],
-            in_backward=config.overlap_grad_reduce,
-            learns=config.overlap_grad_reduce or config.overlap_param_gather,
-            number=chunk,
-            before_launch=lambda: self.param_sync.start_all(),
-        )
-        memories = [buffer.memory for buffer in self.synced_buffers]
-        for buffer in self.synced_buffers:
-            buffer.attach(self.finish_grad_sync, self.grad_sync, self.param_sync, memories)
+        self._make_syncs()
         if broadcast_params:
             self.broadcast_params()
         self.marked = tuple(meta for meta in self.metas.values() if marks_set(meta, qk_layernorm=True))
@@ -140,6 +126,36 @@ class DistributedDataParallel(nn.Module):
         if config.overlap_param_gather:
             self.enable_forward_pre_hook()
         self._bind()
+
+    def _make_syncs(self) -> None:
+        """Create the gathers and reductions of all buckets, and let the buffers use them in a step."""
+        config, buffers = self.config, self.synced_buffers
+        buckets = [(buffer, at) for buffer in buffers for at in range(len(buffer.plan.layout.buckets))]
+        gathered = buckets if config.use_distributed_optimizer else ()  # else parameters are replicated
+        self.param_sync = ParamSync(
+            [ParamBucket(buffer.memory, at, buffer.axes.dp) for buffer, at in gathered],
+            gathers=Gathers.IN_STEP,
+            number=self._chunk,
+        )
+        self.grad_sync = GradSync(
+            [GradBucket(buffer.memory, at, buffer.reduction, sums=buffer.sums.views) for buffer, at in buckets],
+            in_backward=config.overlap_grad_reduce,
+            learns=config.overlap_grad_reduce or config.overlap_param_gather,
+            number=self._chunk,
+            before_launch=lambda: self.param_sync.start_all(),
+        )
+        memories = [buffer.memory for buffer in buffers]
+        for buffer in buffers:
+            buffer.attach(self.finish_grad_sync, self.grad_sync, self.param_sync, memories)
+
+    def _bind(self) -> None:
+        """Let gradients accumulate in the buffers."""
+        for bucket in self.grad_sync.buckets:
+            for id, accumulator in bucket.accumulators.items():
+                param = self._params[id]
+                bind_main_grad(param, accumulator)
+                hook = grad_hook(self.grad_sync, id, accumulator)
+                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's forward. Reads of parameters wait for pending gathers."""
@@ -266,6 +282,11 @@ class DistributedDataParallel(nn.Module):
         if synchronize:
             self._synchronize()
 
+    def _wait_for_lent_grads(self) -> None:
+        """Wait for parameters that are gathered through the memory of gradients, before that is used again."""
+        if self.config.reuse_grad_buf_for_mxfp8_param_ag:
+            self.param_sync.wait()
+
     def _synchronize(self) -> None:
         """Let the host wait for the work that is queued on the current streams of the buffers' devices."""
         for buffer in self.synced_buffers:
@@ -370,18 +391,3 @@ class DistributedDataParallel(nn.Module):
             "a DistributedDataParallel holds process groups and memory shared with its module, so it is not copied or "
             "pickled; copy or save its module (ddp.module), or its state_dict()"
         )
-
-    # --- construction ---------------------------------------------------------------------------
-
-    def _wait_for_lent_grads(self) -> None:
-        """Wait for parameters that are gathered through the memory of gradients, before that is used again."""
-        if self.config.reuse_grad_buf_for_mxfp8_param_ag:
-            self.param_sync.wait()
-
-    def _bind(self) -> None:
-        for bucket in self.grad_sync.buckets:
-            for id, accumulator in bucket.accumulators.items():
-                param = self._params[id]
-                bind_main_grad(param, accumulator)
-                hook = grad_hook(self.grad_sync, id, accumulator)
-                param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
