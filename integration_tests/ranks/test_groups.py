@@ -76,6 +76,7 @@ OUTCOMES: dict[str, Any] = {
     "tensor parallel, wrapped": "'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4",
     "an expert on one rank": f"parameter 'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
     "an expert on one rank, wrapped": f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
+    "uninitialized on one rank": "parameter 'weight' is uninitialized",
     "unknown axis": "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
     "both": "both pg_collection and mesh were given; pass one of them",
     "groups on one rank": "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",

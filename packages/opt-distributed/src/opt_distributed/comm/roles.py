@@ -302,10 +302,7 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
     """The groups if the caller passed none."""
     if everyone.size == 1:
         return roles_of(None, sharded=sharded)
-    found = (getattr(param, "device_mesh", None) for param in parameters_by_id(chunks).values())
-    meshes = dict.fromkeys(mesh for mesh in found if isinstance(mesh, DeviceMesh))
-    root = next((root_of(mesh) for mesh in meshes if mesh_problem(mesh) is None), None)
-    facts = agreed(everyone, lambda: _facts(chunks, root))
+    facts, root = agreed(everyone, lambda: _facts(chunks))
     per_rank: list[_Facts] = everyone.gather_objects(facts)
     if all(rank.has_megatron for rank in per_rank):
         return agreed(everyone, lambda: roles_of(groups_of_parallel_state(), sharded=sharded))
@@ -323,7 +320,12 @@ def _roles_of_model(chunks: Sequence[nn.Module], everyone: Comm, *, sharded: boo
     return Roles(dense=axes, expert=axes, everyone=everyone)
 
 
-def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
+def _facts(chunks: Sequence[nn.Module]) -> tuple[_Facts, DeviceMesh | None]:
+    """The facts of this rank, and the root of the first mesh of a parameter whose axes have known names."""
+    params = parameters_by_id(chunks)
+    found = (getattr(param, "device_mesh", None) for param in params.values())
+    meshes = dict.fromkeys(mesh for mesh in found if isinstance(mesh, DeviceMesh))
+    root = next((root_of(mesh) for mesh in meshes if mesh_problem(mesh) is None), None)
     marked = None
     for meta in (*describe(chunks).values(), *(untrained.meta for untrained in describe_untrained(chunks).values())):
         if meta.is_dtensor or marked is not None:  # the mesh of a DTensor describes it
@@ -333,7 +335,7 @@ def _facts(chunks: Sequence[nn.Module], root: DeviceMesh | None) -> _Facts:
         elif meta.tensor_parallel:
             marked = (str(meta.id), "tensor parallel (tensor_model_parallel=True)", "tp")
     mesh = None if root is None else (names_of(root), tuple(root.mesh.shape))
-    return _Facts(bool(parameters_by_id(chunks)), megatron_is_initialized(), marked, mesh)
+    return _Facts(bool(params), megatron_is_initialized(), marked, mesh), root
 
 
 def _check_marks(per_rank: Sequence[_Facts], known_axes: set[str]) -> None:
