@@ -77,6 +77,7 @@ OUTCOMES: dict[str, Any] = {
     "an expert on one rank": f"parameter 'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
     "an expert on one rank, wrapped": f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
     "uninitialized on one rank": "parameter 'weight' is uninitialized",
+    "broadcast on one rank": "broadcast_params is False on ranks [0, 2, 3], True on ranks [1]",
     "unknown axis": "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
     "both": "both pg_collection and mesh were given; pass one of them",
     "groups on one rank": "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",

@@ -224,6 +224,7 @@ BUILDS: Mapping[str, Callable[[], Any]] = {
     "an expert on one rank": lambda: get_optimizer(config(), [_expert_on_rank_1()]),
     "an expert on one rank, wrapped": lambda: _wrapped(_expert_on_rank_1()),
     "uninitialized on one rank": lambda: get_optimizer(config(), [nn.LazyLinear(4) if dist.get_rank() == 1 else Mlp()]),
+    "broadcast on one rank": lambda: get_optimizer(config(), [Mlp()], broadcast_params=dist.get_rank() == 1),
     "unknown axis": lambda: get_optimizer(config(), [Mlp()], mesh=_mesh_of("dp", "model")),
     "both": lambda: get_optimizer(config(), [Mlp()], mesh=_mesh_of("dp", "tp"), pg_collection=ProcessGroups(dp=None)),
     "groups on one rank": lambda: get_optimizer(config(), [Mlp()], pg_collection=_roles_on_rank_1()),

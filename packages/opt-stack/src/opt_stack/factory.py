@@ -90,7 +90,8 @@ def get_optimizer(
     draft = drafted(config, model_chunks, pg_collection, mesh, rules)
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     draft.overrides = config_overrides
-    asked = {"dump_param_to_param_group_map": dump_param_to_param_group_map is not None}
+    dumps = dump_param_to_param_group_map is not None
+    asked = {"dump_param_to_param_group_map": dumps, "broadcast_params": broadcast_params}
     draft.groups = grouped(draft, asked=asked, allow_unmatched=allow_unmatched)
     optimizer = _build(draft)
     if dump_param_to_param_group_map is not None:
@@ -132,7 +133,7 @@ def get_optimizer_based_on_param_groups(
     draft.hooks, draft.broadcast_params, draft.extra_group_keys = hooks, broadcast_params, extra_group_keys
     everyone = draft.roles.everyone
     draft.groups = agreed(everyone, lambda: complete_groups(param_groups, draft.config, draft.params, draft.metas))
-    check_same_config(draft.config, everyone)
+    check_same_config(draft.config, everyone, asked={"broadcast_params": broadcast_params})
     return _build(draft, part=part)
 
 
