@@ -25,7 +25,7 @@ from torch import nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.device import Host
+from opt_distributed.comm.device import Device
 from opt_distributed.step import verdict
 from opt_kernels.backends.triton import grad_stats as stats_kernels
 from opt_kernels.backends.triton import update as update_kernels
@@ -41,7 +41,7 @@ class Unlaunched:
         return lambda *args, **options: None
 
 
-class Asynchronous(Host):
+class Asynchronous(Device):
     """A CPU that is treated as an accelerator."""
 
     is_asynchronous = True
