@@ -60,9 +60,6 @@ def on_device(**fields: Any) -> dict[str, int]:
     return found
 
 
-# --- the fields -------------------------------------------------------------------------------------------------------
-
-
 def test_offloaded_state_lives_and_moves_on_the_host() -> None:
     assert on_device() == {"host": 0, "device": 96 * 8}
     assert on_device(**OFFLOAD) == {"host": 96 * 8, "device": 0}
@@ -195,6 +192,3 @@ def test_on_a_cpu_nothing_is_copied_and_a_step_allocates_what_it_did() -> None:
         return int(peak_bytes(optimizer.step))
 
     assert peak(**OFFLOAD) <= peak() + 4096  # of 131072 that the gradient has
-
-
-# --- the same bits ----------------------------------------------------------------------------------------------------

@@ -97,8 +97,6 @@ def stages_and_unwritable(folder: str) -> tuple[Stage, str]:
     return stages(folder), unwritable(f"{blocked}/logs")
 
 
-# --- tests ---
-
 # --- ranks without parameters -----------------------------------------------------------------------------------------
 
 

@@ -37,10 +37,9 @@ def test_each_gradient_is_reduced_once_each_parameter_gathered_once_and_there_is
     # Two norms; non-finite elements, zeros; flags of five guards; three of each group's numbers; whether
     # each parameter has a gradient.
     assert statistics.numel <= 9 + 3 * len(optimizer.param_groups) + len(SHAPES)
+    # Of shards that differ in size, after a reduction and before a gather.
     exchanged = 2 * sum(bool(bucket.cuts) for buffer in optimizer.plan.buffers for bucket in buffer.layout.buckets)
-    assert (
-        kinds.count("all_to_all") == exchanged
-    )  # of shards that differ in size, after a reduction and before a gather
+    assert kinds.count("all_to_all") == exchanged
     assert set(kinds) - {"all_to_all"} == {"reduce_scatter", "all_reduce", "all_gather"}
 
 
@@ -50,6 +49,3 @@ def test_a_replicated_step_sums_each_gradient_once_and_gathers_nothing() -> None
     assert {call.kind for call in calls} == {"all_reduce"}
     assert sum(call.numel for call in grads) == sum(buffer.layout.numel for buffer in optimizer.plan.buffers)
     assert statistics.numel <= 9 + 3 * len(optimizer.param_groups) + len(SHAPES)
-
-
-# --- several chunks --------------------------------------------------------------------------------------------------

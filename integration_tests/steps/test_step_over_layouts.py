@@ -1,4 +1,4 @@
-"""What a step does on any layout: norms, clipping, collectives and their order, several instances and chunks."""
+"""Norms and clipping on any layout, in whole steps and in halves."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,8 +14,6 @@ from opt_stack import Optimizer, get_optimizer
 
 every_spread = pytest.mark.parametrize("spread", list(SPREADS))
 
-
-# --- norms and clips -------------------------------------------------------------------------------------------------
 
 MATRICES = ("first", "qkv", "second", "router")
 
@@ -94,6 +92,3 @@ def test_norms_that_do_not_exist_are_refused() -> None:
         optimizer.has_grad_norm_group("other")
     assert not optimizer.has_grad_norm_group("mtp")
     assert optimizer.get_grad_stats_parallel_group() is None
-
-
-# --- parameters without a gradient -----------------------------------------------------------------------------------
