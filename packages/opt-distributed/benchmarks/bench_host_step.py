@@ -4,7 +4,7 @@
 
 bf16 parameters with fp32 mains, AdamW, clipping at 1.0, one process. No GPU is needed: the tensors are small ones in
 CPU memory, the step takes the path of an accelerator, where the host reads nothing, and Triton kernels are replaced by
-nothing. torch's own small operations on the device (two) run on the CPU and are included. Prints the minimum and
+nothing. torch's own small operations on the device run on the CPU and are included. Prints the minimum and
 the median time of a step. Needs opt_stack, which builds the step; nothing here is imported by the package.
 """
 
@@ -21,7 +21,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: without it Triton looks for a GPU
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
 from opt_distributed.comm import device as devices
@@ -41,6 +41,17 @@ class Unlaunched:
         return lambda *args, **options: None
 
 
+class Zeros(Unlaunched):
+    """The total of the statistics, which writes zeros: a step with infinite values in its memory would be skipped."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(sums: Tensor, counts: Tensor, power: Tensor, totals: Tensor, *args: Any, **options: Any) -> None:
+            power.zero_()
+            totals.zero_()
+
+        return launch
+
+
 class Asynchronous(Device):
     """A CPU that is treated as an accelerator."""
 
@@ -53,7 +64,7 @@ def take_for_an_accelerator() -> None:
     vars(devices)["device_of"] = lambda device: queues
     nothing = kernels_of(ADAM)._replace(fill=Unlaunched(), sweep=Unlaunched())
     vars(update_kernels)["kernels_of"] = lambda formula: nothing
-    vars(stats_kernels).update(stats_sweep=Unlaunched(), stats_total=Unlaunched())
+    vars(stats_kernels).update(stats_sweep=Unlaunched(), stats_total=Zeros())
     vars(verdict)["grad_stats"] = stats_kernels.grad_stats
 
 
