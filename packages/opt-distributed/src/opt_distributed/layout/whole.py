@@ -65,8 +65,7 @@ def whole_layout(
     a bucket, they are assigned in descending order of cost, each to the rank with the least cost so far (over all
     buckets) among those that own no more than their share of the elements. So no rank owns more than its share and one
     parameter. A rank's parameters follow each other; shards differ in size, and many are empty where a bucket has
-    fewer parameters than there are ranks. Starts are rounded to 64
-    elements, bucket ends as in `flat_layout`.
+    fewer parameters than there are ranks. Starts are rounded to 64 elements, bucket ends as in `flat_layout`.
 
     Raises:
         LayoutError: see `check_plannable`.
