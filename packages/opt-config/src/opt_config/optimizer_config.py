@@ -11,20 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import Parameter
 
-from opt_config.choices import (
-    ConstantScale,
-    DynamicScale,
-    FlatShards,
-    LossScaling,
-    NoScale,
-    OnDevice,
-    OnHost,
-    Placement,
-    Precision,
-    Replicated,
-    Sharding,
-    WholeParams,
-)
+from opt_config import choices
 from opt_config.errors import ConfigError
 from opt_config.files import Configuration
 from opt_config.validate import validate_optimizer_config
@@ -224,10 +211,10 @@ class OptimizerConfig(Configuration):
         validate_optimizer_config(self)
 
     @property
-    def precision(self) -> Precision:
+    def precision(self) -> choices.Precision:
         """Dtypes of parameters, gradients, mains and moments."""
         params = torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else self.params_dtype
-        return Precision(
+        return choices.Precision(
             params=params,
             grads=self.main_grads_dtype,
             mains=self.main_params_dtype,
@@ -242,25 +229,25 @@ class OptimizerConfig(Configuration):
         )
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> choices.Sharding:
         """Which part of the optimizer state this rank keeps."""
         if self.use_layer_wise_distributed_optimizer:
-            return WholeParams(overlap_gather=self.overlap_param_gather)
+            return choices.WholeParams(overlap_gather=self.overlap_param_gather)
         if self.use_distributed_optimizer:
-            return FlatShards(
+            return choices.FlatShards(
                 overlap_gather=self.overlap_param_gather,
                 overlap_gather_with_step=self.overlap_param_gather_with_optimizer_step,
             )
-        return Replicated()
+        return choices.Replicated()
 
     @property
-    def loss_scaling(self) -> LossScaling:
+    def loss_scaling(self) -> choices.LossScaling:
         """How the loss is scaled: by `loss_scale` if it is set, else dynamically with fp16, else not at all."""
         if self.loss_scale is not None:
-            return ConstantScale(scale=self.loss_scale)
+            return choices.ConstantScale(scale=self.loss_scale)
         if not self.fp16:
-            return NoScale()
-        return DynamicScale(
+            return choices.NoScale()
+        return choices.DynamicScale(
             initial=self.initial_loss_scale,
             minimum=self.min_loss_scale,
             window=self.loss_scale_window,
@@ -268,11 +255,11 @@ class OptimizerConfig(Configuration):
         )
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> choices.Placement:
         """Where mains and state are kept."""
         if not self.optimizer_cpu_offload:
-            return OnDevice()
-        return OnHost(
+            return choices.OnDevice()
+        return choices.OnHost(
             fraction=self.optimizer_offload_fraction,
             overlap=self.overlap_cpu_optimizer_d2h_h2d,
             pin_grads=self.pin_cpu_grads,

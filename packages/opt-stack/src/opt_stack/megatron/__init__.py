@@ -236,12 +236,4 @@ def _process_groups(
                 raise ConfigError(
                     f"parameter {str(meta.id)!r} is cut by tensor parallelism, but tensor_parallel_group=None; pass it"
                 )
-    return ProcessGroups(
-        dp=dp,
-        expt_dp=dp,
-        mp=mp,
-        tp_ep_pp=mp,
-        intra_dist_opt=intra_dist_opt,
-        tp=tp,
-        expt_tp=tp,
-    )
+    return ProcessGroups(dp=dp, expt_dp=dp, mp=mp, tp_ep_pp=mp, intra_dist_opt=intra_dist_opt, tp=tp, expt_tp=tp)
