@@ -159,7 +159,7 @@ def find_arrays(folder: Path) -> dict[str, Array]:
         try:
             listed = {**json.loads(Directory(folder).read(INDEX, follow=True))["weight_map"]}
         except (ValueError, RecursionError, TypeError, KeyError) as error:
-            raise CheckpointCorruptError(f"{folder / INDEX} is no index of safetensors files: {error!r:.200}") from None
+            raise CheckpointCorruptError(f"{folder / INDEX} is not a valid index of files: {error!r:.200}") from None
         files = sorted({str(file) for file in listed.values()})
         for file in files:
             check_file_name(file)

@@ -311,7 +311,7 @@ class Bucket:
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError) as error:  # the second: some `create`s
                 raise FileExistsError(errno.EEXIST, "the object exists", key) from error
             except exceptions.NotFoundError as error:
-                raise FileNotFoundError(errno.ENOENT, "there is no such object", key) from error
+                raise FileNotFoundError(errno.ENOENT, "the object does not exist", key) from error
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
                 raise PermissionError(errno.EACCES, f"the object store refused: {_first_line(error)}", key) from error
             except exceptions.BaseError as error:
