@@ -16,6 +16,7 @@ from states import state_at
 from opt_checkpoint import (
     CheckpointManager,
     CheckpointMismatchError,
+    CheckpointValueError,
     Resume,
     ShardedTensor,
     TieredCheckpointManager,
@@ -180,6 +181,16 @@ def test_tensors_in_lists_and_groups_are_in_a_part(tmp_path: Path) -> None:
     assert [loaded["lst"][0], loaded["lst"][1].tolist()] == [1, [1.0, 1.0]]
     assert loaded["opt"]["groups"][0]["lr"] == 0.5
     assert loaded["w"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_list_with_plain_values_is_refused(tmp_path: Path) -> None:
+    weights = sharded_like("w", torch.ones(2))
+    with alone(tmp_path) as manager:
+        manager.save(1, [weights])
+        manager.save(2, [weights, 3])
+        with pytest.raises(CheckpointValueError, match="a list with plain values; the local tier saves dicts"):
+            manager.wait()
+        assert manager.latest() == 1
 
 
 def test_a_part_that_records_no_paths_is_loaded(tmp_path: Path) -> None:

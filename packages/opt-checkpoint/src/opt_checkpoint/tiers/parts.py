@@ -80,7 +80,13 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
     }
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
     common = selected(state, {**flat.empty, **flat.common})
-    part = {**({} if common is ABSENT else common), _BOXES: stored, _OBJECTS: objects}
+    common = {} if common is ABSENT else common
+    if not isinstance(common, dict):
+        raise CheckpointValueError(
+            f"the state is a {type(state).__name__} with plain values; the local tier saves dicts: pass "
+            f"{{'name': state}}"
+        )
+    part = {**common, _BOXES: stored, _OBJECTS: objects}
     path = target.store.path(target.name)
     save_as(part, path, process_group=Ranks(), details={_DETAILS: described}, target=target)
 
