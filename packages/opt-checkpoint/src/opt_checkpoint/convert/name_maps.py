@@ -14,11 +14,10 @@ import torch
 
 from opt_checkpoint.boxes import Box
 from opt_checkpoint.convert.name_rules import NamePattern, NameRule, names_of
+from opt_checkpoint.dcp.names import some_of
 from opt_checkpoint.disk.index import Within
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError
 from opt_checkpoint.state.sharded import Shape
-
-_SHOWN = 8
 
 
 class Described(NamedTuple):
@@ -192,10 +191,7 @@ def _instances(rules: Sequence[NameRule], tensors: Mapping[str, Described], know
             instance = found.setdefault((number, frozenset(common.items())), new)
             instance.names[(pattern.text, tuple(int(values[k]) for k in stack))] = name
     if unmapped:
-        more = f" and {len(unmapped) - _SHOWN} more" if len(unmapped) > _SHOWN else ""
-        raise CheckpointKeyError(
-            f"no rule names {', '.join(sorted(unmapped)[:_SHOWN])}{more}; add one, or leave them out by a rule"
-        )
+        raise CheckpointKeyError(f"no rule names {some_of(sorted(unmapped))}; add one, or leave them out by a rule")
     return list(found.values())
 
 

@@ -222,13 +222,13 @@ class Strictness(NamedTuple):
     def report_missing(self, keys: Sequence[str], stored: Sequence[str], where: str) -> None:
         """Raise CheckpointKeyError or log about keys that are requested but not stored."""
         if keys and self.missing != "allow":
-            text = f"{len(keys)} requested key(s) are not in {where}: {_some(keys)}{_hint(keys, stored)}"
+            text = f"{len(keys)} requested key(s) are not in {where}: {some_of(keys)}{_hint(keys, stored)}"
             _react(self.missing, text, "strict='return_missing'")
 
     def report_unexpected(self, keys: Sequence[str], where: str) -> None:
         """Raise CheckpointKeyError or log about keys that are stored but requested by no rank."""
         if keys:
-            text = f"{len(keys)} key(s) of {where} are requested by no rank: {_some(keys)}"
+            text = f"{len(keys)} key(s) of {where} are requested by no rank: {some_of(keys)}"
             _react(self.unexpected, text, "strict='return_all'")
 
 
@@ -251,14 +251,14 @@ def warn_of_left_out(empty: Iterable[str], nones: Iterable[str], unexpected: Seq
     for path in filter(None, empty):
         if inside := _inside(path, unexpected):
             logger.warning(
-                f"the state has an empty dict at {path}, which loads nothing; {where} holds {_some(inside)} there. "
+                f"the state has an empty dict at {path}, which loads nothing; {where} holds {some_of(inside)} there. "
                 f"Pass None in its place to load all of it"
             )
     for path in nones:
         if inside := _inside(path, unexpected):
             logger.warning(
                 f"None at {path or 'the top of the state'} loads plain values and plain tensors only; {where} holds "
-                f"sharded tensors there, which were not loaded: {_some(inside)}. Describe them, as "
+                f"sharded tensors there, which were not loaded: {some_of(inside)}. Describe them, as "
                 f"sharded_model(model) does"
             )
 
@@ -267,7 +267,8 @@ def _inside(path: str, keys: Sequence[str]) -> list[str]:
     return [key for key in keys if not path or key.startswith(f"{path}.")]
 
 
-def _some(keys: Sequence[str]) -> str:
+def some_of(keys: Sequence[str]) -> str:
+    """The first keys as text, and how many more there are."""
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return ", ".join(keys[:_SHOWN]) + more
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.names import stored_value
+from opt_checkpoint.dcp.names import some_of, stored_value
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.index import CheckpointIndex
@@ -346,13 +346,17 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
         saved = {**groups, "state_names": names, "plain_state": {}}
         groups = groups["groups"]
     keys: dict[str, dict[str, str]] = defaultdict(dict)
+    lost = []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
         for state in [state for state in states if state not in plain]:
             found = [f"{prefix}{state}.{name}" for prefix in prefixes if f"{prefix}{state}.{name}" in index.tensors]
-            if not found:
-                raise CheckpointKeyError(f"{index.path}: {name} was saved with {states}, but {state} is not stored")
-            keys[name][state] = found[0]
+            if found:
+                keys[name][state] = found[0]
+            else:
+                lost.append(f"{state} of {name}")
+    if lost:
+        raise CheckpointKeyError(f"{index.path} lacks states that its optimizer was saved with: {some_of(lost)}")
     shapes = saved.get("param_shapes", {})  # older checkpoints lack it
     return SavedOptimizer(groups, saved["names"], saved["state_names"], saved["plain_state"], shapes, keys)
 
