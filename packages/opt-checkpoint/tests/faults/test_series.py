@@ -352,6 +352,21 @@ def test_a_save_that_was_under_way_at_the_opening_is_another_trainers(place: Any
         opened[0].save(15, state_at(15, 0, 1))
 
 
+def test_a_step_stays_whose_save_is_overtaken_by_another_trainer(place: Any) -> None:
+    """Its save deletes what need not be kept after the other one has committed a later step."""
+
+    def overtake(name: str, key: str) -> None:
+        if not overtaken and name in ("upload", "fsync"):
+            overtaken.append(20)
+            saved(place, *overtaken)
+
+    overtaken: list[int] = []
+    with CheckpointManager(place, keep=1, in_background=False) as manager, Calls(after=overtake):
+        manager.save(10, state_at(10, 0, 1))
+    assert overtaken
+    assert committed_steps(place) == [10, 20]
+
+
 def test_a_step_that_another_trainer_has_saved_again_is_not_replaced(place: Any) -> None:
     saved(place, 100, 120)
     one, two = (CheckpointManager(place, in_background=False) for _ in range(2))
