@@ -70,6 +70,3 @@ def test_state_of_the_same_name_from_another_rule_is_reported(
     assert "continues from the state" not in caplog.text
     resume(*begin("replicated fp32", seed=1, optimizer="lion"), path)
     assert "lion continues from the state that adam kept for" in caplog.text
-
-
-# --- from Megatron-Core -----------------------------------------------------------------------------------------------

@@ -337,8 +337,8 @@ class CheckpointManager(Closing):
         """Delete all but the newest `keep` steps and `saved`, which was just saved; it is added to `later`.
 
         Steps that were found damaged stay for inspection; the step that was loaded last stays until `keep` later saves
-        are committed. In an object store this also removes leftovers of dead saves
-        of other steps. On disks every save does that.
+        are committed. In an object store this also removes leftovers of dead saves of other steps. On disks every save
+        does that.
         """
         later.add(saved)
         stays = self._resumed if len(self._later) < self._keep else None
