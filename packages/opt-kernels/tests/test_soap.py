@@ -11,7 +11,8 @@ from torch import Tensor
 
 from opt_kernels import MatrixError
 from opt_kernels.matrices import CoefficientType, MatmulPrecision, ScaleMode
-from opt_kernels.matrices.orthogonalization import Coefficients, scale_factor
+from opt_kernels.matrices.muon import scale_factor
+from opt_kernels.matrices.orthogonalization import Coefficients
 from opt_kernels.rules import Order, SOAPMuonRule, SOAPRule
 from opt_kernels.rules.soap import Orthonormalization
 from opt_kernels.works import Batch, Hyper, Work

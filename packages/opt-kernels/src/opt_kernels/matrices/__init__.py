@@ -5,12 +5,11 @@ rules from outside.
 """
 
 from opt_kernels.matrices.access import assign_, join, scaled_grads, split, squares_in_float64, stacks
-from opt_kernels.matrices.muon import Decay
+from opt_kernels.matrices.muon import Decay, ScaleMode
 from opt_kernels.matrices.orthogonalization import (
     CoefficientType,
     MatmulPrecision,
     Orthogonalization,
-    ScaleMode,
     TpMode,
     schedule,
 )

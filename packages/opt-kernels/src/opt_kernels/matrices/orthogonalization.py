@@ -1,7 +1,7 @@
 """Orthogonalisation by the Newton-Schulz iteration: the polar factor of a matrix, with matrix products only.
 
 Contents: coefficient sets and their schedules; the formula; the division of a schedule into segments; the iteration in
-few large batched products, by segments; precision, tensor-parallel modes and scale (`Orthogonalization`).
+few large batched products, by segments; precision and tensor-parallel modes (`Orthogonalization`).
 
 The steps of a segment are computed from the Gram matrix R = XXᵀ and multiply only (m, m) matrices. X (m, n) is read
 twice per segment: to form R, and to apply the product of the steps. The longer X is, the more this saves. But R has the
@@ -28,8 +28,8 @@ from opt_kernels.precision import MatmulPrecision, fp32_products
 from opt_kernels.works import NamedChoice, TensorParallel
 
 __all__ = [
-    "EPS", "CoefficientType", "Coefficients", "MatmulPrecision", "Orthogonalization", "ScaleMode", "Schedule", "TpMode",
-    "cut", "newton_schulz", "reference_newton_schulz", "scale_factor", "schedule",
+    "EPS", "CoefficientType", "Coefficients", "MatmulPrecision", "Orthogonalization", "Schedule", "TpMode",
+    "cut", "newton_schulz", "reference_newton_schulz", "schedule",
 ]  # fmt: skip
 
 
@@ -297,35 +297,12 @@ def _times(left: _Factor, right: _Factor, product: Callable[..., Tensor]) -> _Fa
     return _Factor(left.identity * right.identity, rest)
 
 
-class ScaleMode(NamedChoice):
-    """Factor of the orthogonal matrix (rows, cols), so that one learning rate suits every shape."""
-
-    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements have a root mean square of 1
-    UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
-    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): as by Keller Jordan
-    MATCH_RMS_ADAMW = "match_rms_adamw"  # 0.2 sqrt(max(rows, cols)): AdamW's root mean square (Moonlight, 2502.16982)
-    MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
-
-
 class TpMode(NamedChoice):
     """How a matrix that tensor parallelism shards is orthogonalised."""
 
     BLOCKWISE = "blockwise"  # each rank its own block: no communication; the update depends on the number of ranks
     DUPLICATED = "duplicated"  # gathered and done on every rank: bit for bit the update of the whole matrix
     DISTRIBUTED = "distributed"  # on blocks, with Gram matrices summed over ranks: the same update up to rounding
-
-
-def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
-    """The factor of `mode` for a matrix of this size; under tensor parallelism, the size of the whole matrix."""
-    match mode:
-        case ScaleMode.SPECTRAL:
-            return float(max(rows, cols) ** 0.5)
-        case ScaleMode.MATCH_RMS_ADAMW:
-            return float(0.2 * max(rows, cols) ** 0.5)
-        case ScaleMode.UNIT_RMS_NORM | ScaleMode.MUP:
-            return float((rows / cols) ** 0.5)
-        case ScaleMode.SHAPE_SCALING:
-            return float(max(1.0, rows / cols) ** 0.5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

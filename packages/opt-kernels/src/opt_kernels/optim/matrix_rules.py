@@ -43,9 +43,9 @@ class Muon(MatrixOptimizer):
     `adjust_lr_fn` sets the scale of an update (rows, cols): "original" and None mean sqrt(max(1, rows / cols));
     "match_rms_adamw" means 0.2 sqrt(max(rows, cols)), for which AdamW's lr and weight decay are suitable. `scale_mode`
     selects another scale instead: "spectral", "unit_rms_norm", "shape_scaling", "match_rms_adamw" or "mup" (see
-    `ScaleMode` in `opt_kernels.matrices.orthogonalization`). `extra_scale_factor` multiplies either. `coefficient_type`
-    selects a named set of coefficients instead of `ns_coefficients`. `custom_coefficients` are (a, b, c) of each step,
-    alone or with "custom". The Muon of Megatron-Core is
+    `opt_kernels.matrices.ScaleMode`). `extra_scale_factor` multiplies either. `coefficient_type` selects a named set of
+    coefficients instead of `ns_coefficients`. `custom_coefficients` are (a, b, c) of each step, alone or with "custom".
+    The Muon of Megatron-Core is
     `scale_mode="spectral", coefficient_type="quintic", nesterov=False, weight_decay=0.01`.
 
     The remaining options are those of `opt_kernels.rules.muon.MuonRule`. Raises ValueError for an option that is not

@@ -1,4 +1,4 @@
-"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices.
+"""The elementwise parts of Muon's step, before and after the orthogonalisation of whole matrices, and its scales.
 
 Here as torch operations, one matrix at a time so that it stays in the cache; `triton` has the version for GPUs.
 """
@@ -24,6 +24,29 @@ class Decay(NamedChoice):
     DECOUPLED = "decoupled"  # p <- p - lr wd p
     INDEPENDENT = "independent"  # p <- p - wd p: the learning rate and its schedule do not matter
     L2 = "l2"  # g <- g + wd p
+
+
+class ScaleMode(NamedChoice):
+    """Factor of the orthogonal matrix (rows, cols), so that one learning rate suits every shape."""
+
+    SPECTRAL = "spectral"  # sqrt(max(rows, cols)): elements have a root mean square of 1
+    UNIT_RMS_NORM = "unit_rms_norm"  # sqrt(rows / cols): the change of an output per change of an input is 1
+    SHAPE_SCALING = "shape_scaling"  # sqrt(max(1, rows / cols)): as by Keller Jordan
+    MATCH_RMS_ADAMW = "match_rms_adamw"  # 0.2 sqrt(max(rows, cols)): AdamW's root mean square (Moonlight, 2502.16982)
+    MUP = "mup"  # sqrt(rows / cols), by muP's spectral condition (Yang et al., arXiv 2310.17813): as UNIT_RMS_NORM
+
+
+def scale_factor(mode: ScaleMode, *, rows: int, cols: int) -> float:
+    """The factor of `mode` for a matrix of this size; under tensor parallelism, the size of the whole matrix."""
+    match mode:
+        case ScaleMode.SPECTRAL:
+            return float(max(rows, cols) ** 0.5)
+        case ScaleMode.MATCH_RMS_ADAMW:
+            return float(0.2 * max(rows, cols) ** 0.5)
+        case ScaleMode.UNIT_RMS_NORM | ScaleMode.MUP:
+            return float((rows / cols) ** 0.5)
+        case ScaleMode.SHAPE_SCALING:
+            return float(max(1.0, rows / cols) ** 0.5)
 
 
 class Inputs(NamedTuple):
