@@ -151,9 +151,12 @@ def work_of(rule: Rule, numel: int = 1025, kept: str = "fp32-out16-g16", backend
 
 
 def assert_same(one: Work, other: Work) -> None:
-    """Works with the same bits, but for NaNs."""
+    """Check that all that a rule may write has the same bits, except for the payloads of NaNs."""
     for a, b in zip(written(one), written(other), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        a, b = a.cpu(), b.cpu()
+        assert a.dtype is b.dtype
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a[~a.isnan()].view(torch.uint8), b[~b.isnan()].view(torch.uint8))
 
 
 def written(work: Work) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from elementwise_works import KEPT, ON_FAST, device_of, main_of, on, written
+from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, written
 from torch import Tensor
 
 import opt_kernels
@@ -89,15 +89,6 @@ def moved(
     return work
 
 
-def check(found: Work, expected: Work, *, unit: float = 0.0) -> None:
-    """Equal bits, except for the payloads of NaNs, or equal up to some of these units."""
-    for a, b in zip(written(found), written(expected), strict=True):
-        a, b = a.cpu(), b.cpu()
-        assert torch.equal(a.isnan(), b.isnan())
-        a, b = a[~a.isnan()].double(), b[~b.isnan()].double()
-        torch.testing.assert_close(a, b, rtol=2 * unit, atol=unit)
-
-
 @ON_FAST
 @pytest.mark.parametrize("special", [False, True], ids=["finite", "special"])
 @pytest.mark.parametrize(("formula", "kept", "states"), CASES.values(), ids=CASES.keys())
@@ -111,7 +102,7 @@ def test_every_backend_has_the_bits_of_the_reference(
         close = torch.isclose(found, expected, rtol=2.0**-7, atol=1e-4, equal_nan=True)
         assert (~close).double().mean() < 0.01
     else:
-        check(*(moved(rule, kept, special=special) for rule in made))
+        assert_same(*(moved(rule, kept, special=special) for rule in made))
 
 
 @ON_FAST
@@ -119,14 +110,15 @@ def test_every_backend_has_the_bits_of_the_reference(
 def test_works_of_any_size_have_the_bits_of_the_reference(numel: int, backend: str) -> None:
     numel = min(numel, 5000) if backend == "triton" else numel  # an interpreter takes its time
     for kept in ("fp32-out16", "remainder-g16"):
-        check(*(moved(elementwise(LION, backend=name), kept, numel) for name in (backend, "reference")))
+        assert_same(*(moved(elementwise(LION, backend=name), kept, numel) for name in (backend, "reference")))
 
 
 @on("torch", "cpp")
 def test_float64_works_are_updated_in_float64(backend: str) -> None:
     wide = {f"{state.name}_dtype": torch.float64 for state in ADAM.states}
     found, expected = (moved(elementwise(ADAM, backend=name, **wide), "fp64") for name in (backend, "reference"))
-    check(found, expected, unit=1e-14)
+    for a, b in zip(written(found), written(expected), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-14, atol=1e-14)
 
 
 @EVERY
