@@ -129,8 +129,11 @@ def test_narrow_states_stay_close(formula: Formula, narrow: str) -> None:
     assert {spec.name: spec.dtype for spec in thin.state_specs} == {n: t.dtype for n, t in found.state.items()}
     assert expected.main is not None
     assert found.main is not None
-    # Three steps of about lr, with states rounded to a few bits: for most elements far less than one step.
-    assert (found.main - expected.main).abs().median() < 0.01 / 3
+    # Three steps of about lr, with states rounded to a few bits. Gradients far below the largest of their block have its
+    # smallest 8-bit codes. The z of schedule-free is a copy of the weights: a step is less than a code.
+    is_large = values(8).abs() > 1e-3
+    bound = 0.01 / (6 if (formula.name, narrow) == ("schedule_free", "8-bit") else 30)
+    assert (found.main - expected.main)[is_large].abs().median() < bound
     if formula.name not in ("lion", "signum"):  # their signs survive
         assert not torch.equal(found.main, expected.main)
 
