@@ -1,4 +1,4 @@
-"""Codecs with scales, and values next to the edges of their codes and of bfloat16."""
+"""Dtypes of states, codecs with scales, and values next to the edges of their codes and of bfloat16."""
 
 import pytest
 import torch
@@ -6,7 +6,10 @@ from torch import Tensor
 
 from opt_kernels.codecs import codec_for, split_
 
+# Of signed states, and of those that are never negative.
 DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
     "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
     "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
@@ -16,6 +19,7 @@ CODECS = {
     f"{name}-{'signed' if signed else 'square'}": (codec_for("x", dtypes[0 if signed else 1], signed=signed), signed)
     for name, dtypes in DTYPES.items()
     for signed in (True, False)
+    if name not in ("fp32", "bf16")
 }
 ON_CODECS = pytest.mark.parametrize(("codec", "signed"), CODECS.values(), ids=CODECS.keys())
 SPECIAL = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, 1e-45, -1e-40, 3.4028235e38, -3.4028235e38, 1.1754944e-38]

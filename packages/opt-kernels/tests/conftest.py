@@ -13,6 +13,15 @@ def kernel_device() -> torch.device:
 
 
 @pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Multiply float32 matrices in float32, and restore the setting."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
 def poisoned() -> Iterator[None]:
     """Fill uninitialised memory with NaN, so that reading it before it is written shows."""
     # The public switch does the same, and imports the whole of Inductor first.

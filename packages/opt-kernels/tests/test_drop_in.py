@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from codec_values import DTYPES
 from drop_ins import MATRIX_NAMES, NAMES, built, parameter, same, states_of, step
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR
@@ -295,17 +296,7 @@ def test_a_main_keeps_what_a_bfloat16_parameter_rounds_away(mains: str) -> None:
     assert torch.equal(kept, torch.tensor(0.99).bfloat16().expand(4))
 
 
-NARROW = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float16),
-    "e4m3": (torch.float8_e4m3fn, torch.float8_e4m3fn),
-    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
-    "8 bit": (torch.int8, torch.uint8),
-}
-
-
-@pytest.mark.parametrize(("first", "second"), NARROW.values(), ids=NARROW.keys())
+@pytest.mark.parametrize(("first", "second"), DTYPES.values(), ids=DTYPES.keys())
 def test_states_are_saved_in_plain_numbers_and_loaded_by_another_kind(first: torch.dtype, second: torch.dtype) -> None:
     params = pair(dtype=torch.bfloat16)
     optimizer = optim.AdamW(params, mains="remainder", exp_avg_dtype=first, exp_avg_sq_dtype=second)

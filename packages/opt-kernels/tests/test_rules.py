@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from codec_values import DTYPES
 from elementwise_works import KEPT, ON_FAST, assert_same, device_of, main_of, on, written
 from torch import Tensor
 
@@ -33,29 +34,20 @@ VARIANTS: Mapping[str, Formula] = {
     "sgd-dampening": SGD.with_defaults(dampening=0.3),
     "sgd-plain": SGD.with_constants(has_momentum=False),
 }
-# What the states are kept in.
-STATES = {
-    "fp32": (torch.float32, torch.float32),
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float16),
-    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
-    "e5m2": (torch.float8_e5m2, torch.float8_e5m2),
-    "8-bit": (torch.int8, torch.uint8),
-}
 # Each is a library to compile: every format with one formula, every formula with two formats.
 CASES = {
     f"{name}-{kept}-{states}": (formula, kept, states)
     for name, formula in {**FORMULAS, **VARIANTS}.items()
     for kept in KEPT
-    for states in STATES
+    for states in DTYPES
     if (kept, states) == ("fp32-gfp16", "8-bit")
     or ((kept, states) == ("fp32", "fp32") and name in {"adam", "sgd", "lion", *VARIANTS})
-    or (name == "adam" and (kept == "fp32" or states == "fp8") and kept != "fp64")
+    or (name == "adam" and (kept == "fp32" or states == "e4m3") and kept != "fp64")
 }
 
 
 def dtypes(formula: Formula, states: str) -> dict[str, torch.dtype]:
-    signed, unsigned = STATES[states]
+    signed, unsigned = DTYPES[states]
     return {f"{state.name}_dtype": signed if state.signed else unsigned for state in formula.declared}
 
 
@@ -122,15 +114,15 @@ def test_float64_works_are_updated_in_float64(backend: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("narrow", ["bf16", "fp16", "fp8", "8-bit"])
+@pytest.mark.parametrize("narrow", ["bf16", "fp16", "e4m3", "8-bit"])
 def test_narrow_states_stay_close(formula: Formula, narrow: str) -> None:
     wide, thin = elementwise(formula, backend="torch"), elementwise(formula, backend="torch", **dtypes(formula, narrow))
     expected, found = moved(wide, first=1), moved(thin, first=1)
     assert {spec.name: spec.dtype for spec in thin.state_specs} == {n: t.dtype for n, t in found.state.items()}
     assert expected.main is not None
     assert found.main is not None
-    # Three steps of about lr, with states rounded to a few bits. Gradients far below the largest of their block have its
-    # smallest 8-bit codes. The z of schedule-free is a copy of the weights: a step is less than a code.
+    # Three steps of about lr, with states rounded to a few bits. Gradients far below the largest of their block have
+    # its smallest 8-bit codes. The z of schedule-free is a copy of the weights: a step is less than a code.
     is_large = values(8).abs() > 1e-3
     bound = 0.01 / (6 if (formula.name, narrow) == ("schedule_free", "8-bit") else 30)
     assert (found.main - expected.main)[is_large].abs().median() < bound

@@ -1,6 +1,6 @@
 """Symmetric products in every version: half computed, half mirrored, equal to the whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 
 import pytest
@@ -14,6 +14,7 @@ from opt_kernels.matrices.syrk import cpp, dense_product
 
 # Sizes on both sides of where halving begins on a CPU; ones that blocks and tiles do not divide; three rows of tiles.
 SIZES = [(1, 1), (63, 65), (128, 64), (128, 130), (256, 512), (256, 1024), (300, 130), (512, 512), (410, 512)]
+pytestmark = pytest.mark.usefixtures("exact_float32")
 ON_VERSIONS = on("torch", "cpp", "triton")
 Product = Callable[..., Tensor]
 
@@ -29,14 +30,6 @@ def product(backend: str) -> Product:
 @pytest.fixture
 def device(backend: str, kernel_device: torch.device) -> torch.device:
     return kernel_device if backend == "triton" else torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def matrices(m: int, k: int, dtype: torch.dtype = torch.float32, *, batch: int = 2) -> Tensor:

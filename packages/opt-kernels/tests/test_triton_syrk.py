@@ -1,7 +1,5 @@
 """The symmetric product kernel: tiles, descriptors, and when it runs. Its numbers are tested with all versions'."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,15 +9,7 @@ from opt_kernels.backends.triton import HAS_DESCRIPTORS, jit, tl
 from opt_kernels.matrices.syrk import dense_product
 from opt_kernels.matrices.syrk import triton as syrk
 
-pytestmark = pytest.mark.needs_extra
-
-
-@pytest.fixture(autouse=True)
-def restored_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+pytestmark = [pytest.mark.needs_extra, pytest.mark.usefixtures("exact_float32")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
