@@ -330,14 +330,14 @@ def row(contender: Contender, directory: Path, target: float) -> dict[str, Any] 
 def report(directory: Path, folder: Path) -> None:
     """Write leaderboard.json, .md and .svg to `folder`: the finished contenders, best first."""
     baseline = next(contender for contender in CONTENDERS if contender.name == BASELINE)
-    of_baseline = full_runs(baseline, Results(baseline, directory), SEEDS)
+    of_baseline = full_runs(baseline, Results(baseline, directory), SEEDS_OF_FIRST)
     if len(of_baseline) < SEEDS:
         sys.exit(f"{BASELINE} is not done: its final loss is the target of the others")
     target = statistics.mean(map(final, of_baseline))
     rows = [found for contender in CONTENDERS if (found := row(contender, directory, target))]
     rows.sort(key=lambda found: found["bits"])
     settings = {"steps": STEPS, "batch": BATCH, "context": CONTEXT, "warmup": WARMUP, "weight_decay": DECAY}
-    compared = {"model": MODEL, "seeds": [SEEDS, SEEDS_OF_FIRST], "baseline": BASELINE, "target_bits": target}
+    compared = {"model": MODEL, "baseline": BASELINE, "target_bits": target}
     finished = {found["rule"] for found in rows}
     left_out = [contender.name for contender in CONTENDERS if contender.name not in finished]
     about = {"torch": torch.__version__, **settings, **compared, "not_run": left_out}

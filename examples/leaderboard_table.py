@@ -30,14 +30,15 @@ def place(found: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 
 def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
     """Return the leaderboard in Markdown."""
-    baseline, few, many = about["baseline"], *about["seeds"]
+    baseline, counts = about["baseline"], sorted({len(found["finals"]) for found in rows})
+    seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
 
     def cell(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
     lines = [
         f"Held-out bits a character after {about['steps']} steps of {about['batch']} x {about['context']} characters:",
-        f"the mean of {few} to {many} seeds and its standard error. Place: rules whose difference is within what seeds",
+        f"the mean of {seeds} seeds and its standard error. Place: rules whose difference is within what seeds",
         "explain (t-test, 5 %) share places. Learning rates: of hidden matrices, and of all other parameters, which",
         "matrix rules update with AdamW; * at the end of the grid, so a better one may lie outside. Steps: until",
         f"{baseline}'s final {about['target_bits']:.3f} bits are reached. Update: one, on one thread. State: bytes per",

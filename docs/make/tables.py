@@ -52,7 +52,7 @@ MODES = [
 def write(folder: Path) -> None:
     """Write the tables of memory, refused modes, the leaderboard and the number formats."""
     (folder / "memory.md").write_text(memory_table())
-    (folder / "leaderboard.md").write_text(recorded(folder, "leaderboard", "Loss over steps for every rule"))
+    (folder / "leaderboard.md").write_text(recorded(folder, "leaderboard", "Loss over steps of the rules in the table"))
     (folder / "numbers.md").write_text(recorded(folder, "numbers", "Bytes and loss of every number format"))
     (folder / "refused_modes.md").write_text(refused_modes())
 

@@ -94,9 +94,16 @@ def test_rules_that_seeds_cannot_tell_apart_share_places(board: ModuleType, tmp_
         [" near ", " 1–2 "],
         [" far ", " 3 "],
     ]
+    assert "the mean of 3 seeds" in table
     assert table.endswith("Not run, for want of time: not run.\n")
     assert (tmp_path / "leaderboard.svg").read_text().startswith("<?xml")
     assert [contender.name for contender in board.first_four(tmp_path)] == ["AdamW", "near", "far"]
+    finish(board, board.CONTENDERS[0], tmp_path, (1.05, 1.0), seeds=5)
+    board.report(tmp_path, tmp_path)
+    table = (tmp_path / "leaderboard.md").read_text()
+    assert "the mean of 3 to 5 seeds" in table
+    assert "AdamW's final 0.069 bits" in table  # log(1.05), and a mean of 0.02 over its seeds
+    assert "| AdamW | 1–2 | 0.069 ± 0.007 |" in table
 
 
 def test_two_means_differ_beyond_the_deviation_of_their_seeds() -> None:
