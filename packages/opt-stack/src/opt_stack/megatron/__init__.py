@@ -176,13 +176,9 @@ def _get_megatron_optimizer_based_on_param_groups(
                 "...)"
             )
         _check_buffers(model_chunks, per_model_buffers or {})
+        dp, gloo, mp = data_parallel_group, data_parallel_group_gloo, model_parallel_group
         return _process_groups(
-            model_chunks,
-            dp=data_parallel_group,
-            gloo=data_parallel_group_gloo,
-            mp=model_parallel_group,
-            intra_dist_opt=intra_dist_opt_group,
-            tp=tensor_parallel_group,
+            model_chunks, dp=dp, gloo=gloo, mp=mp, intra_dist_opt=intra_dist_opt_group, tp=tensor_parallel_group
         )
 
     groups = agreed(world(), checked)
@@ -203,14 +199,11 @@ def _check_buffers(model_chunks: Sequence[nn.Module], per_model_buffers: Mapping
             )
 
 
+_Ranks = ProcessGroup | None
+
+
 def _process_groups(
-    model_chunks: Sequence[nn.Module],
-    *,
-    dp: ProcessGroup | None,
-    gloo: ProcessGroup | None,
-    mp: ProcessGroup | None,
-    intra_dist_opt: ProcessGroup | None,
-    tp: ProcessGroup | None,
+    model_chunks: Sequence[nn.Module], *, dp: _Ranks, gloo: _Ranks, mp: _Ranks, intra_dist_opt: _Ranks, tp: _Ranks
 ) -> ProcessGroups | None:
     """Return the groups of ranks by role, None for the world. Raises ConfigError if they contradict each other."""
     if dp is None:
