@@ -6,12 +6,7 @@ from torch import Tensor
 
 from opt_kernels.matrices.access import PartStates
 from opt_kernels.matrices.muon import MOMENTUM, ScaleMode, scale_factor
-from opt_kernels.matrices.orthogonalization import (
-    Coefficients,
-    CoefficientType,
-    MatmulPrecision,
-    Orthogonalization,
-)
+from opt_kernels.matrices.orthogonalization import Coefficients, CoefficientType, MatmulPrecision, Orthogonalization
 from opt_kernels.rules.eigenbases import EigenbasisRule, into_basis, out_of_basis, reordered
 from opt_kernels.works import Hyper
 
