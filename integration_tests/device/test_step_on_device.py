@@ -3,62 +3,29 @@
 More orders at night.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import on_device
 import pytest
 import torch
-from fake_accelerator import DeferredComm, DeferredDevice, DeferredRank, run_deferred
-from on_device import (
-    SHAPES,
-    SIZE,
-    STEPS,
-    Trained,
-    assert_every_order_has_the_bits_of_a_cpu,
-    built,
-    equal,
-    iterate,
-    launch_rules_,
-    launched,
-    layouts,
-    outcome,
-)
+from fake_accelerator import DeferredComm, DeferredRank, run_deferred
+from on_device import FLAT, SHAPES, SIZE, STEPS, Trained, built, iterate, launch_rules_, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
 from opt_distributed import run_threads
 from opt_distributed.buffers import UnusableGradientError
 from opt_distributed.comm import Comm
-from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import HostCopy
-from opt_kernels.hooks import (
-    CautiousDecay,
-    CautiousUpdate,
-    CentralizeGradient,
-    ClipUpdateRms,
-    GivenHooks,
-    Hyperball,
-    RelativeUpdate,
-    measured,
-)
+from opt_kernels import hooks
+from opt_kernels.hooks import measured
 from opt_kernels.works import Batch
 from opt_stack import Optimizer, StepStats
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
-
-
-@pytest.mark.parametrize("case", layouts(), ids=str)
-def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(case: Case) -> None:
-    assert_every_order_has_the_bits_of_a_cpu(case)
-
-
-FLAT = Case(
-    size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN
-)  # fmt: skip
-
 
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
 FORMATS: dict[str, dict[str, Any]] = {
@@ -68,52 +35,53 @@ FORMATS: dict[str, dict[str, Any]] = {
     "scaled fp16 moments": {"exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
     "24-bit mains and fp8 moments": {"main_params_dtype": torch.int8, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
 }
-
-
-@pytest.mark.parametrize("spread", [Spread.REPLICATED, Spread.FLAT])
-@pytest.mark.parametrize("name", FORMATS)
-def test_so_do_main_values_moments_and_gradients_in_other_formats(name: str, spread: Spread) -> None:
-    case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
-    assert_every_order_has_the_bits_of_a_cpu(case, use_precision_aware_optimizer=True, **FORMATS[name])
-
-
-HOOKS: dict[str, tuple[str, GivenHooks]] = {
-    "part of a formula": ("adam", (CautiousDecay(),)),
-    "norms": ("adam", (ClipUpdateRms(0.5), CautiousUpdate())),
-    "relative": ("muon", {"muon": (RelativeUpdate(),), "adam": (ClipUpdateRms(0.1),)}),
-    "row means": ("adam", (CentralizeGradient(), ClipUpdateRms(0.5))),
-    "on a sphere": ("muon", {"muon": (Hyperball(),)}),
-    "centered": ("muon", {"muon": (CentralizeGradient(),)}),
+HOOKS: dict[str, dict[str, Any]] = {
+    "part of a formula": {"hooks": (hooks.CautiousDecay(),)},
+    "norms": {"hooks": (hooks.ClipUpdateRms(0.5), hooks.CautiousUpdate())},
+    "row means": {"hooks": (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.5))},
+    "relative": {"hooks": {"muon": (hooks.RelativeUpdate(),), "adam": (hooks.ClipUpdateRms(0.1),)}},
+    "on a sphere": {"hooks": {"muon": (hooks.Hyperball(),)}, "weight_decay": 0.0},
+    "centered": {"hooks": {"muon": (hooks.CentralizeGradient(),)}},
 }
+
+
+def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
+    for case in on_device.layouts():
+        yield str(case), case, {}
+    for spread in (Spread.REPLICATED, Spread.FLAT):
+        case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
+        for name, fields in FORMATS.items():
+            yield f"{name}, {spread.value}", case, {"use_precision_aware_optimizer": True, **fields}
+    for name, fields in HOOKS.items():
+        is_muon = isinstance(fields["hooks"], dict)
+        for spread in (Spread.WHOLE,) if is_muon else (Spread.FLAT, Spread.REPLICATED):
+            case = replace(FLAT, spread=spread, rule="muon" if is_muon else "adam")
+            yield f"{name}, {case}", case, fields
+            case = replace(case, numbers=Numbers.REMAINDER, wrapping=Wrapping.OVERLAP)
+            yield f"{name}, {case}", case, fields
+
+
+CASES = {name: (case, fields) for name, case, fields in cases()}
 version = measured.version
 
 
 def launched_version(op: str, function: str, *, backend: str | None, tensors: Sequence[Tensor]) -> Any:
-    """The sweep over weights as one queued kernel."""
+    """The sweep of a hook over weights as one queued kernel."""
     sweep = version(op, function, backend=backend, tensors=tensors)
 
     def launch(batches: Sequence[Batch], *args: Any, **kwargs: Any) -> None:
-        device = devices.device_of(tensors[0].device) if tensors else None
-        if isinstance(device, DeferredDevice):
-            device.mode.queue("move", partial(sweep, batches, *args, **kwargs), ())
-        else:
-            sweep(batches, *args, **kwargs)
+        on_device.queued("move", partial(sweep, batches, *args, **kwargs))
 
     return launch
 
 
-def cases_with_hooks() -> Iterator[tuple[str, Case]]:
-    for name, (rule, _) in HOOKS.items():
-        for spread in (Spread.WHOLE,) if rule == "muon" else (Spread.FLAT, Spread.REPLICATED):
-            for numbers, wrapping in ((Numbers.FP16, Wrapping.PLAIN), (Numbers.REMAINDER, Wrapping.OVERLAP)):
-                yield name, Case(size=SIZE, spread=spread, numbers=numbers, rule=rule, clips=True, wrapping=wrapping)
-
-
-@pytest.mark.parametrize(("name", "case"), list(cases_with_hooks()), ids=str)
-def test_so_do_steps_with_hooks(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(measured, "version", launched_version)
-    decay = 0.0 if "sphere" in name else 0.1
-    assert_every_order_has_the_bits_of_a_cpu(case, hooks=HOOKS[name][1], weight_decay=decay)
+    case, fields = CASES[name]
+    on_device.assert_bits_of_a_cpu(case, **fields)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -137,26 +105,24 @@ def test_a_step_waits_for_the_verdict_of_the_one_before_and_for_nothing_else(
         launch_rules_(optimizer)
         verdicts: list[HostCopy] = []
         found = []
-        with one.device.host_reads_forbidden():
-            for step in range(STEPS):
-                iterate(model, optimizer, step, one.comm)
-                found.append({copy for copy in waited if copy._device is one.device} <= set(verdicts))
-                assert optimizer.stepper.last is not None
-                verdicts += [optimizer.stepper.last._copy] if size > 1 else []
+        for step in range(STEPS):
+            iterate(model, optimizer, step, one.comm)
+            found.append({copy for copy in waited if copy._device is one.device} <= set(verdicts))
+            assert optimizer.stepper.last is not None
+            verdicts += [optimizer.stepper.last._copy] if size > 1 else []
         return found
 
     assert run_deferred(size, rank_main, seed=0) == [[True] * STEPS] * size
 
 
-def recorded(case: Case, one: DeferredRank | None, comm: Comm, **changes: Any) -> list[StepStats]:
+def recorded(case: Case, comm: Comm, **changes: Any) -> list[StepStats]:
     model, optimizer = built(case, comm, **changes)
+    if isinstance(comm, DeferredComm):
+        launch_rules_(optimizer)
     records: list[StepStats] = []
     optimizer.stats_every(1, records.append)
-    if one is not None:
-        launch_rules_(optimizer)
-    with nullcontext() if one is None else one.device.host_reads_forbidden():
-        for step in range(STEPS):
-            iterate(model, optimizer, step, comm)
+    for step in range(STEPS):
+        iterate(model, optimizer, step, comm)
     optimizer.stats()
     return records
 
@@ -165,102 +131,110 @@ def recorded(case: Case, one: DeferredRank | None, comm: Comm, **changes: Any) -
 @pytest.mark.parametrize("graphs", [False, True])
 def test_recorded_numbers_are_those_of_a_cpu(wrapping: Wrapping, graphs: bool) -> None:
     case = replace(FLAT, wrapping=wrapping)
-    expected = run_threads(SIZE, lambda comm: recorded(case, None, comm))
-    on_device = lambda one: recorded(case, one, one.comm, optimizer_cuda_graph=graphs)
-    for found in run_deferred(SIZE, on_device, seed=0):
-        assert [stats.step for stats in found] == [stats.step for stats in expected[0]]
-        for stats, other in zip(found, expected[0], strict=True):
-            assert stats.success == other.success
+    expected = run_threads(SIZE, partial(recorded, case))[0]
+    for found in run_deferred(SIZE, lambda one: recorded(case, one.comm, optimizer_cuda_graph=graphs), seed=0):
+        for stats, other in zip(found, expected, strict=True):
+            assert (stats.step, stats.success) == (other.step, other.success)
             assert stats.rank_norms == pytest.approx(other.rank_norms, nan_ok=True)
             for name, numbers in stats.params.items():
                 assert list(numbers) == pytest.approx(list(other.params[name]), nan_ok=True), (stats.step, name)
 
 
-def moved(model: nn.Module, optimizer: Optimizer) -> Any:
+# --- objections of one rank -------------------------------------------------------------------------------------------
+
+Undo = Callable[[], object]
+
+
+def moved(model: nn.Module, optimizer: Optimizer) -> Undo:
     data = model.first.weight.data
     model.first.weight.data = data.clone()
     return lambda: setattr(model.first.weight, "data", data)
 
 
-def without_rate(model: nn.Module, optimizer: Optimizer) -> Any:
-    group = optimizer.param_groups[0]
-    lr, group["lr"] = group["lr"], None
-    return lambda: group.update(lr=lr)
+def with_entry(name: str, value: Any) -> Callable[[nn.Module, Optimizer], Undo]:
+    def change(model: nn.Module, optimizer: Optimizer) -> Undo:
+        group = optimizer.param_groups[0]
+        before, group[name] = group[name], value
+        return lambda: group.update({name: before})
+
+    return change
 
 
-def renamed(model: nn.Module, optimizer: Optimizer) -> Any:
-    group = optimizer.param_groups[0]
-    name, group["name"] = group["name"], "other"
-    return lambda: group.update(name=name)
+def without_gradient(model: nn.Module, optimizer: Optimizer) -> Undo:
+    model.router.weight.grad = None
+    return lambda: None
 
 
-# objection of the last rank, its error there, and on the other ranks
-OBJECTIONS = [
-    (moved, "StorageError", "StorageError"),
-    (without_rate, "ValueError", "UnusableGradientError"),
-    (renamed, "GroupError", "UnusableGradientError"),
-]
+# What one rank does, the error there, and on the other ranks; and whether a process without others notices.
+OBJECTIONS: dict[str, tuple[Callable[[nn.Module, Optimizer], Undo], str, str]] = {
+    "moved": (moved, "StorageError", "StorageError"),
+    "without a rate": (with_entry("lr", None), "ValueError", "UnusableGradientError"),
+    "renamed": (with_entry("name", "other"), "GroupError", "UnusableGradientError"),
+}
+OF_REPLAYS = {
+    **OBJECTIONS,
+    "another rate": (with_entry("lr", 1.0), "HyperError", "HyperError"),
+    "without a gradient": (without_gradient, "UnusableGradientError", "UnusableGradientError"),
+}
 
 
-def objecting(comm: Comm, *, prepare: Any) -> list[tuple[str, bool]]:
-    """Of six steps, to the second of which the last rank objects: the error, and whether a weight has moved. Results
-    are not read."""
-    model, optimizer = built(replace(FLAT, numbers=Numbers.FP32, size=comm.size), comm)
-    found = []
-    for step in (2, 3, 4, 5, 6, 7):
+def objecting(one: DeferredRank, *, name: str, graphs: bool) -> tuple[list[str], list[bool]]:
+    """Of six steps, to the fourth of which the last rank objects: errors, and whether a weight has moved. Results are
+    not read."""
+    fields = {"numbers": Numbers.FP32, "size": one.size}
+    model, optimizer = built(replace(FLAT, **fields), one.comm, optimizer_cuda_graph=graphs)
+    launch_rules_(optimizer)
+    errors, moves = [], []
+    for step in range(6):
         before = [param.detach().clone() for param in model.parameters()]
-        optimizer.scale_loss(model(grads_of(step, comm.rank, SIZE, SHAPES))).backward()
-        undo = prepare(model, optimizer) if step == 3 and comm.rank == comm.size - 1 else lambda: None
-        error = ""
+        on_device.backward(model, optimizer, step, one.comm)
+        objects = step == 3 and one.rank == one.size - 1
+        undo = OF_REPLAYS[name][0](model, optimizer) if objects else lambda: None
+        errors.append("")
         try:
             optimizer.step()
         except (ValueError, UnusableGradientError) as caught:
-            error = type(caught).__name__
+            errors[-1] = type(caught).__name__
         undo()
         optimizer.zero_grad()
-        found.append((error, not all(map(torch.equal, before, model.parameters()))))
-    return found
+        moves.append(not all(map(torch.equal, before, model.parameters())))
+    return errors, moves
 
 
-@pytest.mark.parametrize(("prepare", "own", "other"), OBJECTIONS)
-def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(prepare: Any, own: str, other: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "graphs"), [(name, False) for name in OBJECTIONS] + [(name, True) for name in OF_REPLAYS]
+)
+def test_the_objection_of_a_rank_is_raised_in_the_same_step_on_every_rank(name: str, graphs: bool) -> None:
     """The objecting rank raised at once, the others in the next step; with a wrong group it left the others waiting."""
+    _, own, other = OF_REPLAYS[name]
+    moves = [True, True, True, False, False, True]
+    expected = [(["", "", "", "", error, ""], moves) for error in (*[other] * (SIZE - 1), own)]
     for seed in range(3):
-        found = run_deferred(SIZE, lambda one: objecting(one.comm, prepare=prepare), seed=seed)
-        errors = [[error for error, _ in of_rank] for of_rank in found]
-        assert errors == [["", "", error, "", "", ""] for error in (*[other] * (SIZE - 1), own)]
-        moves = [True, False, False, True, True, True]
-        assert [[has_moved for _, has_moved in of_rank] for of_rank in found] == [moves] * SIZE
+        assert run_deferred(SIZE, partial(objecting, name=name, graphs=graphs), seed=seed) == expected
 
 
-@pytest.mark.parametrize(("prepare", "own"), [(without_rate, "ValueError"), (renamed, "GroupError")])
-def test_a_rank_without_others_raises_its_objection_at_once(prepare: Any, own: str) -> None:
-    (found,) = run_deferred(1, lambda one: objecting(one.comm, prepare=prepare), seed=0)
-    assert [error for error, _ in found] == ["", own, "", "", "", ""]
+@pytest.mark.parametrize("name", ["without a rate", "renamed"])
+def test_a_rank_without_others_raises_its_objection_at_once(name: str) -> None:
+    ((errors, _),) = run_deferred(1, partial(objecting, name=name, graphs=False), seed=0)
+    assert errors == ["", "", "", OBJECTIONS[name][1], "", ""]
 
 
-def some_unused(comm: Comm) -> Trained:
+def some_unused(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
     """first has a gradient on rank 1 only, and router on none but in the third step."""
-    model, optimizer = built(FLAT, comm)
-    if isinstance(comm, DeferredComm):
-        launch_rules_(optimizer)
     results = []
     for step in range(STEPS):
         left_out = {"router"} if comm.rank == 1 else {"router", "first"}
-        grads = {name: grad for name, grad in grads_of(step, comm.rank, SIZE, SHAPES).items() if name not in left_out}
-        if step == 2:
-            grads["router"] = grads_of(step, comm.rank, SIZE, SHAPES)["router"]
-        losses = [module(grads[name]) for name, module in model.named_children() if name in grads]
+        grads = grads_of(step, comm.rank, SIZE, SHAPES)
+        used = [name for name in grads if name not in left_out or (step == 2 and name == "router")]
+        losses = [getattr(model, name)(grads[name]) for name in used]
         optimizer.scale_loss(torch.stack(losses).sum()).backward()
         results.append(optimizer.step())
         optimizer.zero_grad()
-    return outcome(model, optimizer, results)
+    found = on_device.outcome(model, optimizer, results)
+    assert set(found.steps) <= {1.0, 4.0}
+    return found
 
 
 def test_parameters_that_no_rank_used_keep_value_state_and_count() -> None:
     """A rank that lacks a gradient reads which other ranks have one: the exception of plain modules."""
-    expected = run_threads(SIZE, some_unused)
-    assert sorted(set(expected[0].steps) | set(expected[1].steps)) == [1.0, 4.0]
-    for seed in range(5):
-        found = run_deferred(SIZE, lambda one: some_unused(one.comm), seed=seed)
-        assert all(map(equal, found, expected))
+    on_device.assert_bits_of_a_cpu(FLAT, some_unused, num_orders=5)

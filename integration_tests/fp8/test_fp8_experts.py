@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fp8_training import Stored, fp8_params, stored
+from fp8_training import everything, fp8_params, same, stored
 from statistics_grid import Net, Place, Shape, mean_gradients, parts, run_grid
 from torch import Tensor, nn
 from tp_model import comms_of, cut
@@ -40,8 +40,11 @@ SPREADS: dict[str, dict[str, Any]] = {
     "flat": FLAT,
     "whole": {"optimizer": "muon", "muon_tp_mode": "duplicated", "use_layer_wise_distributed_optimizer": True},
 }
-LAYOUTS = [(recipe, "flat", wrapped) for recipe in RECIPES for wrapped in (False, True)]
-LAYOUTS += [(recipe, spread, False) for recipe in ("delayed", "mxfp8") for spread in ("replicated", "whole")]
+THROUGH_GRADIENTS = {**FLAT, "reuse_grad_buf_for_mxfp8_param_ag": True}
+SPREADS |= {"wrapped": {**FLAT, "wrapped": True}, "through gradients": {**THROUGH_GRADIENTS, "wrapped": True}}
+LAYOUTS = [(recipe, spread) for recipe in RECIPES for spread in ("flat", "wrapped")]
+LAYOUTS += [(recipe, spread) for recipe in ("delayed", "mxfp8") for spread in ("replicated", "whole")]
+LAYOUTS += [("mxfp8", "through gradients")]
 Grads = Callable[[int], dict[str, Tensor]]  # of a step
 
 
@@ -91,6 +94,10 @@ class Trained(NamedTuple):
     norms: list[float]
 
 
+def trained(net: Net, place: Place, norms: list[float]) -> Trained:
+    return Trained(place, {name: (held.weight + 0).detach() for name, held in net.named_children()}, norms)
+
+
 def train(recipe: str, place: Place, grads: Grads, **options: Any) -> Trained:
     net, chunk, optimizer = built(recipe, place, **options)
     norms = stepped(chunk, optimizer, grads, range(STEPS))
@@ -99,22 +106,24 @@ def train(recipe: str, place: Place, grads: Grads, **options: Any) -> Trained:
     return trained(net, place, norms)
 
 
-def trained(net: Net, place: Place, norms: list[float]) -> Trained:
-    return Trained(place, {name: (held.weight + 0).detach() for name, held in net.named_children()}, norms)
-
-
 ALONE = Place(Alone(), Alone(), Alone(), Alone(), tuple(range(EP)), Alone())
 
 
 def mean_grads(dp: int, expert_dp: int) -> Grads:
-    return lambda step: {
-        name: grad.float()
-        for name, grad in mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, **SHAPES).items()
-    }
+    def of_step(step: int) -> dict[str, Tensor]:
+        means = mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, **SHAPES)
+        return {name: grad.float() for name, grad in means.items()}
+
+    return of_step
 
 
 @cache
-def trained_alone(recipe: str, dp: int, expert_dp: int, **options: Any) -> Trained:
+def trained_alone(recipe: str, spread: str, dp: int, expert_dp: int) -> Trained:
+    """With the rule and the rounding of the spread."""
+    is_rule = ("optimizer", "muon")
+    options = {key: value for key, value in SPREADS[spread].items() if key.startswith(is_rule)}
+    if spread == "through gradients":
+        options = SPREADS[spread]  # quantised from bf16 values, too
     return train(recipe, ALONE, mean_grads(dp, expert_dp), **options)
 
 
@@ -129,59 +138,45 @@ def assert_same(found: Trained, alone: Trained, recipe: str, *, atol: float) -> 
     assert found.norms == pytest.approx(alone.norms, rel=1e-6)
 
 
-@pytest.mark.parametrize(("recipe", "spread", "wrapped"), LAYOUTS)
+@pytest.mark.parametrize(("recipe", "spread"), LAYOUTS)
 @pytest.mark.parametrize("name", GRIDS)
-def test_every_grid_of_experts_has_the_values_of_one_process(
-    name: str, recipe: str, spread: str, wrapped: bool
-) -> None:
-    options, sizes = SPREADS[spread], GRIDS[name]
-    rule = {key: value for key, value in options.items() if key.startswith(("optimizer", "muon"))}
-    alone = trained_alone(recipe, 4 // sizes["tp"], 4 // sizes["etp"] // EP, **rule)
-    for found in run_grid(lambda place: train(recipe, place, own_grads(place), wrapped=wrapped, **options), **sizes):
+def test_every_grid_of_experts_has_the_values_of_one_process(name: str, recipe: str, spread: str) -> None:
+    sizes = GRIDS[name]
+    alone = trained_alone(recipe, spread, 4 // sizes["tp"], 4 // sizes["etp"] // EP)
+    for found in run_grid(lambda place: train(recipe, place, own_grads(place), **SPREADS[spread]), **sizes):
         # Muon sums its products in another order, so that a few values round to the next code.
         assert_same(found, alone, recipe, atol=2**-4 if spread == "whole" else 0.0)
 
 
-def test_experts_gathered_through_the_gradients_have_the_codes_of_one_process() -> None:
-    options = {**FLAT, "wrapped": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
-    alone = trained_alone("mxfp8", 4, 2, **options)  # quantised from bf16 values, too
-    for found in run_grid(lambda place: train("mxfp8", place, own_grads(place), **options), **GRIDS["two replicas"]):
-        assert_same(found, alone, "mxfp8", atol=0.0)
-
-
-@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("spread", ["flat", "wrapped"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_under_two_instances_have_the_codes_of_one_process(recipe: str, wrapped: bool) -> None:
+def test_experts_under_two_instances_have_the_codes_of_one_process(recipe: str, spread: str) -> None:
     """Dense shards over the two ranks of an instance; each expert has one shard, and a replica in each instance."""
     dp, inter = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
 
     def rank_main(comm: ThreadComm) -> Trained:
         rank = comm.rank
         place = Place(Alone(), dp[rank], Alone(), Alone(), (rank % EP,), comm, inter[rank])
-        return train(recipe, place, own_grads(place, (rank, rank // 2)), wrapped=wrapped, **FLAT)
+        return train(recipe, place, own_grads(place, (rank, rank // 2)), **SPREADS[spread])
 
     for found in run_threads(4, rank_main):
-        assert_same(found, trained_alone(recipe, 4, 2), recipe, atol=0.0)
+        assert_same(found, trained_alone(recipe, "flat", 4, 2), recipe, atol=0.0)
 
 
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name: str) -> None:
-    def everything(net: Net) -> tuple[Stored, list[Tensor]]:
-        return stored(net), [tensor.clone() for param in fp8_params(net) for tensor in param.extra().values()]
-
     def rank_main(place: Place) -> tuple[bool, bool]:
-        net, chunk, optimizer = built(recipe, place, wrapped=True, **FLAT)
+        net, chunk, optimizer = built(recipe, place, **SPREADS["wrapped"])
         stepped(chunk, optimizer, own_grads(place), range(1))
-        before, histories = everything(net)
+        before = everything(net)
         grads = own_grads(place)(1)
         if place.world.rank == 3:
             grads["down1"][0, 0] = torch.inf
         chunk(grads).backward()
         success = bool(optimizer.step().success)
         chunk.finish_param_sync()
-        after, histories_after = everything(net)
-        return success, after.equals(before) and all(map(torch.equal, histories, histories_after))
+        return success, same(everything(net), before)
 
     assert run_grid(rank_main, **GRIDS[name]) == [(False, True)] * 4
 
@@ -233,6 +228,6 @@ def test_experts_in_fp8_on_some_ranks_only_load_without_waiting_for_the_others(s
         stepped(chunk, optimizer, own_grads(place), range(2, 3))
         optimizer.load_state_dict(kept)
         assert len(fp8_params(net)) == (2 if place.experts == (1,) else 0)
-        return all(map(torch.equal, sum(stored(net).fp8, ()), sum(before.fp8, ())))
+        return same(stored(net), before)
 
     assert run_grid(rank_main, **GRIDS["two replicas"]) == [True] * 4

@@ -4,7 +4,7 @@ order of the work, in every layout, with every kind of rule and state.
 More orders at night.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +12,8 @@ import cut_ranks
 import pytest
 import torch
 from cut_ranks import EVEN, Parts
-from fake_accelerator import DeferredRank, run_deferred
-from on_device import (
-    BAD_STEP,
-    NUM_ORDERS,
-    SIZE,
-    STEPS,
-    Trained,
-    built,
-    equal,
-    iterate,
-    launch_rules_,
-    launched,
-    layouts,
-    outcome,
-)
+from fake_accelerator import run_deferred
+from on_device import FLAT, NUM_ORDERS, STEPS, Trained, assert_bits_of_a_cpu, iterate, launched, layouts, outcome
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor, nn
 from tp_model import cut
@@ -40,11 +27,11 @@ from opt_stack.qk_clip import fused_qkv
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-ON_DEVICE: dict[str, Any] = {}
+# Of half, one rank's piece of a parameter may be on the device while another rank's is on the host.
 HALF = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-ALL = HALF | {"optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True}
-OVERLAPPED = HALF | {"overlap_cpu_optimizer_d2h_h2d": True}
-Program = Callable[[nn.Module, Optimizer, Comm], Trained]
+ALL = HALF | {"optimizer_offload_fraction": 1.0}
+OVERLAPS = {"overlap_cpu_optimizer_d2h_h2d": True}
+OFFLOADS = (ALL | OVERLAPS, HALF | OVERLAPS)
 
 
 @pytest.fixture(autouse=True)
@@ -53,68 +40,39 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "PART_NUMEL", 1)
 
 
-def check(
-    case: Case, program: Program, *, offloads: Sequence[dict[str, Any]] = (ALL, OVERLAPPED), **fields: Any
-) -> list[Trained]:
-    """The results of `program` on a CPU without offload, which are those on devices with each of the offloads.
-
-    One rank's piece of a parameter may be on the device while another rank's is on the host.
-    """
-
-    def on_device(one: DeferredRank, offload: dict[str, Any]) -> Trained:
-        model, optimizer = built(case, one.comm, **offload, **fields)
-        launch_rules_(optimizer)
-        return program(model, optimizer, one.comm)
-
-    expected = run_threads(SIZE, lambda comm: program(*built(case, comm, **fields), comm))
-    for seed in range(max(len(offloads), NUM_ORDERS)):
-        offload = offloads[seed % len(offloads)]
-        found = run_deferred(SIZE, lambda one, offload=offload: on_device(one, offload), seed=seed)
-        assert all(map(equal, found, expected)), f"seed {seed}, {offload}"
-    return expected
-
-
-def steps(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
-    """One of the steps overflows."""
-    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
-
-
-@pytest.mark.parametrize("case", layouts(), ids=str)
-def test_every_order_gives_the_bits_of_a_step_without_offload(case: Case) -> None:
-    check(case, steps, offloads=(OVERLAPPED, {**ALL, "overlap_cpu_optimizer_d2h_h2d": False}))
-
-
-def flat(numbers: Numbers, rule: str = "adam") -> Case:
-    return Case(size=SIZE, spread=Spread.FLAT, numbers=numbers, rule=rule, clips=True, wrapping=Wrapping.PLAIN)
-
-
-def flat_or_whole(rule: str) -> Case:
-    return replace(flat(Numbers.BF16, rule), spread=Spread.FLAT if rule == "lion" else Spread.WHOLE)
-
-
 PRECISIONS = [Numbers.FP32, Numbers.BF16, Numbers.REMAINDER]
 every_precision = pytest.mark.parametrize("numbers", PRECISIONS, ids=lambda numbers: numbers.value)
-MASK = (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))
-CENTERED = (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.05))
 NARROW: Mapping[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
     "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
     "fp16 mains": {"main_params_dtype": torch.float16},
     "24-bit mains": {"main_params_dtype": torch.int8},
 }
-STEPPED: dict[str, tuple[Case, dict[str, Any]]] = {
-    **{f"norms, {numbers.value}": (flat(numbers), {"hooks": MASK}) for numbers in PRECISIONS},
-    **{f"row means, {numbers.value}": (flat(numbers), {"hooks": CENTERED}) for numbers in PRECISIONS},
-    "norms of replicas": (replace(flat(Numbers.BF16), spread=Spread.REPLICATED), {"hooks": MASK}),
-    **{name: (flat(Numbers.REMAINDER), NARROW[name]) for name in NARROW},
-    **{rule: (flat_or_whole(rule), {}) for rule in ("soap", "adaptive_muon", "lion")},
-}
 
 
-@pytest.mark.parametrize("name", STEPPED)
-def test_so_do_hooks_other_formats_and_other_rules(name: str) -> None:
-    case, fields = STEPPED[name]
-    check(case, steps, **fields)
+def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
+    for case in layouts():
+        yield str(case), case, {}
+    masked = {"hooks": (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))}
+    centered = {"hooks": (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.05))}
+    for numbers in PRECISIONS:
+        yield f"norms, {numbers.value}", replace(FLAT, numbers=numbers), masked
+        yield f"row means, {numbers.value}", replace(FLAT, numbers=numbers), centered
+    in_bf16 = replace(FLAT, numbers=Numbers.BF16)
+    yield "norms of replicas", replace(in_bf16, spread=Spread.REPLICATED), masked
+    for name, fields in NARROW.items():
+        yield name, replace(FLAT, numbers=Numbers.REMAINDER), fields
+    for rule, spread in (("soap", Spread.WHOLE), ("adaptive_muon", Spread.WHOLE), ("lion", Spread.FLAT)):
+        yield rule, replace(in_bf16, rule=rule, spread=spread), {}
+
+
+CASES = {name: (case, fields) for name, case, fields in cases()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_order_gives_the_bits_of_a_step_without_offload(name: str) -> None:
+    case, fields = CASES[name]
+    assert_bits_of_a_cpu(case, on_device=(HALF | OVERLAPS, ALL), **fields)
 
 
 @every_precision
@@ -131,7 +89,7 @@ def test_a_parameter_that_the_user_writes_counts(numbers: Numbers) -> None:
                 optimizer.reload_model_params()
         return outcome(model, optimizer, results)
 
-    check(flat(numbers), program)
+    assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), program, on_device=OFFLOADS)
 
 
 def with_copies(tree: Any) -> Any:
@@ -160,21 +118,22 @@ def test_local_state_is_saved_and_loaded(numbers: Numbers) -> None:
         results.append(iterate(model, optimizer, 4, comm))
         return outcome(model, optimizer, results)
 
-    check(flat(numbers), program)
+    assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), program, on_device=OFFLOADS)
+
+
+def evaluated(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+    results = [iterate(model, optimizer, step, comm) for step in (0, 2)]
+    optimizer.eval()
+    shown = [param.detach().clone() for param in model.parameters()]
+    optimizer.train()
+    found = outcome(model, optimizer, results)
+    assert not all(map(torch.equal, shown, found.weights))
+    return found._replace(weights=[*shown, *found.weights])
 
 
 @every_precision
 def test_weights_to_evaluate_with_come_from_the_host(numbers: Numbers) -> None:
-    def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
-        results = [iterate(model, optimizer, step, comm) for step in (0, 2)]
-        optimizer.eval()
-        evaluated = [param.detach().clone() for param in model.parameters()]
-        optimizer.train()
-        found = outcome(model, optimizer, results)
-        assert not all(map(torch.equal, evaluated, found.weights))
-        return found._replace(weights=[*evaluated, *found.weights])
-
-    check(flat(numbers, "schedule_free"), program)
+    assert_bits_of_a_cpu(replace(FLAT, rule="schedule_free", numbers=numbers), evaluated, on_device=OFFLOADS)
 
 
 def clipped(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
@@ -189,24 +148,22 @@ def clipped(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
 
 
 CLIPPED = [
-    replace(flat(Numbers.BF16), wrapping=Wrapping.OVERLAP),
-    flat(Numbers.FP32),
-    replace(flat(Numbers.REMAINDER), spread=Spread.REPLICATED),
-    replace(flat(Numbers.FP16, "muon"), spread=Spread.WHOLE, wrapping=Wrapping.WRAPPED),
+    replace(FLAT, numbers=Numbers.BF16, wrapping=Wrapping.OVERLAP),
+    replace(FLAT, numbers=Numbers.FP32),
+    replace(FLAT, numbers=Numbers.REMAINDER, spread=Spread.REPLICATED),
+    replace(FLAT, rule="muon", spread=Spread.WHOLE, wrapping=Wrapping.WRAPPED),
 ]
 
 
 @pytest.mark.parametrize("case", CLIPPED, ids=str)
 def test_qk_clip_has_the_bits_of_a_cpu_with_state_on_the_device_and_on_the_host(case: Case) -> None:
-    expected = check(replace(case, clips=False), clipped, offloads=(ON_DEVICE, HALF, ALL))
-    assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
+    assert_bits_of_a_cpu(replace(case, clips=False), clipped, on_device=({}, HALF, ALL | OVERLAPS))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"optimizer": "muon", "muon_tp_mode": mode} for mode in ("distributed", "duplicated")] + [{"optimizer": "soap"}],
-    ids=["distributed", "duplicated", "soap"],
-)
+MATRICES = [{"optimizer": "muon", "muon_tp_mode": mode} for mode in ("distributed", "duplicated")]
+
+
+@pytest.mark.parametrize("fields", [*MATRICES, {"optimizer": "soap"}], ids=["distributed", "duplicated", "soap"])
 def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[str, Any]) -> None:
     config = OptimizerConfig(lr=0.02, clip_grad=0.0, muon_fp32_matmul_prec="highest", **fields)
 
@@ -222,5 +179,5 @@ def test_matrices_that_ranks_hold_parts_of_meet_through_the_device(fields: dict[
 
     expected = run_threads(2, train)
     for seed in range(NUM_ORDERS):
-        for found, want in zip(run_deferred(2, lambda one: train(one.comm, **ALL), seed=seed), expected, strict=True):
+        for found, want in zip(run_deferred(2, lambda one: train(one.comm, **OFFLOADS[0]), seed=seed), expected):
             assert all(map(torch.equal, found, want))

@@ -2,32 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import on_device
 import pytest
 import torch
-from fake_accelerator import DeferredDevice, DeferredRank, run_deferred
-from on_device import (
-    SHAPES,
-    SIZE,
-    STEPS,
-    LaunchedRule,
-    Trained,
-    built,
-    equal,
-    iterate,
-    launched,
-    outcome,
-    train_on_host,
-)
-from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
+from fake_accelerator import DeferredComm, DeferredRank, run_deferred
+from on_device import FLAT, SHAPES, SIZE, STEPS, LaunchedRule, Trained, assert_bits_of_a_cpu, built, iterate, launched
+from parity import Net, Numbers, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.comm import Alone
-from opt_distributed.comm import device as devices
+from opt_distributed.comm import Alone, Comm
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.works import Batch, Works
 from opt_stack import Optimizer, get_optimizer
@@ -35,11 +21,7 @@ from opt_stack.state.live import StateOffload
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-CASES = [
-    Case(size=SIZE, spread=Spread.FLAT, numbers=numbers, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
-    for numbers in Numbers
-]
-BF16 = CASES[1]
+BF16 = replace(FLAT, numbers=Numbers.BF16)
 
 
 class LaunchedOnMemory(LaunchedRule):
@@ -55,15 +37,11 @@ class LaunchedOnMemory(LaunchedRule):
             launched = [Batch(hyper, Works(matrices=None, **of)) for (hyper, _), of in zip(batches, held, strict=True)]
             self._rule.update_(launched, grad_scale=grad_scale, skip=skip)
 
-        device = devices.device_of(skip.device)
-        assert isinstance(device, DeferredDevice)
-        device.mode.queue("update", kernel, columns)
+        on_device.queued("update", kernel, *columns)
 
 
-def launched_rules(optimizer: Optimizer) -> None:
-    for unit in optimizer.stepper.units:
-        if unit.host is None:
-            unit.rule = LaunchedOnMemory(unit.rule)
+def launch_on_memory(optimizer: Optimizer) -> None:
+    on_device.launch_rules_(optimizer, LaunchedOnMemory)
 
 
 def state_of(optimizer: Optimizer) -> list[Tensor]:
@@ -71,76 +49,72 @@ def state_of(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for piece in pieces for tensor in (*piece.state.values(), *piece.main.kept())]
 
 
-def train_moving(case: Case, one: DeferredRank) -> Trained:
+def moving(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
     """The state goes to the host and comes back between every two steps, and nothing waits for that."""
-    model, optimizer = built(case, one.comm)
-    launched_rules(optimizer)
     results = []
     for step in range(STEPS):
-        results.append(iterate(model, optimizer, step, one.comm))
-        with one.device.host_reads_forbidden():
+        results.append(iterate(model, optimizer, step, comm))
+        if not isinstance(comm, DeferredComm):
+            continue
+        is_on_host = comm.device.memory.is_on_host
+        with comm.device.host_reads_forbidden():
             optimizer.offload_to_cpu()
-            assert all(map(one.device.memory.is_on_host, state_of(optimizer)))
+            assert all(map(is_on_host, state_of(optimizer)))
             torch.zeros(64).add_(1.0)  # others use the memory meanwhile
             optimizer.restore_from_cpu()
-        assert not any(map(one.device.memory.is_on_host, state_of(optimizer)))
-    return outcome(model, optimizer, results)
+        assert not any(map(is_on_host, state_of(optimizer)))
+    return on_device.outcome(model, optimizer, results)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_goes_on_with_the_same_bits(case: Case) -> None:
-    expected = run_threads(SIZE, partial(train_on_host, case))
-    for seed in range(4):
-        assert all(map(equal, run_deferred(SIZE, partial(train_moving, case), seed=seed), expected)), f"seed {seed}"
+@pytest.mark.parametrize("numbers", Numbers)
+def test_training_goes_on_with_the_same_bits(numbers: Numbers) -> None:
+    assert_bits_of_a_cpu(replace(FLAT, numbers=numbers), moving, num_orders=4, prepare=launch_on_memory)
 
 
-def on_device(case: Case, run: Callable[[DeferredRank, nn.Module, Optimizer], Any]) -> Any:
-    """What `run` returns of a model that has made one step on a device."""
+def after_a_step(run: Callable[[DeferredRank, nn.Module, Optimizer], Any], size: int = 1, **fields: Any) -> Any:
+    """What `run` returns, on rank 0, of a model that has made one step on a device."""
 
     def rank_main(one: DeferredRank) -> Any:
-        model, optimizer = built(replace(case, size=1), one.comm)
-        launched_rules(optimizer)
+        model, optimizer = built(replace(BF16, size=size), one.comm, **fields)
+        launch_on_memory(optimizer)
         iterate(model, optimizer, 0, one.comm)
         return run(one, model, optimizer)
 
-    return run_deferred(1, rank_main, seed=0)[0]
+    return run_deferred(size, rank_main, seed=0)[0]
 
 
 def test_device_memory_is_given_back_and_no_parameter_moves() -> None:
-    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> tuple[set[int], bool]:
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         storages = [tensor.untyped_storage() for tensor in state_of(optimizer)]
         params = [param.data_ptr() for param in model.parameters()]
         optimizer.offload_to_cpu()
         one.device.synchronize()
-        left = {torch._C._storage_Use_Count(storage._cdata) for storage in storages}
-        return left, [param.data_ptr() for param in model.parameters()] == params
+        assert {torch._C._storage_Use_Count(storage._cdata) for storage in storages} == {1}  # that of `storages`
+        assert [param.data_ptr() for param in model.parameters()] == params
 
-    assert on_device(BF16, run) == ({1}, True)  # the question's own
+    after_a_step(run)
 
 
 def test_views_of_one_memory_stay_views_of_one_memory() -> None:
     """Of two dtypes, at odd places, and transposed."""
 
-    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[Any]:
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         piece = next(p for unit in optimizer.stepper.units for p in unit.pieces if p.id.name.startswith("qkv"))
-        flat = torch.arange(64, dtype=torch.float32)
-        bytes_of = flat.view(torch.uint8)
-        first = piece.state["exp_avg"].data = flat[3:51].view(4, 12).T
-        piece.state["exp_avg_sq"].data = flat[1:49].view(12, 4)
-        piece.main.copy.data = bytes_of[5:53].view(12, 4)
         tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.copy]
-        del flat, bytes_of, first
+        flat = torch.arange(64, dtype=torch.float32)
+        views = [flat[3:51].view(4, 12).T, flat[1:49].view(12, 4), flat.view(torch.uint8)[5:53].view(12, 4)]
+        for tensor, view in zip(tensors, views, strict=True):
+            tensor.data = view
+        del flat, views, view
         before = [tensor.clone() for tensor in tensors]
-        found = []
         for move in (optimizer.offload_to_cpu, optimizer.restore_from_cpu):
             move()
             one.device.synchronize()
-            found.append(len({tensor.untyped_storage().data_ptr() for tensor in tensors}))
-            found.append([tensor.stride() for tensor in tensors])
-        return [*found, all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))]
+            assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+            assert [tensor.stride() for tensor in tensors] == [(1, 12), (4, 1), (4, 1)]
+        assert all(map(torch.equal, tensors, before))
 
-    strides = [(1, 12), (4, 1), (4, 1)]
-    assert on_device(BF16, run) == [1, strides, 1, strides, True]
+    after_a_step(run)
 
 
 def test_main_values_of_parameters_in_fp8_move_too() -> None:
@@ -161,62 +135,55 @@ def test_main_values_of_parameters_in_fp8_move_too() -> None:
 
 
 def test_calls_may_come_twice_and_in_any_order() -> None:
-    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[bool]:
-        found = []
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         before = [tensor.clone() for tensor in state_of(optimizer)]
-        offload, restore = optimizer.offload_to_cpu, optimizer.restore_from_cpu
-        for move in (restore, offload, offload, restore, restore, offload, restore):
-            move()
-            found.append(all(map(one.device.memory.is_on_host, state_of(optimizer))))
-        found.append(all(torch.equal(a, b) for a, b in zip(state_of(optimizer), before, strict=True)))
-        return found
+        for goes in (False, True, True, False, False, True, False):
+            optimizer.offload_to_cpu() if goes else optimizer.restore_from_cpu()
+            assert all(map(one.device.memory.is_on_host, state_of(optimizer))) is goes
+        assert all(map(torch.equal, state_of(optimizer), before))
 
-    assert on_device(BF16, run) == [False, True, True, False, False, True, False, True]
+    after_a_step(run)
 
 
-def test_memory_that_runs_out_leaves_the_state_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_leaves_the_state_where_it_is() -> None:
     """The call may be made again."""
 
-    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> list[bool]:
-        def full(*args: Any, **kwargs: Any) -> Tensor:
-            raise MemoryError
+    def full(*args: Any, **kwargs: Any) -> Tensor:
+        raise MemoryError
 
-        found = []
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         before = [tensor.clone() for tensor in state_of(optimizer)]
-        for where, name, move in (
-            (one.device, "host_empty", optimizer.offload_to_cpu),
-            (torch, "empty", optimizer.restore_from_cpu),
+        for where, name, move, goes in (
+            (one.device, "host_empty", optimizer.offload_to_cpu, True),
+            (torch, "empty", optimizer.restore_from_cpu, False),
         ):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(where, name, full)
                 with pytest.raises(MemoryError):
                     move()
-            found.append(any(map(one.device.memory.is_on_host, state_of(optimizer))))
+            assert [one.device.memory.is_on_host(tensor) for tensor in state_of(optimizer)] == [not goes] * len(before)
             move()
-            found.append(any(map(one.device.memory.is_on_host, state_of(optimizer))))
-        return [*found, all(torch.equal(a, b) for a, b in zip(state_of(optimizer), before, strict=True))]
+            assert [one.device.memory.is_on_host(tensor) for tensor in state_of(optimizer)] == [goes] * len(before)
+        assert all(map(torch.equal, state_of(optimizer), before))
 
-    assert on_device(BF16, run) == [False, True, True, False, True]
+    after_a_step(run)
 
 
 def test_what_is_on_the_host_already_stays_as_it_is() -> None:
     """Half of the state belongs to units of the host."""
 
-    def rank_main(one: DeferredRank) -> list[Any]:
-        model, optimizer = built(BF16, one.comm, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
-        launched_rules(optimizer)
-        iterate(model, optimizer, 0, one.comm)
-        hosts = [tensor for tensor in state_of(optimizer) if one.device.memory.is_on_host(tensor)]
+    def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
+        is_on_host = one.device.memory.is_on_host
+        hosts = [tensor for tensor in state_of(optimizer) if is_on_host(tensor)]
         addresses = [tensor.data_ptr() for tensor in hosts]
         optimizer.offload_to_cpu()
-        found = [all(map(one.device.memory.is_on_host, state_of(optimizer)))]
+        assert all(map(is_on_host, state_of(optimizer)))
         optimizer.restore_from_cpu()
         one.device.synchronize()
-        found.append([tensor.data_ptr() for tensor in hosts] == addresses)
-        found.append(0 < len(hosts) == sum(map(one.device.memory.is_on_host, state_of(optimizer))))
-        return found
+        assert [tensor.data_ptr() for tensor in hosts] == addresses
+        assert 0 < len(hosts) == sum(map(is_on_host, state_of(optimizer)))
 
-    assert run_deferred(SIZE, rank_main, seed=0) == [[True, True, True]] * SIZE
+    after_a_step(run, SIZE, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 
 
 REFUSED: dict[str, Callable[[nn.Module, Optimizer], Any]] = {

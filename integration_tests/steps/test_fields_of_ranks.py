@@ -17,32 +17,28 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm.collectives import Pending
-from opt_distributed.comm.threads import ThreadComm
 from opt_stack import get_optimizer
 
-# --- which part lives where, and when it travels ----------------------------------------------------------------------
+MATRIX = 256  # elements; of state, Adam keeps 8 bytes each and Muon 4
+FLAT, WHOLE = {"use_distributed_optimizer": True}, {"use_layer_wise_distributed_optimizer": True}
+STATE_BYTES: dict[str, tuple[dict[str, Any], list[int]]] = {  # of two matrices, by rank
+    "replicated": ({}, [16 * MATRIX] * 4),
+    "flat shards": (FLAT, [4 * MATRIX] * 4),
+    "Muon, replicated": ({"optimizer": "muon"}, [8 * MATRIX] * 3),
+    "Muon, whole matrices": ({"optimizer": "muon", **WHOLE}, [0, 4 * MATRIX, 4 * MATRIX]),
+}
 
 
-def state_bytes_of(size: int, **fields: Any) -> list[int]:
-    """Each rank's bytes of state (without parameters and gradients), for two matrices of 256 elements."""
+@pytest.mark.parametrize("name", STATE_BYTES)
+def test_ranks_divide_the_state(name: str) -> None:
+    fields, expected = STATE_BYTES[name]
 
-    def rank_main(comm: ThreadComm) -> int:
+    def rank_main(comm: Comm) -> int:
         model = Named(first=normal(16, 16, seed=1), second=normal(16, 16, seed=2))
         optimizer = get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {}, pg_collection=roles_over(comm))
         return sum(unit.state_bytes() for unit in optimizer.stepper.units)
 
-    return run_threads(size, rank_main)
-
-
-def test_flat_shards_divide_the_state() -> None:
-    assert state_bytes_of(4) == [2 * 256 * 8] * 4
-    assert state_bytes_of(4, use_distributed_optimizer=True) == [2 * 256 * 8 // 4] * 4
-
-
-def test_whole_matrices_are_dealt_to_ranks() -> None:
-    assert state_bytes_of(3, optimizer="muon") == [2 * 256 * 4] * 3
-    dealt = state_bytes_of(3, optimizer="muon", use_layer_wise_distributed_optimizer=True)
-    assert sorted(dealt) == [0, 256 * 4, 256 * 4]
+    assert sorted(run_threads(len(expected), rank_main)) == expected
 
 
 class Layer(nn.Module):
@@ -56,24 +52,23 @@ class Layer(nn.Module):
         return x @ self.weight
 
 
-def wrapped(comm: Comm, **fields: Any) -> DistributedDataParallel:
-    config = Config(use_distributed_optimizer=True, **fields)
-    return DistributedDataParallel(config, Layer(), groups=roles_over(comm))
+WITH_BF16_GRADS = {"bf16": True, "use_precision_aware_optimizer": True, "main_grads_dtype": BF16}
+WITH_FP32_GRADS = Config(grad_reduce_in_fp32=True)
+DIFFER: dict[str, tuple[Config | None, dict[str, Any], str]] = {
+    "a plain model": (None, {**FLAT, "overlap_param_gather": True}, "is a plain Layer"),
+    "gathers": (Config(**FLAT), {**FLAT, "overlap_param_gather": True}, "was wrapped with overlap_param_g"),
+    "gradients": (WITH_FP32_GRADS, WITH_BF16_GRADS, "but model chunk 0 was wrapped with grad_reduce_in_fp32=True"),
+}
 
 
-def test_both_configurations_must_say_when_parameters_are_gathered() -> None:
-    config = OptimizerConfig(**PLAIN, use_distributed_optimizer=True, overlap_param_gather=True)
-    for model, message in ((Layer(), "is a plain Layer"), (wrapped(Alone()), "was wrapped with overlap_param_g")):
-        with pytest.raises(ConfigError, match=message):
-            get_optimizer(config, [model], {})
-
-
-def test_bf16_gradients_of_a_wrapper_that_keeps_fp32_ones_are_refused() -> None:
-    model = DistributedDataParallel(Config(grad_reduce_in_fp32=True), nn.Linear(3, 2).to(BF16))
-    with pytest.raises(ConfigError, match="but model chunk 0 was wrapped with grad_reduce_in_fp32=True"):
-        get_optimizer(
-            OptimizerConfig(**PLAIN, bf16=True, use_precision_aware_optimizer=True, main_grads_dtype=BF16), [model], {}
-        )
+@pytest.mark.parametrize("name", DIFFER)
+def test_configurations_that_differ_are_refused(name: str) -> None:
+    wrapping, fields, message = DIFFER[name]
+    model: nn.Module = Layer().to(BF16 if "bf16" in fields else FP32)
+    if wrapping is not None:
+        model = DistributedDataParallel(wrapping, model)
+    with pytest.raises(ConfigError, match=message):
+        get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {})
 
 
 @pytest.mark.parametrize("with_step", [False, True], ids=["after the step", "with the step"])
@@ -86,33 +81,26 @@ def test_the_first_chunk_may_be_gathered_while_the_others_are_stepped(with_step:
             return super().all_gather_(full, shard, async_op=async_op)
 
     seen: list[bool] = []
-    watching = Watching(Alone())
-    ddp = Config(use_distributed_optimizer=True, overlap_param_gather=True)
-    chunks = [DistributedDataParallel(ddp, Layer(), groups=roles_over(watching), chunk=number) for number in range(2)]
-    fields = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    roles, fields = roles_over(Watching(Alone())), {**FLAT, "overlap_param_gather": True}
+    chunks = [DistributedDataParallel(Config(**fields), Layer(), groups=roles, chunk=number) for number in range(2)]
     config = OptimizerConfig(**PLAIN, **fields, overlap_param_gather_with_optimizer_step=with_step)
-    optimizer = get_optimizer(config, chunks, {}, pg_collection=roles_over(watching))
+    optimizer = get_optimizer(config, chunks, {}, pg_collection=roles)
     chunks[1](chunks[0](torch.ones(1, 16))).sum().backward()
     optimizer.step()
     assert seen == [with_step, False]
 
 
-# --- the wrapper ------------------------------------------------------------------------------------------------------
-
 SHARDED = Config(use_distributed_optimizer=True)
+PADDED, LATE = replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), Config(average_in_collective=True)
 SMALLEST = 2.0**-24  # of fp16: half of it is zero, twice it is not
 # The configuration, the gradients of two ranks and their dtype: the collectives, the most bytes of one, the values.
 REDUCED: dict[str, tuple[Config, tuple[float, float], torch.dtype, tuple[list[str], int, set[float]]]] = {
     "everywhere": (Config(), (1.0, 3.0), FP32, (["all_reduce"], 1024, {2.0})),
     "to shards": (SHARDED, (1.0, 3.0), FP32, (["reduce_scatter"], 1024, {2.0})),
     "a mean before the sum": (Config(), (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {0.0})),
-    "a mean after the sum": (
-        Config(average_in_collective=True), (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {SMALLEST}),
-    ),
-    "padded to the size at which links are fastest": (
-        replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), (1.0, 1.0), FP32, (["reduce_scatter"], 2**18, {1.0}),
-    ),
-}  # fmt: skip
+    "a mean after the sum": (LATE, (SMALLEST, SMALLEST), FP16, (["all_reduce"], 512, {SMALLEST})),
+    "padded to the size at which links are fastest": (PADDED, (1.0, 1.0), FP32, (["reduce_scatter"], 2**18, {1.0})),
+}
 
 
 @pytest.mark.parametrize("name", REDUCED)
@@ -120,7 +108,7 @@ def test_a_wrapper_reduces_as_it_is_configured(name: str) -> None:
     """A parameter of 256 elements, as rank 0 sees it."""
     config, grads, dtype, expected = REDUCED[name]
 
-    def rank_main(comm: ThreadComm) -> tuple[list[str], int, set[float]]:
+    def rank_main(comm: Comm) -> tuple[list[str], int, set[float]]:
         recording = RecordingComm(comm)
         ddp = DistributedDataParallel(config, Named(weight=torch.zeros(256, dtype=dtype)), groups=roles_over(recording))
         recording.calls.clear()

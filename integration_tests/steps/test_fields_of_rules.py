@@ -1,12 +1,12 @@
 """Fields of `OptimizerConfig` for a rule: the step is that of the optimizer with the same argument."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from named import LR, PLAIN, WEIGHT_DECAY, Named, normal
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from opt_config import OptimizerConfig
@@ -14,8 +14,7 @@ from opt_kernels import optim
 from opt_stack import get_optimizer
 
 SHAPE = (6, 3)
-MEGATRON = {"scale_mode": "spectral", "coefficient_type": "quintic", "nesterov": False, "eps": 1e-15}
-Peer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # a few roundings of fp32 for each of three steps of size lr
 
 
 def after_three_steps(make: Callable[[Named], torch.optim.Optimizer]) -> Tensor:
@@ -31,106 +30,75 @@ def ours(**fields: Any) -> Tensor:
     return after_three_steps(lambda model: get_optimizer(OptimizerConfig(**{**PLAIN, **fields}), [model], {}))
 
 
-def adamw(**changes: Any) -> Peer:
-    return lambda params: torch.optim.AdamW(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
-
-
-def sgd(**changes: Any) -> Peer:
-    return lambda params: torch.optim.SGD(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
-
-
-def lion(**changes: Any) -> Peer:
-    defaults = {"lr": LR, "weight_decay": WEIGHT_DECAY, "betas": (0.95, 0.98)}
-    return lambda params: optim.Lion(params, **{**defaults, **changes})
-
-
-def muon(**changes: Any) -> Peer:
-    return lambda params: optim.Muon(params, **{**MEGATRON, "lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
-
-
-def adaptive(**changes: Any) -> Peer:
-    return lambda params: optim.AdaptiveMuon(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
-
-
-def ademamix(**changes: Any) -> Peer:
-    return lambda params: optim.AdEMAMix(params, **{"lr": LR, "weight_decay": WEIGHT_DECAY, **changes})
-
-
-def soap(**changes: Any) -> Peer:
-    defaults = {"lr": LR, "weight_decay": WEIGHT_DECAY, "betas": (0.9, 0.999)}
-    return lambda params: optim.SOAP(params, **{**defaults, **changes})
-
-
-class Change(NamedTuple):
-    """A field with a value other than its default, and the optimizer that takes the same value as an argument."""
-
-    rule: str
-    value: Any
-    peer: Peer
-
-
-CHANGES: Mapping[str, Change] = {
-    "lr": Change("adam", 0.005, adamw(lr=0.005)),
-    "weight_decay": Change("adam", 0.5, adamw(weight_decay=0.5)),
-    "adam_beta1": Change("adam", 0.5, adamw(betas=(0.5, 0.999))),
-    "adam_beta2": Change("adam", 0.5, adamw(betas=(0.9, 0.5))),
-    "adam_eps": Change("adam", 0.1, adamw(eps=0.1)),
-    "decoupled_weight_decay": Change("adam", False, lambda p: torch.optim.Adam(p, lr=LR, weight_decay=WEIGHT_DECAY)),
-    "optimizer": Change("adam", "sgd", sgd(momentum=0.9)),
-    "sgd_momentum": Change("sgd", 0.0, sgd()),
-    "lion_beta1": Change("lion", 0.2, lion(betas=(0.2, 0.98))),
-    "lion_beta2": Change("lion", 0.2, lion(betas=(0.95, 0.2))),
-    "muon_momentum": Change("muon", 0.5, muon(momentum=0.5)),
-    "muon_nesterov": Change("muon", True, muon(nesterov=True)),
-    "muon_scale_mode": Change("muon", "unit_rms_norm", muon(scale_mode="unit_rms_norm")),
-    "muon_fp32_matmul_prec": Change("muon", "highest", muon(fp32_matmul_prec="highest")),
-    "muon_coefficient_type": Change("muon", "polar_express", muon(coefficient_type="polar_express")),
-    "muon_num_ns_steps": Change("muon", 2, muon(ns_steps=2)),
-    "muon_extra_scale_factor": Change("muon", 0.2, muon(extra_scale_factor=0.2)),
-    "adaptive_muon_moment2_method": Change("adaptive_muon", "normuon", adaptive(moment2_method="normuon")),
-    "muon_weight_decay_method": Change("muon", "independent", muon(weight_decay_method="independent")),
-    "adaptive_muon_beta2": Change("adaptive_muon", 0.5, adaptive(betas=(0.9, 0.5))),
-    "adaptive_muon_eps": Change("adaptive_muon", 0.1, adaptive(eps=0.1)),
-    "optimizer_options": Change("ademamix", {"alpha": 800.0}, ademamix(alpha=800.0)),
-    "soap_shampoo_beta": Change("soap", 0.5, soap(shampoo_beta=0.5)),
-    "soap_precondition_frequency": Change("soap", 3, soap(precondition_frequency=3)),
-    "soap_use_kl_shampoo": Change("soap", False, soap(use_kl_shampoo=False)),
-    "soap_order": Change("soap", "megatron", soap(order="megatron")),
-    "soap_max_precond_dim": Change("soap", 1, soap(max_precond_dim=1)),
-    "soap_one_sided": Change("soap", True, soap(one_sided=True)),
-}
-DEFAULT_PEERS: Mapping[str, Peer] = {
-    "adam": adamw(),
-    "sgd": sgd(momentum=0.9),
-    "lion": lion(),
-    "muon": muon(),
-    "adaptive_muon": adaptive(),
-    "ademamix": ademamix(),
-    "soap": soap(),
+# Optimizers that take the same numbers as arguments, and where `OptimizerConfig` has other defaults.
+MEGATRON = {"scale_mode": "spectral", "coefficient_type": "quintic", "nesterov": False, "eps": 1e-15}
+PEERS: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], Mapping[str, Any]]] = {
+    "adam": (torch.optim.AdamW, {}),
+    "adam, L2": (torch.optim.Adam, {}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "lion": (optim.Lion, {"betas": (0.95, 0.98)}),
+    "muon": (optim.Muon, MEGATRON),
+    "adaptive_muon": (optim.AdaptiveMuon, {}),
+    "ademamix": (optim.AdEMAMix, {}),
+    "soap": (optim.SOAP, {"betas": (0.9, 0.999)}),
 }
 
 
-def same_as(peer: Peer) -> Tensor:
-    return after_three_steps(lambda model: peer(list(model.parameters())))
+def theirs(rule: str, **changes: Any) -> Tensor:
+    make, defaults = PEERS[rule]
+    arguments = {"lr": LR, "weight_decay": WEIGHT_DECAY, **defaults, **changes}
+    return after_three_steps(lambda model: make(list(model.parameters()), **arguments))
+
+
+# Fields with a value other than the default: the rule, the value, the argument of its optimizer, another rule.
+CHANGES: Mapping[str, tuple[Any, ...]] = {
+    "lr": ("adam", 0.005, {"lr": 0.005}),
+    "weight_decay": ("adam", 0.5, {"weight_decay": 0.5}),
+    "adam_beta1": ("adam", 0.5, {"betas": (0.5, 0.999)}),
+    "adam_beta2": ("adam", 0.5, {"betas": (0.9, 0.5)}),
+    "adam_eps": ("adam", 0.1, {"eps": 0.1}),
+    "decoupled_weight_decay": ("adam", False, {}, "adam, L2"),
+    "optimizer": ("adam", "sgd", {}, "sgd"),
+    "sgd_momentum": ("sgd", 0.0, {"momentum": 0.0}),
+    "lion_beta1": ("lion", 0.2, {"betas": (0.2, 0.98)}),
+    "lion_beta2": ("lion", 0.2, {"betas": (0.95, 0.2)}),
+    "muon_momentum": ("muon", 0.5, {"momentum": 0.5}),
+    "muon_nesterov": ("muon", True, {"nesterov": True}),
+    "muon_scale_mode": ("muon", "unit_rms_norm", {"scale_mode": "unit_rms_norm"}),
+    "muon_fp32_matmul_prec": ("muon", "highest", {"fp32_matmul_prec": "highest"}),
+    "muon_coefficient_type": ("muon", "polar_express", {"coefficient_type": "polar_express"}),
+    "muon_num_ns_steps": ("muon", 2, {"ns_steps": 2}),
+    "muon_extra_scale_factor": ("muon", 0.2, {"extra_scale_factor": 0.2}),
+    "adaptive_muon_moment2_method": ("adaptive_muon", "normuon", {"moment2_method": "normuon"}),
+    "muon_weight_decay_method": ("muon", "independent", {"weight_decay_method": "independent"}),
+    "adaptive_muon_beta2": ("adaptive_muon", 0.5, {"betas": (0.9, 0.5)}),
+    "adaptive_muon_eps": ("adaptive_muon", 0.1, {"eps": 0.1}),
+    "optimizer_options": ("ademamix", {"alpha": 800.0}, {"alpha": 800.0}),
+    "soap_shampoo_beta": ("soap", 0.5, {"shampoo_beta": 0.5}),
+    "soap_precondition_frequency": ("soap", 3, {"precondition_frequency": 3}),
+    "soap_use_kl_shampoo": ("soap", False, {"use_kl_shampoo": False}),
+    "soap_order": ("soap", "megatron", {"order": "megatron"}),
+    "soap_max_precond_dim": ("soap", 1, {"max_precond_dim": 1}),
+    "soap_one_sided": ("soap", True, {"one_sided": True}),
+}
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_number_of_a_rule_is_the_argument_of_the_optimizer_of_that_name(name: str) -> None:
-    rule, value, peer = CHANGES[name]
+    rule, value, arguments, *other = CHANGES[name]
     changed = ours(**{"optimizer": rule, name: value})
-    close = {"rtol": 1e-5, "atol": 1e-6}  # a few roundings of fp32 for each of three steps of size lr
-    torch.testing.assert_close(changed, same_as(peer), **close)
-    torch.testing.assert_close(ours(optimizer=rule), same_as(DEFAULT_PEERS[rule]), **close)
-    assert not torch.allclose(changed, same_as(DEFAULT_PEERS[rule]), **close)
+    torch.testing.assert_close(changed, theirs(*other or [rule], **arguments), **CLOSE)
+    torch.testing.assert_close(ours(optimizer=rule), theirs(rule), **CLOSE)
+    assert not torch.allclose(changed, theirs(rule), **CLOSE)
 
 
 @pytest.mark.parametrize("lines", ["rows", "cols", "longer"])
 def test_normuon_divides_the_lines_of_the_drop_in(lines: str) -> None:
     fields = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "adaptive_muon_lines": lines}
     other = "rows" if lines == "cols" else "cols"
-    close = {"rtol": 1e-5, "atol": 1e-6}
-    torch.testing.assert_close(ours(**fields), same_as(adaptive(moment2_method="normuon", lines=lines)), **close)
-    assert not torch.allclose(ours(**fields), same_as(adaptive(moment2_method="normuon", lines=other)), **close)
+    by_lines = [theirs("adaptive_muon", moment2_method="normuon", lines=of) for of in (lines, other)]
+    torch.testing.assert_close(ours(**fields), by_lines[0], **CLOSE)
+    assert not torch.allclose(ours(**fields), by_lines[1], **CLOSE)
 
 
 def moved(start: Tensor, grads: Sequence[Tensor], marks: Mapping[str, Any], **fields: Any) -> Tensor:

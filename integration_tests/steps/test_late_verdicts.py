@@ -5,18 +5,19 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from on_device import SHAPES, SIZE, built, launch_rules_, launched
-from parity import SPREADS, Case, Net, Numbers, Spread, Wrapping, config, grads_of, roles_over
+from on_device import FLAT, SHAPES, SIZE, backward, built, launch_rules_, launched, zero
+from parity import SPREADS, Net, Numbers, Spread, config, grads_of, roles_over
 from torch import Tensor, nn
 
 from opt_checkpoint import ShardedTensor
 from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel, ReplicaError
+from opt_distributed.buffers import ReplicaError
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.step import outcome
@@ -25,35 +26,23 @@ from opt_stack import Optimizer, get_optimizer
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 ORDERS = range(4)
 SCALE = 2.0**8
-CASE = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
 GRAPHS = pytest.mark.parametrize("graphs", [False, True], ids=["as it is", "graph"])
 
 
-def begun(
-    one: DeferredRank, *, graphs: bool, wrapping: Wrapping = Wrapping.PLAIN, guards: Sequence[Any] = ()
-) -> tuple[nn.Module, Optimizer]:
+def begun(one: DeferredRank, *, graphs: bool = False, guards: Sequence[Any] = ()) -> tuple[nn.Module, Optimizer]:
     """After three good steps, the last of them a replay where there are graphs; the scale has grown once."""
-    model, optimizer = built(replace(CASE, wrapping=wrapping), one.comm, optimizer_cuda_graph=graphs)
+    model, optimizer = built(FLAT, one.comm, optimizer_cuda_graph=graphs)
     optimizer.stepper.guards.extend(guards)
     launch_rules_(optimizer)
     for step in (0, 2, 3):
-        backward(model, optimizer, step, one)
-        optimizer.step()
+        advance(model, optimizer, step, one)
         zero(model, optimizer)
     return model, optimizer
 
 
-def backward(model: nn.Module, optimizer: Optimizer, step: int, one: DeferredRank, *, bad: bool = False) -> None:
-    grads = grads_of(step, one.rank, one.size, SHAPES)
-    if bad and one.rank == one.size - 1:
-        grads["first"][2, 3] = torch.inf
-    optimizer.scale_loss(model(grads)).backward()
-
-
-def zero(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(model, DistributedDataParallel):
-        model.zero_grad_buffer()
-    optimizer.zero_grad()
+def advance(model: nn.Module, optimizer: Optimizer, step: int, one: DeferredRank, *, bad: bool = False) -> Any:
+    backward(model, optimizer, step, one.comm, bad=bad)
+    return optimizer.step()
 
 
 def in_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
@@ -64,8 +53,8 @@ def in_state_dict(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], f
 
 def in_sharded_state(model: nn.Module, optimizer: Optimizer) -> tuple[set[float], float]:
     params = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
-    saved = optimizer.sharded_state_dict(params)
-    steps = {float(value.data) for value in flat(saved) if isinstance(value, ShardedTensor) and ".step." in value.key}
+    saved = flat(optimizer.sharded_state_dict(params))
+    steps = {float(value.data) for value in saved if isinstance(value, ShardedTensor) and ".step." in value.key}
     return steps, optimizer.stepper.scaler.state_dict()["scale"]
 
 
@@ -77,10 +66,15 @@ def flat(tree: Any) -> Any:
         yield tree
 
 
-Read = Callable[[nn.Module, Optimizer], tuple[set[float], float]]
+def messages(of: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        of()
+    return [str(one.message) for one in caught if one.category is RuntimeWarning]
+
+
 READS = pytest.mark.parametrize("read", [in_state_dict, in_sharded_state])
-
-
+REFUSED = "step 4 was refused, and its result has not been read: .* has different numbers on the ranks"
 # What happens in the fourth step; counts and scale after it. The scale grows after two good steps, and falls at once
 # after an overflow; a refused step, of which nobody has read the result, leaves it.
 OUTCOMES = {"overflow": ({3.0}, SCALE), "good": ({4.0}, 4 * SCALE), "refused": ({3.0}, 2 * SCALE)}
@@ -89,28 +83,35 @@ OUTCOMES = {"overflow": ({3.0}, SCALE), "good": ({4.0}, 4 * SCALE), "refused": (
 @GRAPHS
 @READS
 @pytest.mark.parametrize("outcome", OUTCOMES)
-@pytest.mark.filterwarnings("ignore:.*step 4 was refused:RuntimeWarning")
-def test_a_save_right_after_a_step_has_its_counts_and_scale(outcome: str, read: Read, graphs: bool) -> None:
-    """Refused: ranks have different learning rates. The next step raises that."""
+def test_a_save_right_after_a_step_has_its_counts_and_scale(outcome: str, read: Any, graphs: bool) -> None:
+    """Refused: ranks have different learning rates. A save warns of that once, and the next step raises it."""
 
     def rank_main(one: DeferredRank) -> tuple[set[float], float]:
         model, optimizer = begun(one, graphs=graphs)
         optimizer.param_groups[0]["lr"] += one.rank * (outcome == "refused")
-        backward(model, optimizer, 4, one, bad=outcome == "overflow")
-        optimizer.step()
-        found = read(model, optimizer)
+        advance(model, optimizer, 4, one, bad=outcome == "overflow")
+        found: tuple[set[float], float] = read(model, optimizer)
+        assert read(model, optimizer) == found
         if outcome == "refused":
             with pytest.raises(ValueError, match="has different numbers on the ranks"):
                 optimizer.step()
         return found
 
-    for seed in ORDERS:
-        assert run_deferred(SIZE, rank_main, seed=seed) == [OUTCOMES[outcome]] * SIZE
+    def in_every_order() -> None:
+        for seed in ORDERS:
+            assert run_deferred(SIZE, rank_main, seed=seed) == [OUTCOMES[outcome]] * SIZE
+
+    warned = [text for text in messages(in_every_order) if "state_dict" in text]
+    assert len(warned) == len(ORDERS) * SIZE * (outcome == "refused")
+    assert all(re.match(rf"(sharded_)?state_dict\(\): {REFUSED}", text) for text in warned)
 
 
 @GRAPHS
 def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bool) -> None:
     """Work queued before the load cannot undo it, and the next step continues from the loaded state."""
+
+    def moments(saved: Any) -> Tensor:
+        return torch.cat([state["exp_avg"].flatten() for state in saved["state"].values()])
 
     def rank_main(one: DeferredRank) -> tuple[Any, ...]:
         model, optimizer = begun(one, graphs=graphs)
@@ -118,15 +119,12 @@ def test_a_load_right_after_an_overflow_sets_counts_scale_and_weights(graphs: bo
         saved["grad_scaler"] = saved["grad_scaler"] | {"scale": 32.0, "growth_tracker": 0}
         for state in saved["state"].values():
             state["step"] = state["step"] + 7
-        backward(model, optimizer, 4, one, bad=True)
-        optimizer.step()
+        advance(model, optimizer, 4, one, bad=True)
         optimizer.load_state_dict(saved)
         zero(model, optimizer)
         loaded = in_state_dict(model, optimizer)
-        moments = torch.cat([s["exp_avg"].flatten() for s in optimizer.state_dict()["state"].values()])
-        same = torch.equal(moments, torch.cat([s["exp_avg"].flatten() for s in saved["state"].values()]))
-        backward(model, optimizer, 5, one)
-        optimizer.step()
+        same = torch.equal(moments(optimizer.state_dict()), moments(saved))
+        advance(model, optimizer, 5, one)
         return loaded, same, in_state_dict(model, optimizer)
 
     for seed in ORDERS:
@@ -139,71 +137,35 @@ def copied(tree: Any) -> Any:
     return {name: copied(value) for name, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-REFUSED = "step 4 was refused, and its result has not been read: .* has different numbers on the ranks"
+# --- warnings of a last step that was refused -------------------------------------------------------------------------
 
 
 def refused_at_last(one: DeferredRank) -> tuple[nn.Module, Optimizer]:
     """The last step is refused, because ranks have different learning rates. Its result is not read."""
-    model, optimizer = begun(one, graphs=False)
+    model, optimizer = begun(one)
     optimizer.param_groups[0]["lr"] += one.rank
-    backward(model, optimizer, 4, one)
-    optimizer.step()
+    advance(model, optimizer, 4, one)
     return model, optimizer
 
 
-def messages(of: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        of()
-    return [str(one.message) for one in caught if one.category is RuntimeWarning]
-
-
-@READS
-def test_a_save_warns_of_a_refused_last_step_once(read: Read) -> None:
-    """Nothing reported it: the saved state is that of the step before, and the script ended."""
-
-    def rank_main(one: DeferredRank) -> None:
-        model, optimizer = refused_at_last(one)
-        read(model, optimizer)
-        read(model, optimizer)
-
-    found = messages(lambda: run_deferred(SIZE, rank_main, seed=0))
-    assert len(found) == SIZE
-    assert all(re.match(rf"(sharded_)?state_dict\(\): {REFUSED}", one) for one in found)
-
-
-def refused() -> list[Optimizer]:
-    """The optimizers of all ranks, whose last steps were refused and not read."""
-    kept: list[Optimizer] = []
-
-    def rank_main(one: DeferredRank) -> None:
-        kept.append(refused_at_last(one)[1])
-
-    run_deferred(SIZE, rank_main, seed=0)
-    return kept
-
-
-def test_the_end_of_the_process_warns_of_a_refused_last_step() -> None:
-    kept = refused()
-    found = messages(outcome._warn_at_exit)
-    assert len(found) == len(kept) == SIZE
-    assert all(re.match(f"the interpreter exits: {REFUSED}", one) for one in found)
-
-
 @pytest.mark.parametrize("then", [outcome.warn_of_deleted, outcome._warn_at_exit])
-def test_a_refused_last_step_of_a_deleted_optimizer_is_reported_later(
+def test_a_refused_last_step_is_reported_at_exit_also_after_the_optimizer_was_deleted(
     then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Garbage may be collected while a graph is captured, or while another thread waits: nothing may wait then."""
-    kept = refused()
+    kept: list[Optimizer] = []
+    refuse = lambda: run_deferred(SIZE, lambda one: kept.append(refused_at_last(one)[1]), seed=0)
+    refuse()
+    found = messages(outcome._warn_at_exit)
+    assert [bool(re.match(f"the interpreter exits: {REFUSED}", text)) for text in found] == [True] * SIZE
+    refuse()
     arrives = HostCopy.arrives
     looks: list[float] = []
     monkeypatch.setattr(HostCopy, "arrives", lambda copy, within: looks.append(within) or arrives(copy, within))
     assert messages(lambda: (kept.clear(), gc.collect())) == []
     assert looks == []
     found = messages(then)
-    assert len(found) == SIZE
-    assert all(re.match(f"the optimizer was deleted: {REFUSED}", one) for one in found)
+    assert [bool(re.match(f"the optimizer was deleted: {REFUSED}", text)) for text in found] == [True] * SIZE
     assert messages(then) == []
 
 
@@ -212,10 +174,9 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
     """An overflow is not an error: the loss scale is lowered."""
 
     def rank_main(one: DeferredRank) -> None:
-        model, optimizer = begun(one, graphs=False)
+        model, optimizer = begun(one)
         optimizer.param_groups[0]["lr"] += one.rank * (ends != "overflow")
-        backward(model, optimizer, 4, one, bad=ends == "overflow")
-        result = optimizer.step()
+        result = advance(model, optimizer, 4, one, bad=ends == "overflow")
         if ends != "overflow":
             with pytest.raises(ValueError, match="has different numbers"):
                 result.success if ends == "read" else optimizer.step()
@@ -225,26 +186,58 @@ def test_a_last_step_that_was_read_or_overflowed_is_not_reported(ends: str) -> N
     assert messages(lambda: (run_deferred(SIZE, rank_main, seed=0), gc.collect())) == []
 
 
+def test_a_late_read_of_a_refused_step_does_not_hide_the_error_of_a_later_one() -> None:
+    """Two steps are refused, each of which the next step raises; in between, the result of the first is read."""
+
+    def rank_main(one: DeferredRank) -> list[str]:
+        model, optimizer = built(replace(FLAT, numbers=Numbers.FP32), one.comm)
+        raised: list[str] = []
+        results: list[Any] = []
+
+        def attempt(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except ValueError as error:
+                raised.append(type(error).__name__)
+            else:
+                raised.append("")
+
+        for number, lr in enumerate((0.1, 0.1 + one.rank, 0.1, 0.1 + one.rank, 0.1)):
+            backward(model, optimizer, number, one.comm)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            attempt(lambda: results.append(optimizer.step()))
+            if raised[-1]:  # the error of the step before
+                attempt(lambda: results.append(optimizer.step()))
+            if number == 3:
+                attempt(lambda: results[1].success)
+            optimizer.zero_grad()
+        return raised
+
+    expected = ["", "", "HyperError", "", "", "HyperError", "HyperError", ""]
+    for seed in ORDERS:
+        assert run_deferred(SIZE, rank_main, seed=seed) == [expected] * SIZE
+
+
+# --- replicas and guards ----------------------------------------------------------------------------------------------
+
+
 @GRAPHS
 def test_a_write_on_one_replica_is_refused_a_step_later(graphs: bool) -> None:
     """The host learns from the verdict of a step that only one rank wrote; replicas were never compared."""
-    case = replace(CASE, spread=Spread.REPLICATED, numbers=Numbers.FP32)
+    case = replace(FLAT, spread=Spread.REPLICATED, numbers=Numbers.FP32)
 
     def rank_main(one: DeferredRank) -> str:
         model, optimizer = built(case, one.comm, optimizer_cuda_graph=graphs)
         launch_rules_(optimizer)
-        for step in range(3):
-            backward(model, optimizer, step, one)
-            optimizer.step()
+        for step in range(4):
+            if (step, one.rank) == (3, 0):
+                with torch.no_grad():
+                    next(model.parameters()).mul_(2)
+            advance(model, optimizer, step, one)
             zero(model, optimizer)
-        if one.rank == 0:
-            with torch.no_grad():
-                next(model.parameters()).mul_(2)
-        backward(model, optimizer, 3, one)
-        optimizer.step()
-        zero(model, optimizer)
         for _ in range(2):  # a retry is refused, too
-            backward(model, optimizer, 4, one)
+            backward(model, optimizer, 4, one.comm)
             with pytest.raises(ReplicaError, match="ranks hold different values of") as refused:
                 optimizer.step()
             zero(model, optimizer)
@@ -282,8 +275,7 @@ def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: 
         guard.number = 7.0 + 5 * one.rank
         scale = optimizer.stepper.scaler.state_dict()
         before = [param.detach().clone() for param in model.parameters()]
-        backward(model, optimizer, 4, one, bad=True)
-        result = optimizer.step()
+        result = advance(model, optimizer, 4, one, bad=True)
         with pytest.raises(ValueError, match="have seen a number above 10") as refused:
             result.success  # noqa: B018  # read, which raises
         stayed = all(map(torch.equal, before, model.parameters()))
@@ -296,48 +288,41 @@ def test_a_guard_refuses_a_step_on_every_rank_and_leaves_the_loss_scale(graphs: 
         assert run_deferred(SIZE, rank_main, seed=seed) == expected
 
 
-def appended(at: int) -> Callable[[Optimizer, int, int], None]:
-    def change(optimizer: Optimizer, rank: int, step: int) -> None:
-        if (step, rank) == (at, 0):
-            optimizer.stepper.guards.append(MyGuard())
-
-    return change
+def append(optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        optimizer.stepper.guards.append(MyGuard())
 
 
-def with_flags(flags: Callable[[], list[float]]) -> Callable[[Optimizer, int, int], None]:
-    def change(optimizer: Optimizer, rank: int, step: int) -> None:
-        if step == 0:
-            optimizer.stepper.guards.append(MyGuard())
-        elif rank == 0:
-            vars(optimizer.stepper.guards[-1])["flags"] = flags
-
-    return change
+def with_flags(flags: Callable[[], list[float]], optimizer: Optimizer, rank: int) -> None:
+    if rank == 0:
+        vars(optimizer.stepper.guards[-1])["flags"] = flags
 
 
-@pytest.mark.parametrize(
-    ("change", "at", "says"),
-    [
-        (appended(0), 0, ("ranks have different guards, by type and number of flags",) * 2),
-        (appended(1), 1, ("guards were changed after the first step", "1 other rank")),
-        (with_flags(lambda: [1 / 0]), 1, ("division by zero", "1 other rank")),
-        (with_flags(lambda: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
-    ],
-)
-def test_what_is_wrong_with_a_guard_of_one_rank_is_an_error_on_every_rank(
-    change: Callable[[Optimizer, int, int], None], at: int, says: tuple[str, str]
-) -> None:
-    def rank_main(comm: ThreadComm) -> bool:
+# What rank 0 does before which step, and what it and the other one raise. Both ranks begin with a guard.
+WRONG_GUARDS: dict[str, tuple[Callable[[Optimizer, int], None], int, tuple[str, str]]] = {
+    "other guards": (append, 0, ("ranks have different guards, by type and number of flags",) * 2),
+    "changed": (append, 1, ("guards were changed after the first step", "1 other rank")),
+    "raises": (partial(with_flags, lambda: [1 / 0]), 1, ("division by zero", "1 other rank")),
+    "flags": (partial(with_flags, lambda: [0.0, 0.0]), 1, ("MyGuard has 2 flags, but num_flags=1", "1 other rank")),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GUARDS)
+def test_what_is_wrong_with_a_guard_of_one_rank_is_an_error_on_every_rank(name: str) -> None:
+    change, at, messages = WRONG_GUARDS[name]
+
+    def rank_main(comm: ThreadComm) -> None:
         model = Net(torch.float32, SHAPES)
         optimizer = get_optimizer(config(**SPREADS["flat"]), [model], {}, pg_collection=roles_over(comm))
-        for step in range(2):
-            change(optimizer, comm.rank, step)
+        optimizer.stepper.guards.append(MyGuard())
+        for step in range(at + 1):
             model(grads_of(step, comm.rank, comm.size, SHAPES)).backward()
             before = [param.detach().clone() for param in model.parameters()]
-            if step == at:
-                with pytest.raises(Exception, match=says[comm.rank]):
-                    optimizer.step()
-                return all(map(torch.equal, before, model.parameters()))
+            if step < at:
+                optimizer.step()
+        change(optimizer, comm.rank)
+        with pytest.raises(Exception, match=messages[comm.rank]):
             optimizer.step()
-        return False
+        assert all(map(torch.equal, before, model.parameters()))
 
-    assert run_threads(2, rank_main) == [True, True]
+    run_threads(2, rank_main)

@@ -3,12 +3,13 @@
 One of four ranks, whose collectives do nothing: it holds a fourth of the state and of the reduced gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from allocations import peak_bytes
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers import DistributedDataParallel
@@ -22,6 +23,19 @@ SIZE, WIDTH, DEPTH = 4, 512, 8
 NUMEL = DEPTH * (WIDTH * WIDTH + WIDTH)
 BUCKET = 2 * (WIDTH * WIDTH + WIDTH)  # elements: two layers, four buckets
 SMALL = 1 << 16  # bytes of statistics, steps, views: nothing that grows with the model
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Peak bytes that torch's allocator hands out on the CPU during `call`, relative to before it."""
+    with profile(use_cpu=True, profile_memory=True) as profiled:
+        call()
+    events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
 
 
 class First(Alone):
@@ -45,119 +59,105 @@ class First(Alone):
         return [value] * SIZE
 
 
-class Built:
-    """A model and its optimizer; `wrapper`: the arguments of `DistributedDataParallel`, None for a plain module."""
-
-    def __init__(self, dtype: torch.dtype, *, wrapper: dict[str, Any] | None, **fields: Any):
-        axes = Axes(dp=First(), tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=First())
-        self.dtype = dtype
-        self.model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(dtype)
-        if wrapper is not None:
-            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=BUCKET, **wrapper)
-            self.model = DistributedDataParallel(ddp, self.model, groups=roles)
-        config = OptimizerConfig(
-            lr=1e-3, bf16=dtype is torch.bfloat16, use_distributed_optimizer=True, log_num_zeros_in_grad=True, **fields
-        )
-        self.optimizer: Optimizer = get_optimizer(config, [self.model], {}, pg_collection=roles)
-
-    def peaks_of_two_steps(self) -> list[int]:
-        """The first step starts without reduced gradients, the second with the memory that the first left."""
-        peaks = []
-        for _ in range(2):
-            self.model(torch.ones(2, WIDTH, dtype=self.dtype)).float().square().mean().backward()
-            peaks.append(peak_bytes(self.optimizer.step))
-            if isinstance(self.model, DistributedDataParallel):
-                self.model.zero_grad_buffer()
-        return peaks
+def built(dtype: torch.dtype, *, wrapper: dict[str, Any] | None, **fields: Any) -> tuple[nn.Module, Optimizer]:
+    """`wrapper`: the arguments of `DistributedDataParallel`, None for a plain module."""
+    axes = Axes(dp=First(), tp=Alone())
+    roles = Roles(dense=axes, expert=axes, everyone=First())
+    model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))).to(dtype)
+    if wrapper is not None:
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, bucket_size=BUCKET, **wrapper)
+        model = DistributedDataParallel(ddp, model, groups=roles)
+    sharded = {"use_distributed_optimizer": True, "log_num_zeros_in_grad": True}
+    config = OptimizerConfig(lr=1e-3, bf16=dtype is BF16, **sharded, **fields)
+    return model, get_optimizer(config, [model], {}, pg_collection=roles)
 
 
-both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with fp32 mains"])
+def peaks_of_two_steps(model: nn.Module, optimizer: Optimizer, dtype: torch.dtype = BF16) -> list[int]:
+    """The first step starts without reduced gradients, the second with the memory that the first left."""
+    peaks = []
+    for _ in range(2):
+        model(torch.ones(2, WIDTH, dtype=dtype)).float().square().mean().backward()
+        peaks.append(peak_bytes(optimizer.step))
+        if isinstance(model, DistributedDataParallel):
+            model.zero_grad_buffer()
+    return peaks
 
 
-@both
+# Gradients of these: travel and stay in bf16.
+BF16_GRADS = {"use_precision_aware_optimizer": True, "main_grads_dtype": BF16}
+without_widening = pytest.mark.skipif(not usable(), reason="torch's operations widen a tile of gradients at a time")
+in_fp32 = pytest.param(FP32, {}, 4, id="fp32")
+with_fp32_mains = pytest.param(BF16, {}, 4, id="bf16 with fp32 mains")
+in_bf16 = [
+    pytest.param(BF16, {**BF16_GRADS, "optimizer": rule}, 2, id=f"bf16, {rule}", marks=without_widening)
+    for rule in ("adam", "lion")
+]
+every_dtype = pytest.mark.parametrize(("dtype", "fields", "grad_bytes"), [in_fp32, with_fp32_mains, *in_bf16])
+
+
+@every_dtype
 def test_a_plain_modules_step_takes_two_buckets_in_addition_to_its_shard(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, fields: dict[str, Any], grad_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients are fp32 in the buckets, of which one is filled while the other travels; the shard of their sums is
-    there from construction on."""
+    """One bucket is filled while the other travels; the shard of their sums is there from construction on."""
     monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: BUCKET)
-    built = Built(dtype, wrapper=None)
-    (buffer,) = built.optimizer.plan.buffers
-    (source,) = built.optimizer.stepper.families[0].sources
+    model, optimizer = built(dtype, wrapper=None, **fields)
+    (buffer,) = optimizer.plan.buffers
+    (source,) = optimizer.stepper.families[0].sources
     assert [bucket.numel for bucket in buffer.layout.buckets] == [BUCKET] * 4
     assert source.memory.grad_data.nbytes == 0
-    assert all(abs(peak - 8 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())
+    peaks = peaks_of_two_steps(model, optimizer, dtype)
+    assert all(abs(peak - 2 * grad_bytes * BUCKET) <= SMALL for peak in peaks)
     held = [source.reduced.sums, *source.reduced._scratch]
-    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 4 * NUMEL // SIZE
+    assert sum(tensor.untyped_storage().nbytes() for tensor in held) == grad_bytes * NUMEL // SIZE
 
 
-@both
+@every_dtype
 @pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
-def test_a_wrapped_modules_step_takes_next_to_nothing(dtype: torch.dtype, overlap: bool) -> None:
-    """Reduced and gathered in place: nothing is allocated besides the fp32 gradients that backward filled."""
-    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    built = Built(dtype, wrapper=overlaps | {"grad_reduce_in_fp32": True}, overlap_param_gather=overlap)
-    assert max(built.peaks_of_two_steps()) <= SMALL
+def test_a_wrapped_modules_step_takes_next_to_nothing(
+    dtype: torch.dtype, fields: dict[str, Any], grad_bytes: int, overlap: bool
+) -> None:
+    """Reduced and gathered in place: nothing is allocated besides the gradients that backward filled. Statistics and
+    update read bf16 gradients as they are: there is no fp32 copy of any part."""
+    wrapper = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap, "grad_reduce_in_fp32": grad_bytes == 4}
+    model, optimizer = built(dtype, wrapper=wrapper, overlap_param_gather=overlap, **fields)
+    assert isinstance(model, DistributedDataParallel)
+    assert {buffer.memory.grad_data.itemsize for buffer in model.synced_buffers} == {grad_bytes}
+    assert max(peaks_of_two_steps(model, optimizer, dtype)) <= SMALL
 
 
-BF16_GRADS = {"use_precision_aware_optimizer": True, "main_grads_dtype": torch.bfloat16}
-without_widening = pytest.mark.skipif(not usable(), reason="torch's operations widen a tile of gradients at a time")
+def test_offload_on_a_cpu_copies_nothing_and_a_step_allocates_what_it_did() -> None:
+    """Host and device are one: a gradient is read, and a parameter written, where it is."""
+
+    def peak(**fields: Any) -> int:
+        model = nn.Linear(256, 256, bias=False, dtype=BF16)
+        optimizer = get_optimizer(OptimizerConfig(lr=0.02, bf16=True, **fields), [model])
+        assert all(unit.host is None for unit in optimizer.stepper.units)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return peak_bytes(optimizer.step)
+
+    assert (
+        peak(optimizer_cpu_offload=True, optimizer_offload_fraction=1.0) <= peak() + 4096
+    )  # of 131072 of the gradient
 
 
-@without_widening
-@pytest.mark.parametrize("optimizer", ["adam", "lion"])
-@pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
-def test_bf16_gradients_of_a_wrapped_module_are_read_as_they_are(optimizer: str, overlap: bool) -> None:
-    """Statistics and update read the buffer that backward filled: no fp32 copy of any part of it."""
-    overlaps = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
-    built = Built(torch.bfloat16, wrapper=overlaps, overlap_param_gather=overlap, optimizer=optimizer, **BF16_GRADS)
-    assert isinstance(built.model, DistributedDataParallel)
-    assert {buffer.memory.grad_data.dtype for buffer in built.model.synced_buffers} == {torch.bfloat16}
-    assert max(built.peaks_of_two_steps()) <= SMALL
-
-
-@without_widening
-def test_bf16_gradients_of_a_plain_module_travel_and_stay_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "default_bucket_size", lambda num_ranks: BUCKET)
-    built = Built(torch.bfloat16, wrapper=None, **BF16_GRADS)
-    (source,) = built.optimizer.stepper.families[0].sources
-    assert source.reduced.sums.nbytes == 2 * NUMEL // SIZE
-    assert all(abs(peak - 4 * BUCKET) <= SMALL for peak in built.peaks_of_two_steps())
-
-
-# --- a backward pass that releases gradients -------------------------------------------------------------------------
-
-EIGHT_BIT_STATES = {
-    "bf16": True,
-    "use_precision_aware_optimizer": True,
-    "use_distributed_optimizer": True,
-    "exp_avg_dtype": torch.uint8,
-    "exp_avg_sq_dtype": torch.uint8,
-}
-
-
-def peak_of_backward(*, releases: bool, depth: int, width: int, state_bytes: int = 4, **changes: Any) -> int:
+@pytest.mark.parametrize("releases", [True, False])
+def test_training_in_five_bytes_a_parameter(releases: bool) -> None:
+    """bf16 weights, 8-bit remainders and moments; fp32 main values and the gradient of one layer at a time."""
+    depth, width = 16, 256
+    moments = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8, "main_params_dtype": torch.int8}
+    fields = {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True, **moments}
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth))).bfloat16()
-    config = OptimizerConfig(lr=0.1, clip_grad=0.0, **EIGHT_BIT_STATES, **changes)
-    optimizer = get_optimizer(config, [model])
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, clip_grad=0.0, **fields), [model])
     if releases:
         release_gradients(optimizer)
     for _ in range(2):
-        loss = model(torch.ones(1, width, dtype=torch.bfloat16)).float().sum()
+        loss = model(torch.ones(1, width, dtype=BF16)).float().sum()
         peak = peak_bytes(loss.backward)
         optimizer.step()
         optimizer.zero_grad()
     state = sum(unit.state_bytes() for unit in optimizer.stepper.units)
-    # Remainders and moments; weights are two more bytes.
-    assert state == pytest.approx(state_bytes * depth * width**2, rel=0.05)
-    return peak
-
-
-def test_training_in_five_bytes_a_parameter() -> None:
-    """bf16 weights, 8-bit remainders and moments; fp32 main values and the gradient of one layer at a time."""
-    depth, width = 16, 256
-    options = {"depth": depth, "width": width, "state_bytes": 3, "main_params_dtype": torch.int8}
-    one = 2 * width**2
-    assert peak_of_backward(releases=True, **options) <= 8 * one
-    assert peak_of_backward(releases=False, **options) >= depth * one
+    assert state == pytest.approx(3 * depth * width**2, rel=0.05)  # weights are two more bytes
+    layer = 2 * width**2
+    assert peak <= 8 * layer if releases else peak >= depth * layer

@@ -45,22 +45,20 @@ def set_grads(model: nn.Module, step: int) -> None:
             param.grad = grad
 
 
-class Stored(NamedTuple):
-    """Copies of everything that a model stores."""
-
-    fp8: list[tuple[Tensor, Tensor]]  # codes and scales
-    wide: list[Tensor]
-
-    def equals(self, other: "Stored") -> bool:
-        pairs = [*zip(self.wide, other.wide, strict=True)]
-        for ours, theirs in zip(self.fp8, other.fp8, strict=True):
-            pairs += zip(ours, theirs, strict=True)
-        return all(torch.equal(a, b) for a, b in pairs)
+def stored(model: nn.Module) -> list[Tensor]:
+    """Copies of codes, scales and other parameters."""
+    fp8 = [tensor.clone() for param in fp8_params(model) for tensor in (param.codes, param.scales)]
+    return [*fp8, *(param.detach().clone() for param in model.parameters() if quantized(param) is None)]
 
 
-def stored(model: nn.Module) -> Stored:
-    wide = [param.detach().clone() for param in model.parameters() if quantized(param) is None]
-    return Stored([(one.codes.clone(), one.scales.clone()) for one in fp8_params(model)], wide)
+def everything(model: nn.Module) -> list[Tensor]:
+    """Histories, too."""
+    histories = [tensor.clone() for param in fp8_params(model) for tensor in param.extra().values()]
+    return [*histories, *stored(model)]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 class Run(NamedTuple):
@@ -69,7 +67,7 @@ class Run(NamedTuple):
     model: nn.Module
     optimizer: Optimizer
     calls: list[Call]  # of the last step
-    stored: Stored
+    stored: list[Tensor]
 
 
 def build(

@@ -1,14 +1,15 @@
-"""Training of small models on the fake accelerator, for the tests of steps on a device."""
+"""Small models that train on the fake accelerator: the bits of a CPU, in any legal order of the work."""
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fake_accelerator import DeferredDevice, DeferredRank, run_deferred
+from fake_accelerator import DeferredComm, DeferredDevice, DeferredRank, run_deferred
 from parity import Case, Net, Numbers, Spread, Wrapping, grads_of, roles_over
 from tiers import NIGHT, sampled
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
 from opt_distributed.comm import device as devices
 from opt_distributed.step import verdict
+from opt_kernels.backends import tables
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.hooks import HookedUpdate
 from opt_kernels.works import Batch, Hyper
@@ -28,25 +30,21 @@ STEPS = 4
 BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
+FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
 
 sweep_stats = verdict.grad_stats
 
 
 def layouts() -> list[Case]:
     """Layouts, precisions and wrappings on `SIZE` ranks, with clipping: every pair of values; all at night."""
-    every = list(itertools.product(Spread, Numbers, Wrapping))
-    chosen = sampled(every, lambda values: values)
+    chosen = sampled(list(itertools.product(Spread, Numbers, Wrapping)), lambda values: values)
     return [
-        Case(
-            size=SIZE,
-            spread=spread,
-            numbers=numbers,
-            rule="muon" if spread is Spread.WHOLE else "adam",
-            clips=True,
-            wrapping=wrapping,
-        )
-        for spread, numbers, wrapping in chosen
+        replace(FLAT, spread=spread, numbers=numbers, rule="muon" if spread is Spread.WHOLE else "adam", wrapping=wraps)
+        for spread, numbers, wraps in chosen
     ]
+
+
+# --- kernels as queued work -------------------------------------------------------------------------------------------
 
 
 class LaunchedRule:
@@ -61,8 +59,6 @@ class LaunchedRule:
     def update_(self, batches: Any, *, grad_scale: Any = 1.0, skip: Any = None) -> None:
         assert isinstance(grad_scale, Tensor) or grad_scale == 1.0  # hooks scale gradients themselves
         assert isinstance(skip, Tensor)
-        device = devices.device_of(skip.device)
-        assert isinstance(device, DeferredDevice)
 
         def update() -> None:
             numbers = [Batch(on_host(hyper), works) for hyper, works in batches]
@@ -71,7 +67,16 @@ class LaunchedRule:
             with torch.autograd._unsafe_preserve_version_counter(written):  # torch does not count a kernel's writes
                 self._rule.update_(numbers, grad_scale=grad_scale, skip=skip)
 
-        device.mode.queue("update", update, ())
+        queued("update", update)
+
+
+def queued(name: str, kernel: Callable[..., object], *given: Any) -> None:
+    """Queue a kernel to the device of this rank, or run it on a CPU."""
+    device = devices.device_of(torch.device("cpu"))
+    if isinstance(device, DeferredDevice):
+        device.mode.queue(name, kernel, given)
+    else:
+        kernel(*given)
 
 
 def on_host(hyper: Hyper) -> Hyper:
@@ -88,9 +93,6 @@ def on_host(hyper: Hyper) -> Hyper:
 
 def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2.0) -> GradStats:
     """The statistics as one queued kernel."""
-    device = devices.device_of(torch.device("cpu"))
-    if not isinstance(device, DeferredDevice):
-        return sweep_stats(grads, count_zeros=count_zeros, norm_type=norm_type)
     power, counts = torch.empty((), dtype=torch.float64), torch.empty(2, dtype=torch.int64)
 
     def kernel(power: Tensor, counts: Tensor) -> None:
@@ -98,13 +100,43 @@ def launched_stats(grads: Any, *, count_zeros: bool = True, norm_type: float = 2
         power.copy_(found.sum_of_squares)
         counts.copy_(torch.stack([found.nonfinite, found.zeros]))
 
-    device.mode.queue("grad_stats", kernel, (power, counts))
+    queued("grad_stats", kernel, power, counts)
     return GradStats(power, counts[0], counts[1])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdict, "grad_stats", launched_stats)
+
+
+def launch_rules_(optimizer: Optimizer, kind: Callable[[Any], Any] = LaunchedRule) -> None:
+    """Queue updates on the device as one kernel each."""
+    for unit in optimizer.stepper.units:
+        if unit.host is not None:
+            continue
+        if isinstance(unit.rule, HookedUpdate):
+            unit.rule = replace(unit.rule, rule=kind(unit.rule.rule))
+        else:
+            unit.rule = kind(unit.rule)
+
+
+def queue_triton_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue the launches of Triton's kernels, which run under its interpreter, and report captures of graphs."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        queued("kernel", partial(launch, kernel, *args, **kwargs))
+
+    def is_capturing(device: torch.device) -> bool:
+        found = devices.device_of(device)
+        return isinstance(found, DeferredDevice) and found.mode.recording is not None
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    monkeypatch.setattr(tables, "is_capturing", is_capturing)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):
@@ -112,6 +144,9 @@ class Trained(NamedTuple):
     results: list[tuple[Any, ...]]
     loss_scale: float
     steps: list[float]
+
+
+Program = Callable[[nn.Module, Optimizer, Comm], Trained]
 
 
 def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) -> tuple[nn.Module, Optimizer]:
@@ -126,18 +161,28 @@ def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) 
     return net, get_optimizer(config, [net], {}, pg_collection=roles, hooks=hooks)
 
 
-def iterate(
-    model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad_steps: Collection[int] = (BAD_STEP,)
-) -> StepResult:
-    """One iteration; in `bad_steps` the last rank has an infinite gradient."""
+def backward(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad: bool = False) -> None:
+    """If it is bad, the last rank has an infinite gradient."""
     grads = grads_of(step, comm.rank, comm.size, SHAPES)
-    if step in bad_steps and comm.rank == comm.size - 1:
+    if bad and comm.rank == comm.size - 1:
         grads["first"][2, 3] = torch.inf
     optimizer.scale_loss(model(grads)).backward()
-    result = optimizer.step()
+
+
+def zero(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(model, DistributedDataParallel):
         model.zero_grad_buffer()
     optimizer.zero_grad()
+
+
+def iterate(
+    model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad_steps: Collection[int] = (BAD_STEP,)
+) -> StepResult:
+    """One iteration, in which the host reads nothing from a device."""
+    with comm.device.host_reads_forbidden() if isinstance(comm, DeferredComm) else nullcontext():
+        backward(model, optimizer, step, comm, bad=step in bad_steps)
+        result = optimizer.step()
+        zero(model, optimizer)
     return result
 
 
@@ -154,35 +199,33 @@ def equal(found: Trained, expected: Trained) -> bool:
     return same_weights and repr(found[1:]) == repr(expected[1:])
 
 
-def launch_rules_(optimizer: Optimizer) -> None:
-    """Queue updates on the device as one kernel each."""
-    for unit in optimizer.stepper.units:
-        if unit.host is not None:
-            continue
-        if isinstance(unit.rule, HookedUpdate):
-            unit.rule = replace(unit.rule, rule=LaunchedRule(unit.rule.rule))
-        else:
-            unit.rule = LaunchedRule(unit.rule)
+def steps(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
+    """One of the steps overflows. No result is read before the last step is queued."""
+    results = [iterate(model, optimizer, step, comm) for step in range(STEPS)]
+    found = outcome(model, optimizer, results)
+    assert [result[0] for result in found.results] == [step != BAD_STEP for step in range(STEPS)]
+    return found
 
 
-def train_on_host(case: Case, comm: Comm, **changes: Any) -> Trained:
-    model, optimizer = built(case, comm, **changes)
-    return outcome(model, optimizer, [iterate(model, optimizer, step, comm) for step in range(STEPS)])
+def assert_bits_of_a_cpu(
+    case: Case,
+    program: Program = steps,
+    *,
+    on_device: Sequence[Mapping[str, Any]] = ({},),
+    num_orders: int = NUM_ORDERS,
+    prepare: Callable[[Optimizer], None] = launch_rules_,
+    eagerness: float | None = None,
+    **changes: Any,
+) -> None:
+    """`program` gives the same on devices in some orders, each with one of the changes `on_device`, as on a CPU."""
 
+    def rank_main(one: DeferredRank, more: Mapping[str, Any]) -> Trained:
+        model, optimizer = built(case, one.comm, **more, **changes)
+        prepare(optimizer)
+        return program(model, optimizer, one.comm)
 
-def train_on_device(case: Case, one: DeferredRank, **changes: Any) -> Trained:
-    """Nothing is read before the last step is queued."""
-    model, optimizer = built(case, one.comm, **changes)
-    launch_rules_(optimizer)
-    with one.device.host_reads_forbidden():
-        results = [iterate(model, optimizer, step, one.comm) for step in range(STEPS)]
-    return outcome(model, optimizer, results)
-
-
-def assert_every_order_has_the_bits_of_a_cpu(case: Case, **changes: Any) -> None:
-    """The host reads nothing, and one of the steps overflows."""
-    expected = run_threads(SIZE, partial(train_on_host, case, **changes))
-    assert [result[0] for result in expected[0].results] == [step != BAD_STEP for step in range(STEPS)]
-    for seed in range(NUM_ORDERS):
-        found = run_deferred(SIZE, partial(train_on_device, case, **changes), seed=seed)
-        assert all(map(equal, found, expected)), f"seed {seed}"
+    expected = run_threads(case.size, lambda comm: program(*built(case, comm, **changes), comm))
+    for seed in range(max(num_orders, len(on_device))):
+        more = on_device[seed % len(on_device)]
+        found = run_deferred(case.size, partial(rank_main, more=more), seed=seed, eagerness=eagerness)
+        assert all(map(equal, found, expected)), f"seed {seed}, {more}"

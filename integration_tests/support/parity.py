@@ -186,13 +186,11 @@ def config(**changes: Any) -> OptimizerConfig:
     return OptimizerConfig(**{"lr": LR, "clip_grad": 1.0, "muon_fp32_matmul_prec": "highest", **changes})
 
 
-def step_once(
-    config: OptimizerConfig, comm: Comm, *, overrides: Any = None, scale: float = 1.0, net: Net | None = None
-) -> Optimizer:
+def step_once(config: OptimizerConfig, comm: Comm, *, overrides: Any = None, hooks: Any = ()) -> Optimizer:
     """An optimizer after one step; the gradients stay where they were."""
-    net = net or Net(torch.float32)
-    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm))
-    (net(grads_of(0, comm.rank, comm.size)) * scale).backward()
+    net = Net(torch.float32)
+    optimizer = get_optimizer(config, [net], overrides or {}, pg_collection=roles_over(comm), hooks=hooks)
+    net(grads_of(0, comm.rank, comm.size)).backward()
     optimizer.last = optimizer.step()
     return optimizer
 

@@ -163,7 +163,7 @@ class DeferredComm:
     """One rank's view of a group, with a stream of its own, as NCCL has."""
 
     def __init__(self, group: _Group, device: DeferredDevice):
-        self._group, self._device = group, device
+        self._group, self.device = group, device
         self.rank, self.size = group.ranks.index(device.rank), len(group.ranks)
         self._queue = Queue(device.world, device.rank, f"collectives of {group.ranks}")
         self._num_calls = self._num_exchanges = 0
@@ -186,13 +186,13 @@ class DeferredComm:
         self._start("broadcast", _broadcast, (x, src), False)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        if self._device.mode.recording is not None:
+        if self.device.mode.recording is not None:
             raise CaptureError("an exchange of objects while a graph is captured")
         values = self._group.exchanges.setdefault(self._num_exchanges, {})
         self._num_exchanges += 1
         values[self.rank] = value
-        self._device.world.moved()
-        self._device.world.block_until(lambda: len(values) == self.size, self._device.rank)
+        self.device.world.moved()
+        self.device.world.block_until(lambda: len(values) == self.size, self.device.rank)
         return [values[rank] for rank in range(self.size)]
 
     def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -200,22 +200,22 @@ class DeferredComm:
 
     def _start(self, kind: str, run: Callable[[list[Any]], None], given: tuple[Any, ...], async_op: bool) -> Pending:
         """Queue this rank's part. All parts run together once each is at the head of its stream."""
-        if self._device.mode.recording is not None:
-            self._device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
+        if self.device.mode.recording is not None:
+            self.device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
             return _AtReplay()
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = self._group.meetings.setdefault(number, Meeting(kind, self.size, run))
         if meeting.kind != kind:
             raise RuntimeError(f"collective {number} is {kind} on rank {self.rank} and {meeting.kind} on another")
-        task = self._device.mode.task(kind, lambda *held: meeting.payloads.__setitem__(self.rank, held), given)
-        begun = self._device.current_stream().record_event()
+        task = self.device.mode.task(kind, lambda *held: meeting.payloads.__setitem__(self.rank, held), given)
+        begun = self.device.current_stream().record_event()
         task.after, task.meeting = (begun,), meeting
         meeting.members.append((self._queue, task))
         self._queue.push(task)
-        pending = DeferredPending(self._queue.record_event(), self._device, [x for x in given if isinstance(x, Tensor)])
+        pending = DeferredPending(self._queue.record_event(), self.device, [x for x in given if isinstance(x, Tensor)])
         if not async_op:
             pending.wait()
-        self._device.world.go_on(self._device.rank)
+        self.device.world.go_on(self.device.rank)
         return pending
 
 
