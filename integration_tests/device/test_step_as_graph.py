@@ -61,7 +61,7 @@ class Watched:
         self._graph.replay()
 
 
-def train(between: Between = schedule, *, do: Sequence[str] = REPLAYS) -> Program:
+def train(between: Between = schedule, *, do: Sequence[str] = REPLAYS, may_read: bool = False) -> Program:
     """Two of the steps overflow, one of them in a replay. With graphs, steps do what `do` says."""
 
     def program(model: nn.Module, optimizer: Optimizer, comm: Comm) -> Trained:
@@ -72,7 +72,7 @@ def train(between: Between = schedule, *, do: Sequence[str] = REPLAYS) -> Progra
         for step in range(STEPS):
             between(step, optimizer)
             did.append("")
-            results.append(iterate(model, optimizer, step, comm, bad_steps=BAD_STEPS))
+            results.append(iterate(model, optimizer, step, comm, bad_steps=BAD_STEPS, may_read=may_read))
         assert captured is None or did == [*do]
         found = outcome(model, optimizer, results)
         assert [result[0] for result in found.results] == [step not in BAD_STEPS for step in range(STEPS)]
@@ -125,9 +125,8 @@ CHANGES: dict[str, tuple[Callable[[Optimizer], None], str, bool]] = {
 def test_what_a_capture_freezes_is_captured_again(change: str) -> None:
     apply, rule, is_frozen = CHANGES[change]
     again = ["", "capture replay"] if is_frozen else ["replay", "replay"]
-    program = train(
-        lambda step, optimizer: apply(optimizer) if step == 3 else None, do=[*REPLAYS[:3], *again, "replay"]
-    )
+    between = lambda step, optimizer: apply(optimizer) if step == 3 else None
+    program = train(between, do=[*REPLAYS[:3], *again, "replay"], may_read=True)
     assert_bits_of_a_cpu(replace(ALONE, rule=rule), program, on_device=GRAPHS, num_orders=3)
 
 

@@ -1,5 +1,4 @@
-"""Main values in scaled fp16 or in 24 bits: the weights of one process on any layout, steps that bf16 loses, bytes that
-a skipped step keeps, checkpoints in other precisions, refusals."""
+"""Main values in scaled fp16 or in 24 bits: steps that bf16 loses, bytes that a skipped step keeps."""
 
 from typing import Any
 
@@ -16,8 +15,6 @@ from opt_stack import Optimizer, get_optimizer
 BF16 = torch.bfloat16
 FP16_MAINS: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}
 SHORT: dict[str, Any] = {"use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
-FIELDS = {"fp16": FP16_MAINS, "24 bits": SHORT}
-every_format = pytest.mark.parametrize("name", FIELDS)
 
 
 def one_layer(*shape: int, **fields: Any) -> tuple[nn.Parameter, Optimizer]:
@@ -33,21 +30,18 @@ def stepped(weight: nn.Parameter, optimizer: Optimizer, step: int) -> None:
 
 
 # Adam moves by lr = 1e-3; each step below 1 is rounded to a multiple of 2**-11, or of 2**-16. bf16 would stay at 1.
-STEP_ERRORS = {"fp16": 2.0**-12, "24 bits": 2.0**-17}
-
-
-@every_format
-def test_mains_follow_steps_that_the_parameter_rounds_away(name: str) -> None:
-    weight, optimizer = one_layer(300, **FIELDS[name])
+@pytest.mark.parametrize(("fields", "error"), [(FP16_MAINS, 2.0**-12), (SHORT, 2.0**-17)], ids=["fp16", "24 bits"])
+def test_mains_follow_steps_that_the_parameter_rounds_away(fields: dict[str, Any], error: float) -> None:
+    weight, optimizer = one_layer(300, **fields)
     weight.data.fill_(1.0)
     optimizer.reload_model_params()
     for _ in range(8):
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     (main,) = optimizer.get_parameters()
-    torch.testing.assert_close(main, torch.full_like(main, 1 - 8 * 1e-3), rtol=0, atol=8 * STEP_ERRORS[name])
+    torch.testing.assert_close(main, torch.full_like(main, 1 - 8 * 1e-3), rtol=0, atol=8 * error)
     assert weight.max() < 1.0
-    assert name != "fp16" or torch.equal(weight.detach(), main.bfloat16())
+    assert fields is SHORT or torch.equal(weight.detach(), main.bfloat16())
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
@@ -74,18 +68,15 @@ def test_a_step_is_that_of_fp32_main_values_rounded_to_24_bits(rule: str, order:
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
-    largest, opened = 0, 0
+    opened = [0]  # elements, after each opening and closing
     open_, close_ = CodedMain.open_, CodedMain.close_
 
     def opening(main: CodedMain) -> Tensor:
-        nonlocal opened, largest
-        opened += main.target.numel()
-        largest = max(largest, opened)
+        opened.append(opened[-1] + main.target.numel())
         return open_(main)
 
     def closing(main: CodedMain, *, skip: Tensor | None = None) -> None:
-        nonlocal opened
-        opened -= main.target.numel()
+        opened.append(opened[-1] - main.target.numel())
         close_(main, skip=skip)
 
     monkeypatch.setattr(unit_of_a_step, "DECODED_NUMEL", 500)
@@ -96,8 +87,8 @@ def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, opt
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     built.step()
-    assert opened == 0
-    assert largest <= 500 + 256
+    assert len(opened) == 1 + 2 * 8
+    assert (opened[-1], max(opened) <= 500 + 256) == (0, True)
 
 
 # --- blocks of 128 elements with one scale ----------------------------------------------------------------------------
@@ -105,15 +96,12 @@ def test_few_elements_are_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, opt
 TINY, HUGE = torch.finfo(BF16).smallest_normal, torch.finfo(BF16).max
 
 
-def test_mains_begin_with_the_value_of_the_parameter() -> None:
+def test_mains_begin_with_the_value_of_the_parameter_up_to_what_is_far_below_the_largest_of_a_block() -> None:
     for values in (
         [0.0, -0.0], [TINY / 128, -TINY / 64, 0.0], [TINY, 3 * TINY], [HUGE, -HUGE / 8], [1024.0, 2.0**-14, 2.0**-28]
     ):  # fmt: skip
         target = torch.tensor(values).to(BF16)
         assert torch.equal(CodedMain.of(target.clone()).value(), target.float()), values
-
-
-def test_elements_lose_what_is_far_below_the_largest_of_their_block_and_no_other() -> None:
     far = torch.tensor([2.0**100, 1.7 * 2.0**60, 2.0**59, 1.0] + [0.0] * 124 + [1.0, 3.0])
     value = CodedMain.of(far.to(BF16)).value()
     assert torch.equal(value[128:], far[128:])
@@ -121,18 +109,15 @@ def test_elements_lose_what_is_far_below_the_largest_of_their_block_and_no_other
     assert value[3] == 0.0
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_an_element_that_is_not_finite_makes_its_block_nan(bad: float) -> None:
+def test_values_beyond_the_parameters_dtype_are_kept_and_one_that_is_not_finite_makes_its_block_nan() -> None:
     """As with a NaN weight in any precision, the NaN must remain, never become a finite value."""
-    main = CodedMain.of(torch.ones(256).to(BF16))
-    main.open_()[5] = bad
-    main.close_()
-    for values in (main.value(), main.target):
-        assert values[:128].isnan().all()
-        assert torch.equal(values[128:].float(), torch.ones(128))
-
-
-def test_a_main_value_beyond_the_parameters_dtype_is_kept() -> None:
+    for bad in (torch.inf, torch.nan):
+        main = CodedMain.of(torch.ones(256).to(BF16))
+        main.open_()[5] = bad
+        main.close_()
+        for values in (main.value(), main.target):
+            assert values[:128].isnan().all()
+            assert torch.equal(values[128:].float(), torch.ones(128))
     main = CodedMain.of(torch.ones(3, dtype=torch.float16))
     main.open_().fill_(70_000.0)
     main.close_()
@@ -149,18 +134,14 @@ def test_a_skip_decided_on_the_device_changes_no_byte() -> None:
         assert all(map(torch.equal, before, (main.target, *main.kept()))) is skips
 
 
-# --- the plan, checkpoints, refusals ----------------------------------------------------------------------------------
-
 EIGHT_BITS = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+PLANNED = [
+    (FP16_MAINS, 3840 * (2 + 8) + 30 * 4, "scaled fp16 mains"),
+    ({**SHORT, **EIGHT_BITS}, 3840 * (1 + 2) + 2 * 30 * 4, "24 bits as bf16 + 8-bit remainder"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "num_bytes", "says"),
-    [
-        (FP16_MAINS, 3840 * (2 + 8) + 30 * 4, "scaled fp16 mains"),
-        ({**SHORT, **EIGHT_BITS}, 3840 * (1 + 2) + 2 * 30 * 4, "24 bits as bf16 + 8-bit remainder"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "num_bytes", "says"), PLANNED)
 def test_the_plan_counts_the_bytes_that_are_kept(fields: dict[str, Any], num_bytes: int, says: str) -> None:
     _, optimizer = one_layer(30, 128, **fields)
     kept = sum(unit.state_bytes() for unit in optimizer.stepper.units)

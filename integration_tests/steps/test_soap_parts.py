@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opt_checkpoint import CheckpointKeyError, ShardedTensor, load, save
 from opt_config import OptimizerConfig
 from opt_distributed import StateError, run_threads
-from opt_distributed.comm import Comm
+from opt_distributed.comm import Alone, Comm
 from opt_stack import Optimizer, get_optimizer
 
 # Shapes that differ, so that no two matrices are batched on one rank and not on another.
@@ -38,10 +38,8 @@ def made(comm: Comm | None = None, marks: Any = MARKS, **changes: Any) -> tuple[
         for mark, value in marks.get(name, {}).items():
             setattr(param, mark, value)
         model.register_parameter(name, param)
-    config = OptimizerConfig(**{**FIELDS, **changes})
-    if comm is None:
-        return model, get_optimizer(config, [model], {})
-    return model, get_optimizer(config, [model], {}, pg_collection=roles_over(comm))
+    roles = roles_over(comm or Alone())
+    return model, get_optimizer(OptimizerConfig(**{**FIELDS, **changes}), [model], {}, pg_collection=roles)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> dict[str, Tensor]:
@@ -57,11 +55,6 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-def assert_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
-
-
 @pytest.mark.parametrize("rule", ["soap", "soap_muon"])
 def test_parts_saved_by_two_ranks_go_on_on_four_and_on_one(tmp_path: Path, rule: str) -> None:
     changes = {"optimizer": rule, "use_layer_wise_distributed_optimizer": True}
@@ -73,58 +66,47 @@ def test_parts_saved_by_two_ranks_go_on_on_four_and_on_one(tmp_path: Path, rule:
         state = state_of(model, optimizer)
         return state, train(*made(comm, **changes), range(STEPS))
 
+    def go_on(comm: Comm) -> tuple[Any, dict[str, Tensor]]:
+        model, optimizer = made(comm, **changes)
+        loaded = load(state_of(model, optimizer), tmp_path / "saved").state
+        optimizer.load_state_dict(loaded["optimizer"])
+        return loaded, train(model, optimizer, range(2, STEPS))
+
     two = run_threads(2, save_half)
-    for _, weights in two:
-        assert_equal(weights, want)
     groups = {key: value for key, value in two[0][0]["optimizer"].items() if key != "state"}
     states = {
         f"rank {rank}": {**state, "optimizer": state["optimizer"]["state"]} for rank, (state, _) in enumerate(two)
     }
     save({**states, "optimizer": groups}, tmp_path / "saved")
-
-    def go_on(comm: Comm) -> dict[str, Tensor]:
-        model, optimizer = made(comm, **changes)
-        loaded = load(state_of(model, optimizer), tmp_path / "saved").state
-        optimizer.load_state_dict(loaded["optimizer"])
-        return train(model, optimizer, range(2, STEPS))
-
-    for size in (4, 1):
-        for weights in run_threads(size, go_on):
-            assert_equal(weights, want)
+    for _, weights in [*two, *run_threads(4, go_on), *run_threads(1, go_on)]:
+        assert all(torch.equal(weights[name], want[name]) for name in SHAPES)
 
 
-OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "fused rows whole": (MARKS, {"soap_split_qkv": False}, r"rows split as '4-1-1', and is asked for whole matrices"),
-    "other sizes": ({**MARKS, "sizes": {"split_sizes": (3, 6)}}, {}, r"rows split as '6-3', and is asked .*'3-6'"),
-    "larger heads": ({**MARKS, "heads": {"head_rows": 4}}, {}, r"rows split as '2-each', and is asked .*'4-each'"),
+# How rows were split by the saving run; how they are now; what the refusal says.
+Split = tuple[Any, dict[str, Any]]
+PARTS: Split = (MARKS, {})
+OTHERS: dict[str, tuple[Split, Split, str]] = {
+    "fused rows whole": (PARTS, (MARKS, {"soap_split_qkv": False}), r"rows split as '4-1-1', .* for whole matrices"),
+    "other sizes": (PARTS, ({**MARKS, "sizes": {"split_sizes": (3, 6)}}, {}), r"rows split as '6-3', and is .*'3-6'"),
+    "larger heads": (PARTS, ({**MARKS, "heads": {"head_rows": 4}}, {}), r"rows split as '2-each', and is .*'4-each'"),
+    "saved whole": (({}, {}), PARTS, r"was saved for whole matrices, and is asked for rows split as"),
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_state_of_another_split_is_refused_by_the_name_of_the_option(tmp_path: Path, other: str) -> None:
-    marks, changes, message = OTHERS[other]
-    model, optimizer = made()
+    (marks, changes), (marks_now, changes_now), message = OTHERS[other]
+    model, optimizer = made(marks=marks, **changes)
     train(model, optimizer, range(2))
     save(state_of(model, optimizer), tmp_path / "saved")
-    local = optimizer.state_dict()
-    model, refusing = made(marks=marks, **changes)
+    model, refusing = made(marks=marks_now, **changes_now)
     with pytest.raises(CheckpointKeyError, match=f"{message}.*set soap_split_qkv, head_rows and split_sizes as in"):
         load(state_of(model, refusing), tmp_path / "saved")
     loaded = load(state_of(model, refusing), tmp_path / "saved", strict="return_all").state["optimizer"]
     with pytest.raises(ValueError, match=r"exp_avg, exp_avg_sq was loaded and .*L.* was not"):
         refusing.load_state_dict(loaded)
     with pytest.raises(StateError, match="lacks L"):
-        refusing.load_state_dict(local)
-
-
-def test_a_checkpoint_of_whole_matrices_is_refused_where_they_are_split_now(tmp_path: Path) -> None:
-    """As those that were saved before SOAP could split rows."""
-    model, optimizer = made(marks={})
-    train(model, optimizer, range(2))
-    save(state_of(model, optimizer), tmp_path / "saved")
-    model, split = made()
-    with pytest.raises(CheckpointKeyError, match=r"was saved for whole matrices, and is asked for rows split as"):
-        load(state_of(model, split), tmp_path / "saved")
+        refusing.load_state_dict(optimizer.state_dict())
 
 
 def test_the_plan_counts_the_bytes_of_parts_and_says_what_is_not_split() -> None:

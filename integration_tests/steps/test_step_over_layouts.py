@@ -12,9 +12,6 @@ from opt_distributed import run_threads
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import Optimizer, get_optimizer
 
-every_spread = pytest.mark.parametrize("spread", list(SPREADS))
-
-
 MATRICES = ("first", "qkv", "second", "router")
 
 
@@ -34,12 +31,7 @@ def test_a_rule_that_is_not_clipped_stays_out_of_the_global_norm_and_reports_its
         assert found == pytest.approx({"": norm_of(rest), "mtp": 0.0, "muon": norm_of(MATRICES)}, rel=1e-6)
 
 
-def test_clip_grad_of_a_group_is_yes_or_no() -> None:
-    with pytest.raises(ConfigError, match=r"clip_grad=0.5; allowed are True .* and False"):
-        get_optimizer(config(), [Net(torch.float32)], {ParamKey(name="first.weight"): {"clip_grad": 0.5}})
-
-
-@every_spread
+@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("norm_type", [1.0, 3.0, math.inf], ids=["1", "3", "inf"])
 def test_other_norms_are_those_of_the_mean_gradient(spread: str, norm_type: float) -> None:
     """They are of unscaled gradients, and each element counts once on any layout."""
@@ -85,6 +77,8 @@ def test_what_one_rank_changes_between_the_halves_of_a_step_is_refused_on_every_
 
 
 def test_norms_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"clip_grad=0.5; allowed are True .* and False"):
+        get_optimizer(config(), [Net(torch.float32)], {ParamKey(name="first.weight"): {"clip_grad": 0.5}})
     optimizer = get_optimizer(config(), [Net(torch.float32)], {})
     with pytest.raises(ValueError, match=r"clip_grad=-1\.0; pass a norm above 0, or 0 for no clipping"):
         optimizer.clip_grad_norm(-1.0)

@@ -176,10 +176,17 @@ def zero(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def iterate(
-    model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad_steps: Collection[int] = (BAD_STEP,)
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    comm: Comm,
+    *,
+    bad_steps: Collection[int] = (BAD_STEP,),
+    may_read: bool = False,
 ) -> StepResult:
-    """One iteration, in which the host reads nothing from a device."""
-    with comm.device.host_reads_forbidden() if isinstance(comm, DeferredComm) else nullcontext():
+    """One iteration. The host reads nothing from the device, unless it may, or has states."""
+    may_read = may_read or optimizer.config.optimizer_cpu_offload or not isinstance(comm, DeferredComm)
+    with nullcontext() if may_read else comm.device.host_reads_forbidden():
         backward(model, optimizer, step, comm, bad=step in bad_steps)
         result = optimizer.step()
         zero(model, optimizer)
