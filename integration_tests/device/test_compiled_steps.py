@@ -12,49 +12,41 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm import Comm
 from opt_stack import get_optimizer
 
+Found = tuple[list[Tensor], list[Any]]  # products, weights and gradients; results
+Backend = str | None  # None: not compiled
 
-def made(build: Callable[[nn.Module], Any], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+
+def compiled(run: Callable[[Tensor], Any], backend: Backend) -> Callable[[Tensor], Any]:
+    return run if backend is None else torch.compile(run, backend=backend)
+
+
+def linear(dtype: torch.dtype) -> nn.Module:
     model = nn.Linear(3, 2).to(dtype)
     with torch.no_grad():
         for param in model.parameters():
-            param.fill_(0.5)
-    return model, build(model)
+            param.copy_(torch.arange(param.numel()).view_as(param) / 4)
+    return model
 
 
-MODES = {
-    "clipped": {"clip_grad": 0.01, "log_num_zeros_in_grad": True},
-    "24-bit mains": {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8},
-    "fp16": {"fp16": True, "loss_scale": 8.0},
-    "muon": {"optimizer": "muon"},
-}
-WITH_COPIES = ("fp16",)  # of weights, as main values: a step refuses to undo other changes of weights
-
-
-def of_mode(mode: str) -> tuple[nn.Module, Any]:
-    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **MODES[mode])
-    dtype = torch.float16 if config.fp16 else torch.bfloat16 if config.bf16 else torch.float32
-    return made(lambda model: get_optimizer(config, [model], {}), dtype)
-
-
-def steps_of(
-    model: nn.Module, optimizer: Any, *, backend: Any = None, changes_weights: bool = True
-) -> tuple[list[Tensor], list[Any]]:
-    """Weights and results of four steps, the third of which has no gradient of the bias. The
-    function changes weights and gradients, and reads weights after the step."""
+def of_plain(comm: Comm, backend: Backend, **fields: Any) -> Found:
+    """Four steps, the third of which has no gradient of the bias. The compiled function changes weights and gradients,
+    and reads weights after the step."""
+    config = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields)
+    model = linear(config.precision.params)
+    optimizer = get_optimizer(config, [model], {})
 
     def run(x: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
-            if changes_weights:
+            if not config.fp16:  # whose main values are copies: a step refuses to undo other changes of weights
                 model.weight.mul_(0.5)
             model.weight.grad.mul_(2.0)
         result = optimizer.step()
         return model.weight.detach() * x, result
 
-    step = run if backend is None else torch.compile(run, backend=backend)
-    found, results = [], []
+    step, found, results = compiled(run, backend), [], []
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         for param in model.parameters():
@@ -63,54 +55,19 @@ def steps_of(
             model.bias.grad = None
         product, result = step(torch.full((), float(number), dtype=model.weight.dtype))
         found.append(product)
-        results.append(result)
-    return [*found, *(param.detach().clone() for param in model.parameters())], list(map(tuple, results))
+        results.append(tuple(result))
+    return [*found, *(param.detach().clone() for param in model.parameters())], results
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_stacks_compiled_step_has_the_weights_and_results_of_the_step(mode: str) -> None:
-    torch._dynamo.reset()
-    changes_weights = mode not in WITH_COPIES
-    weights, results = steps_of(*of_mode(mode), backend="aot_eager", changes_weights=changes_weights)
-    expected, expected_results = steps_of(*of_mode(mode), changes_weights=changes_weights)
-    assert all(map(torch.equal, weights, expected))
-    assert results == expected_results
-
-
-def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
-    """Gradients stayed disabled in the whole process after such an error."""
-    torch._dynamo.reset()
-    model, optimizer = made(lambda model: get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.01), [model]))
-    compiled = torch.compile(optimizer.step, backend="eager")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    compiled()
-    before = [param.detach().clone() for param in model.parameters()]
-    optimizer.param_groups[0]["betas"] = (0.9,)
-    with pytest.raises(ValueError, match="betas"):
-        compiled()
-    assert torch.is_grad_enabled()
-    assert all(map(torch.equal, before, model.parameters()))
-
-
-WRAPPED = {
-    "ZeRO-1": {"use_distributed_optimizer": True},
-    "16-bit gradients": {"param_name_patterns_for_fp32_local_accumulation": ("*bias",)},
-}
-
-
-def of_wrapped(comm: ThreadComm, *, wrapping: str, backend: Any) -> tuple[list[Tensor], list[Any]]:
-    """Weights, gradients and results of three steps, with a backward pass before each. The function changes
-    gradients in the buffer, and reads weights and gradients after the step."""
-    model, roles = nn.Linear(3, 2).bfloat16(), roles_over(comm)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.arange(param.numel()).view_as(param) / 4)
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **WRAPPED[wrapping])
-    chunk = DistributedDataParallel(config, model, groups=roles)
-    shards = config.use_distributed_optimizer
-    of_step = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=shards)
-    optimizer = get_optimizer(of_step, [chunk], {}, pg_collection=roles)
+def of_wrapped(comm: Comm, backend: Backend, **wrapping: Any) -> Found:
+    """Three steps, with a backward pass before each. The compiled function changes gradients in the buffer, and reads
+    weights and gradients after the step."""
+    model, roles = linear(torch.bfloat16), roles_over(comm)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **wrapping)
+    chunk = DistributedDataParallel(ddp, model, groups=roles)
+    shards = ddp.use_distributed_optimizer
+    config = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=shards)
+    optimizer = get_optimizer(config, [chunk], {}, pg_collection=roles)
 
     def run(x: Tensor) -> tuple[Tensor, Any]:
         with torch.no_grad():
@@ -118,24 +75,53 @@ def of_wrapped(comm: ThreadComm, *, wrapping: str, backend: Any) -> tuple[list[T
         result = optimizer.step()
         return model.weight.detach() * x, result
 
-    step = run if backend is None else torch.compile(run, backend=backend)
-    found, results = [], []
+    step, found, results = compiled(run, backend), [], []
     for number in range(3):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
         product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
         found += [product, *(part.clone() for buffer in chunk.synced_buffers for part in buffer.results())]
-        results.append(result)
+        results.append(tuple(result))
         chunk.zero_grad_buffer()
         optimizer.zero_grad()
-    return [*found, *(param.detach().clone() for param in model.parameters())], list(map(tuple, results))
+    return [*found, *(param.detach().clone() for param in model.parameters())], results
 
 
-@pytest.mark.parametrize("wrapping", WRAPPED)
-def test_a_compiled_step_of_a_wrapped_chunk_is_the_step(wrapping: str) -> None:
-    expected = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend=None))
+MAINS_IN_24_BITS = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
+MODES: dict[str, tuple[int, Callable[..., Found], dict[str, Any]]] = {
+    "clipped": (1, of_plain, {"clip_grad": 0.01, "log_num_zeros_in_grad": True}),
+    "24-bit mains": (1, of_plain, MAINS_IN_24_BITS),
+    "fp16": (1, of_plain, {"fp16": True, "loss_scale": 8.0}),
+    "muon": (1, of_plain, {"optimizer": "muon"}),
+    "ZeRO-1": (2, of_wrapped, {"use_distributed_optimizer": True}),
+    "16-bit gradients": (2, of_wrapped, {"param_name_patterns_for_fp32_local_accumulation": ("*bias",)}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_step_has_the_weights_gradients_and_results_of_the_step(mode: str) -> None:
+    ranks, program, fields = MODES[mode]
     torch._dynamo.reset()
-    found = run_threads(2, partial(of_wrapped, wrapping=wrapping, backend="aot_eager"))
-    for (tensors, results), of_step in zip(found, expected, strict=True):
-        assert all(map(torch.equal, tensors, of_step[0]))
-        assert results == of_step[1]
+    found, expected = (
+        run_threads(ranks, partial(program, backend=backend, **fields)) for backend in ("aot_eager", None)
+    )
+    for (tensors, results), (want, want_results) in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(tensors, want, strict=True))
+        assert results == want_results
+
+
+def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
+    """Gradients stayed disabled in the whole process after such an error."""
+    torch._dynamo.reset()
+    model = linear(torch.float32)
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.01), [model])
+    step = torch.compile(optimizer.step, backend="eager")
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    step()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer.param_groups[0]["betas"] = (0.9,)
+    with pytest.raises(ValueError, match="betas"):
+        step()
+    assert torch.is_grad_enabled()
+    assert all(map(torch.equal, before, model.parameters()))

@@ -5,6 +5,7 @@ with tensors that the fake accelerator takes for its own. Tables hold real addre
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import slow_tiger
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from queued_kernels import queue_kernels
+from on_device import queue_triton_kernels
 from torch import Tensor, nn
 
 from opt_distributed.comm.device import Graph
@@ -30,7 +31,7 @@ SHAPES = ((8, 6), (6, 8), (9,))
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake accelerator that allows capture, with kernels as queued work."""
-    queue_kernels(monkeypatch)
+    queue_triton_kernels(monkeypatch)
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
     monkeypatch.setattr(param_rows, "grad_stats", partial(grad_stats, backend="triton"))
 
@@ -73,7 +74,7 @@ def schedule(step: int, optimizer: Any) -> None:
             group["alpha"] = 5.0 + step
 
 
-def fill_(params: list[nn.Parameter], step: int, *, overflows: bool) -> None:
+def fill_(params: list[nn.Parameter], step: int, *, overflows: bool = False) -> None:
     generator = torch.Generator().manual_seed(step)
     for param in params:
         assert param.grad is not None
@@ -82,65 +83,50 @@ def fill_(params: list[nn.Parameter], step: int, *, overflows: bool) -> None:
         params[0].grad.view(-1)[2:3].fill_(torch.inf)
 
 
-def trained(params: list[nn.Parameter], optimizer: Any) -> dict[str, Any]:
-    state = {
+def train(case: str, one: DeferredRank | None = None) -> dict[str, Tensor]:
+    """States and parameters after steps on the host, or after replays on a device, which the host does not read."""
+    params, optimizer = made(case, capturable=one is not None)
+    graph = one.device.graph() if one is not None else None
+    for step in range(STEPS):
+        # The first step makes the states, and finds that the learning rate is not zero.
+        with nullcontext() if one is None or step == 0 else one.device.host_reads_forbidden():
+            schedule(step, optimizer)
+            fill_(params, step, overflows="clipped" in case)
+            if graph is None or step < 2:
+                optimizer.step()
+            if graph is not None and step == 1:
+                with graph.capture():
+                    optimizer.step()
+            elif graph is not None and step > 1:
+                optimizer.upload_groups()
+                graph.replay()
+    states = {
         f"{index}.{name}": value.detach().clone()
         for index, of_param in optimizer.state_dict()["state"].items()
         for name, value in of_param.items()
     }
-    return state | {str(index): param.detach().clone() for index, param in enumerate(params)}
-
-
-def train(case: str) -> dict[str, Any]:
-    params, optimizer = made(case)
-    for step in range(STEPS):
-        schedule(step, optimizer)
-        fill_(params, step, overflows="clipped" in case)
-        optimizer.step()
-    return trained(params, optimizer)
-
-
-def captured(one: DeferredRank, params: list[nn.Parameter], optimizer: Any) -> Graph:
-    """Take two steps, and capture a third."""
-    for _ in range(2):
-        fill_(params, 1, overflows=False)
-        optimizer.step()
-    graph = one.device.graph()
-    with graph.capture():
-        optimizer.step()
-    return graph
-
-
-def replayed(case: str, one: DeferredRank) -> dict[str, Any]:
-    params, optimizer = made(case, capturable=True)
-    graph = one.device.graph()
-    schedule(0, optimizer)
-    fill_(params, 0, overflows=False)
-    optimizer.step()  # makes the states, and finds that the learning rate is not zero
-    with one.device.host_reads_forbidden():
-        for step in range(1, STEPS):
-            schedule(step, optimizer)
-            fill_(params, step, overflows="clipped" in case)
-            if step == 1:
-                optimizer.step()
-                with graph.capture():
-                    optimizer.step()
-            else:
-                optimizer.upload_groups()
-                graph.replay()
-    return trained(params, optimizer)
-
-
-def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    return states | {str(index): param.detach().clone() for index, param in enumerate(params)}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_replays_are_the_steps_of_an_optimizer_that_reads_on_the_host(case: str) -> None:
     """With clipping, one step overflows: nothing is updated or counted."""
     expected = train(case)
-    (found,) = run_deferred(1, partial(replayed, case), seed=0, eagerness=1.0)
-    assert equal(found, expected)
+    (found,) = run_deferred(1, partial(train, case), seed=0, eagerness=1.0)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def captured(one: DeferredRank, lr: float | Tensor = 1e-3) -> tuple[list[nn.Parameter], Any, Graph]:
+    """AdamW after two steps, and a graph of a third."""
+    params, optimizer = made("adamw", capturable=True, lr=lr)
+    for _ in range(2):
+        fill_(params, 1)
+        optimizer.step()
+    graph = one.device.graph()
+    with graph.capture():
+        optimizer.step()
+    return params, optimizer, graph
 
 
 def released_gradients(params: list[nn.Parameter], optimizer: Any) -> None:
@@ -161,25 +147,13 @@ def a_number_that_is_none(params: list[nn.Parameter], optimizer: Any) -> None:
     optimizer.param_groups[0]["eps"] = None
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        *(
-            (change, CaptureError, r"apture .*again")
-            for change in (released_gradients, one_gradient_less, a_loaded_state)
-        ),
-        (a_number_that_is_none, NumberError, "eps=None is not allowed"),
-    ],
-)
-def test_a_replay_that_would_work_on_other_memory_is_refused(change: Any, error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("change", [released_gradients, one_gradient_less, a_loaded_state, a_number_that_is_none])
+def test_a_replay_that_would_work_on_other_memory_or_numbers_is_refused(change: Any) -> None:
+    is_none = change is a_number_that_is_none
+    error, message = (NumberError, "eps=None is not allowed") if is_none else (CaptureError, r"apture .*again")
+
     def rank_main(one: DeferredRank) -> None:
-        params, optimizer = made("adamw", capturable=True)
-        optimizer.step()
-        fill_(params, 1, overflows=False)
-        optimizer.step()
-        graph = one.device.graph()
-        with graph.capture():
-            optimizer.step()
+        params, optimizer, _ = captured(one)
         optimizer.upload_groups()
         kept = [param.grad for param in params]  # so that new ones are elsewhere
         change(params, optimizer)
@@ -193,13 +167,12 @@ def test_a_replay_that_would_work_on_other_memory_is_refused(change: Any, error:
 @pytest.mark.parametrize("forgets", [True, False], ids=["forgotten", "uploaded"])
 def test_a_forgotten_upload_is_noticed_by_zero_grad(forgets: bool, caplog: pytest.LogCaptureFixture) -> None:
     def rank_main(one: DeferredRank) -> list[int]:
-        params, optimizer = made("adamw", capturable=True)
-        graph = captured(one, params, optimizer)
+        params, optimizer, graph = captured(one)
         warnings = []
         for step in range(4):
             optimizer.zero_grad(set_to_none=False)
             warnings.append(caplog.text.count("call upload_groups() before each replay"))
-            fill_(params, step, overflows=False)
+            fill_(params, step)
             if not forgets:
                 optimizer.upload_groups()
             graph.replay()
@@ -213,11 +186,8 @@ def test_a_forgotten_upload_is_noticed_by_zero_grad(forgets: bool, caplog: pytes
 
 def test_a_learning_rate_on_the_device_is_live_without_a_call() -> None:
     def rank_main(one: DeferredRank) -> Tensor:
-        params, optimizer = made("adamw", capturable=True)
         lr = torch.full((), 0.5)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        graph = captured(one, params, optimizer)
+        params, _, graph = captured(one, lr)
         lr.fill_(0.0)
         before = params[0].detach().clone()
         graph.replay()
@@ -231,7 +201,7 @@ def test_what_a_grad_scaler_sets_is_not_read() -> None:
 
     def rank_main(one: DeferredRank) -> list[tuple[bool, float]]:
         params, optimizer = made("adamw", capturable=True)
-        fill_(params, 1, overflows=False)
+        fill_(params, 1)
         optimizer.step()
         found = []
         for infinity in (1.0, 0.0):

@@ -1,5 +1,6 @@
 """Every combination of modes trains the small GPT as fp32 does, or is refused with a message. Ranks are threads."""
 
+import re
 from functools import cache
 
 import pytest
@@ -35,7 +36,8 @@ def test_a_mode_learns_as_much_as_fp32(mode: Values) -> None:
 def test_a_refused_mode_is_refused_in_one_of_its_sentences(mode: Values) -> None:
     with pytest.raises(ConfigError) as caught:
         train(mode, steps=0)
-    assert any(refusal.applies(mode) and refusal.is_in(str(caught.value)) for refusal in REFUSALS), str(caught.value)
+    sentences = [refusal.sentence for refusal in REFUSALS if refusal.applies(mode)]
+    assert re.search("|".join(sentences), str(caught.value))
 
 
 def test_every_refusal_is_among_the_cases() -> None:

@@ -4,6 +4,7 @@ One process; `test_resume*.py` change the number of ranks.
 """
 
 import itertools
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,9 +46,11 @@ class Saved(NamedTuple):
     after: float  # the loss of the run that was not interrupted
 
 
-def advance_to(end: int, begin: int, model: CharGPT, optimizer: Any) -> None:
+def advance_to(end: int, begin: int, model: CharGPT, optimizer: Any) -> float:
+    """The loss after these steps."""
     for step in range(begin, end):
         advance(model, optimizer, step, Alone())
+    return judged(model)
 
 
 def sharded(model: CharGPT, optimizer: Any) -> dict[str, Any]:
@@ -56,8 +59,7 @@ def sharded(model: CharGPT, optimizer: Any) -> dict[str, Any]:
 
 
 def state_of(model: CharGPT, optimizer: Any) -> State:
-    params = dict(model.named_parameters())
-    held = optimizer.sharded_state_dict(sharded_model(model))["state"]
+    params, held = dict(model.named_parameters()), sharded(model, optimizer)["optimizer"]["state"]
     return {
         name: {"fp32_param": params[name].detach().float().clone()}
         | {key: box.data.float().clone() for key, box in state.items()}
@@ -65,24 +67,25 @@ def state_of(model: CharGPT, optimizer: Any) -> State:
     }
 
 
+@cache
+def saved_run(mode: tuple[tuple[str, str], ...], folder: Path) -> Saved:
+    model, optimizer = build(dict(mode), Alone())
+    before = judged(model)
+    advance_to(BEFORE, 0, model, optimizer)
+    path = folder / name_of(dict(mode))
+    save(sharded(model, optimizer), path)
+    state, after = state_of(model, optimizer), advance_to(AFTER, BEFORE, model, optimizer)
+    return Saved(path, state, before - after, after)
+
+
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
-    found = {}
-    for mode in MODES:
-        model, optimizer = build(mode, Alone())
-        before = judged(model)
-        advance_to(BEFORE, 0, model, optimizer)
-        path = tmp_path_factory.mktemp("modes") / "step"
-        save(sharded(model, optimizer), path)
-        state = state_of(model, optimizer)
-        advance_to(AFTER, BEFORE, model, optimizer)
-        found[name_of(mode)] = Saved(path, state, before - judged(model), judged(model))
-    return found
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("modes")
 
 
 @pytest.mark.parametrize(("mode", "into"), PAIRS, ids=lambda mode: name_of(mode))
-def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, saved: dict[str, Saved]) -> None:
-    found = saved[name_of(mode)]
+def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, folder: Path) -> None:
+    found = saved_run(tuple(mode.items()), folder)
     model, optimizer = build(into, Alone())
     # If the saving run did not scale its loss, dynamic scaling starts from its initial scale.
     strict = "return_missing" if into["numbers"] == "fp16" else "raise_missing"
@@ -95,5 +98,4 @@ def test_a_run_saved_in_one_mode_goes_on_in_another(mode: Values, into: Values, 
         for key, error in {"fp32_param": MAIN_ERROR.get(into["numbers"], 0.0), **errors}.items():
             far = error * want[key].abs().max().item()
             torch.testing.assert_close(state[key], want[key], rtol=0, atol=far)
-    advance_to(AFTER, BEFORE, model, optimizer)
-    assert abs(judged(model) - found.after) < distance(into) * found.gained
+    assert abs(advance_to(AFTER, BEFORE, model, optimizer) - found.after) < distance(into) * found.gained

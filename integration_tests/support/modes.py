@@ -4,7 +4,6 @@
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,14 +29,8 @@ Fields = Mapping[str, Any]
 Values = Mapping[str, str]  # one value of each axis
 
 
-def _aware(**fields: Any) -> dict[str, Any]:
-    return {"use_precision_aware_optimizer": True, **fields}
-
-
-def _on_host(**fields: Any) -> dict[str, Any]:
-    return {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, **fields}
-
-
+AWARE = {"use_precision_aware_optimizer": True}
+OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 BY_TORCH = "host, by torch"
 ON_HOST = ("half on the host", "host", BY_TORCH)
 IN_FP8 = {f"fp8, {recipe}": recipe for recipe in RECIPES}
@@ -48,18 +41,18 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
     "numbers": {
         "fp32": {},
         "bf16": {"bf16": True},
-        "bf16, remainders": _aware(bf16=True),
-        "bf16, bf16 gradients": _aware(bf16=True, main_grads_dtype=BF16, store_param_remainders=False),
-        "bf16, fp16 mains": _aware(bf16=True, main_params_dtype=FP16),
-        "bf16, 24-bit mains": _aware(bf16=True, main_params_dtype=torch.int8),
+        "bf16, remainders": {**AWARE, "bf16": True},
+        "bf16, bf16 gradients": {**AWARE, "bf16": True, "main_grads_dtype": BF16, "store_param_remainders": False},
+        "bf16, fp16 mains": {**AWARE, "bf16": True, "main_params_dtype": FP16},
+        "bf16, 24-bit mains": {**AWARE, "bf16": True, "main_params_dtype": torch.int8},
         "fp16": {"fp16": True, "initial_loss_scale": 2.0**10},
         **{name: {"bf16": True, "fp8_recipe": recipe} for name, recipe in IN_FP8.items()},
     },
     "moments": {
         "fp32": {},
-        "bf16": _aware(exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16),
-        "scaled fp16": _aware(exp_avg_dtype=FP16, exp_avg_sq_dtype=FP16),
-        "scaled fp8": _aware(exp_avg_dtype=FP8, exp_avg_sq_dtype=FP8),
+        "bf16": {**AWARE, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+        "scaled fp16": {**AWARE, "exp_avg_dtype": FP16, "exp_avg_sq_dtype": FP16},
+        "scaled fp8": {**AWARE, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
     },
     "sharding": {
         "replicated": {},
@@ -68,9 +61,9 @@ AXES: Mapping[str, Mapping[str, Fields]] = {
     },
     "placement": {
         "device": {},
-        "half on the host": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
-        "host": _on_host(overlap_cpu_optimizer_d2h_h2d=True),
-        BY_TORCH: _on_host(use_torch_optimizer_for_cpu_offload=True),
+        "half on the host": {**OFFLOAD, "optimizer_offload_fraction": 0.5},
+        "host": {**OFFLOAD, "overlap_cpu_optimizer_d2h_h2d": True},
+        BY_TORCH: {**OFFLOAD, "use_torch_optimizer_for_cpu_offload": True},
     },
 }
 
@@ -84,9 +77,6 @@ class Refusal:
 
     def applies(self, values: Values) -> bool:
         return all(values[axis] in refused for axis, refused in self.when.items())
-
-    def is_in(self, message: str) -> bool:
-        return re.search(self.sentence, message) is not None
 
 
 MATRIX_RULES = ("muon", "adaptive_muon", "namo", "soap", "soap_muon")
@@ -149,12 +139,6 @@ def config_of(values: Values, **others: Any) -> OptimizerConfig:
     return OptimizerConfig(**fields)
 
 
-def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
-    """Train in the mode. Raises `ConfigError` if the mode is refused."""
-    initial()  # drawn before threads are the ranks: they share torch's generator
-    return run_threads(ranks, lambda comm: _train(values, steps, comm))[0]
-
-
 @cache
 def initial() -> tuple[dict[str, Tensor], Tensor]:
     """The initial weights of all modes, and the text."""
@@ -181,16 +165,22 @@ def judged(model: CharGPT) -> float:
         return model(batch(10_000, slice(None))).item()
 
 
-def _train(values: Values, steps: int, comm: Comm) -> Trained:
-    model, optimizer = build(values, comm)
-    before = judged(model)
-    for step in range(steps):
-        advance(model, optimizer, step, comm)
-    return Trained(before, judged(model), optimizer)
-
-
 def advance(model: CharGPT, optimizer: Any, step: int, comm: Comm) -> None:
     loss = model(batch(step, slice(comm.rank, None, comm.size)))
     optimizer.scale_loss(loss).backward()
     assert optimizer.step().success
     optimizer.zero_grad()
+
+
+def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
+    """Train in the mode. Raises `ConfigError` if the mode is refused."""
+
+    def rank_main(comm: Comm) -> Trained:
+        model, optimizer = build(values, comm)
+        before = judged(model)
+        for step in range(steps):
+            advance(model, optimizer, step, comm)
+        return Trained(before, judged(model), optimizer)
+
+    initial()  # drawn before threads are the ranks: they share torch's generator
+    return run_threads(ranks, rank_main)[0]
