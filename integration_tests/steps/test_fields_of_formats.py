@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 import torch
 from named import BF16, FP16, FP32, LR, PLAIN, WEIGHT_DECAY, Named, normal, pieces
-from parity import roles_over
-from recording_comm import RecordingComm
 
 from opt_config import OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.pieces import CodedMain
 from opt_stack import get_optimizer
 
@@ -69,28 +65,6 @@ def test_mains_and_moments_are_kept_in_the_requested_formats(name: str) -> None:
     torch.testing.assert_close(main.value(), want, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
-def test_gradients_are_summed_in_the_requested_dtype(dtype: torch.dtype, total: float) -> None:
-    """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""
-
-    def rank_main(comm: ThreadComm) -> tuple[set[float], int]:
-        recording = RecordingComm(comm)
-        model = Named(weight=torch.zeros(128, dtype=BF16))
-        config = OptimizerConfig(**PLAIN, **AWARE, main_grads_dtype=dtype, optimizer="sgd", sgd_momentum=0.0)
-        optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(recording))
-        model.weight.grad = torch.full((128,), 2.0**-9 if comm.rank else 1.0, dtype=BF16)
-        recording.calls.clear()
-        optimizer.step()
-        mains = optimizer.get_parameters()[0] / -LR * 2  # the mean's
-        return set(mains.tolist()), max(call.num_bytes for call in recording.of("all_reduce"))
-
-    for mains, num_bytes in run_threads(2, rank_main):
-        assert [*mains] == pytest.approx([total], rel=2.0**-22)  # lr is not a power of two
-        assert num_bytes == 128 * dtype.itemsize
-
-
-# --- the scale of the loss --------------------------------------------------------------------------------------------
-
 DYNAMIC = {"fp16": True, "initial_loss_scale": 64.0, "loss_scale_window": 3.0, "hysteresis": 2, "min_loss_scale": 1.0}
 SCALES: Mapping[str, tuple[Mapping[str, Any], str, list[float]]] = {  # fields, steps (x: an overflow), scales
     "initial_loss_scale": ({"initial_loss_scale": 16.0}, "..", [16, 16, 16]),
@@ -113,13 +87,3 @@ def test_the_loss_scale_follows_the_verdicts(name: str) -> None:
         assert optimizer.step().success is (verdict == ".")
         scales.append(optimizer.scale_loss(torch.ones(())).item())
     assert scales == want
-
-
-@pytest.mark.parametrize(("clip_grad", "moved"), [(0.0, 5.0), (1.0, 1.0), (10.0, 5.0)], ids=["off", "1", "10"])
-def test_gradients_are_scaled_down_to_the_requested_norm(clip_grad: float, moved: float) -> None:
-    model = Named(weight=torch.zeros(2))
-    config = OptimizerConfig(lr=1.0, weight_decay=0.0, clip_grad=clip_grad, optimizer="sgd", sgd_momentum=0.0)
-    optimizer = get_optimizer(config, [model], {})
-    model.weight.grad = torch.tensor([3.0, 4.0])
-    assert optimizer.step().grad_norm == 5.0
-    assert model.weight.norm().item() == pytest.approx(moved, rel=1e-5)  # clipping divides by the norm plus 1e-6

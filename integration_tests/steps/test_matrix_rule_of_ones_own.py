@@ -16,20 +16,12 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, Registry, get_optimizer
 
 DOCS = Path(__file__).parents[2] / "docs"
-OWN_RULES = (DOCS / "own_rules.md").read_text()
-(SOURCE,) = re.findall(r"```python\n(\"\"\"RowMuon.*?)```", OWN_RULES, flags=re.DOTALL)
-PAGE = (DOCS / "rules.md").read_text()
-(LOW_RANK,) = re.findall(r"```python\n(from dataclasses import dataclass.*?)```", PAGE, flags=re.DOTALL)
+OWN_RULES, PAGE = (DOCS / "own_rules.md").read_text(), (DOCS / "rules.md").read_text()
+(ROW_MUON,) = re.findall(r"```python\n(\"\"\"RowMuon.*?)```", OWN_RULES, flags=re.DOTALL)
+(FORMULA,) = re.findall(r"```python\n(from dataclasses import dataclass.*?)```", PAGE, flags=re.DOTALL)
 (ENTRY,) = re.findall(r"```python\n(from opt_stack import RuleEntry.*?\n\)\n)", PAGE, flags=re.DOTALL)
-LR, MOMENTUM = 0.02, 0.9
-
-
-@pytest.fixture
-def registry(tmp_path: Path) -> Registry:
-    """The rules here and those that the pages declare, imported before ranks start: they share the files."""
-    module = imported("row_muon", SOURCE, tmp_path)
-    page = imported("low_rank", f"import torch\nfrom opt_kernels import Number\n{LOW_RANK}\n{ENTRY}", tmp_path)
-    return Registry().with_rule(module.ROW_MUON).with_rule(page.LOW_RANK)
+LOW_RANK = f"import torch\nfrom opt_kernels import Number\n{FORMULA}\n{ENTRY}"
+LR, MOMENTUM, ALONE = 0.02, 0.9, Alone()
 
 
 def imported(name: str, source: str, folder: Path) -> Any:
@@ -43,16 +35,20 @@ def imported(name: str, source: str, folder: Path) -> Any:
     return module
 
 
-def made(
-    rules: Registry, comm: Comm, model: nn.Module, rule: str = "row_muon", tp: Comm | None = None, **fields: Any
-) -> Optimizer:
-    config = OptimizerConfig(
-        optimizer=rule, lr=LR, weight_decay=0.0, muon_momentum=MOMENTUM, clip_grad=0.0,
-        use_layer_wise_distributed_optimizer=comm.size > 1, **fields,
-    )  # fmt: skip
-    axes = Axes(dp=comm, tp=tp or Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=tp or comm)
-    return get_optimizer(config, [model], rules=rules, pg_collection=roles)
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    """The rules of the pages, imported before ranks start: they share the files."""
+    row_muon, low_rank = imported("row_muon", ROW_MUON, tmp_path), imported("low_rank", LOW_RANK, tmp_path)
+    return Registry().with_rule(row_muon.ROW_MUON).with_rule(low_rank.LOW_RANK)
+
+
+def made(rules: Registry, model: nn.Module, rule: str, dp: Comm = ALONE, tp: Comm = ALONE) -> Optimizer:
+    axes, fields = Axes(dp=dp, tp=tp), {"lr": LR, "weight_decay": 0.0, "muon_momentum": MOMENTUM, "clip_grad": 0.0}
+    whole, exact = {"use_layer_wise_distributed_optimizer": dp.size > 1}, {"muon_fp32_matmul_prec": "highest"}
+    roles = Roles(dense=axes, expert=axes, everyone=tp if tp.size > 1 else dp)
+    return get_optimizer(
+        OptimizerConfig(optimizer=rule, **fields, **whole, **exact), [model], rules=rules, pg_collection=roles
+    )
 
 
 def models(count: int) -> list[nn.Module]:
@@ -64,11 +60,16 @@ def models(count: int) -> list[nn.Module]:
     return found
 
 
-def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    generator = torch.Generator().manual_seed(number)
+def step(model: nn.Module, optimizer: Optimizer, number: int, tp: Comm = ALONE) -> list[Tensor]:
+    """Return the gradients of the matrices, of which each tensor-parallel rank has its rows."""
+    generator, grads = torch.Generator().manual_seed(number), []
     for param in model.parameters():
-        param.grad = torch.randn(param.shape, generator=generator)
+        rows = param.shape[0] * (tp.size if param.dim() == 2 else 1)
+        whole = torch.randn(rows, *param.shape[1:], generator=generator)
+        param.grad = whole.chunk(tp.size)[tp.rank].clone() if param.dim() == 2 else whole
+        grads += [param.grad] if param.dim() == 2 else []
     optimizer.step()
+    return grads
 
 
 def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -80,19 +81,14 @@ def matrices(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters() if param.dim() == 2]
 
 
-def test_it_has_at_most_sixty_lines() -> None:
-    assert len(SOURCE.splitlines()) <= 60
-
-
-def test_it_takes_the_steps_of_its_equation(registry: Registry) -> None:
+def test_it_has_at_most_sixty_lines_and_takes_the_steps_of_its_equation(registry: Registry) -> None:
+    assert len(ROW_MUON.splitlines()) <= 60
     (model,) = models(1)
-    optimizer = made(registry, Alone(), model, muon_fp32_matmul_prec="highest")
+    optimizer = made(registry, model, "row_muon")
     wanted, momenta = matrices(model), [torch.zeros_like(matrix) for matrix in matrices(model)]
     norms = [matrix.norm() for matrix in wanted]
     for number in range(3):
-        step(model, optimizer, number)
-        grads = [param.grad for param in model.parameters() if param.dim() == 2]
-        for i, grad in enumerate(grads):
+        for i, grad in enumerate(step(model, optimizer, number)):
             momenta[i] = MOMENTUM * momenta[i] + (1 - MOMENTUM) * grad
             rows = momenta[i] / momenta[i].norm(dim=1, keepdim=True)
             left, _, right = torch.linalg.svd(rows, full_matrices=False)
@@ -109,17 +105,16 @@ def test_it_takes_the_steps_of_its_equation(registry: Registry) -> None:
 def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
     rule: str, state: str, ranks: int, registry: Registry, tmp_path: Path
 ) -> None:
-    (alone,), several = models(1), models(ranks)
-    optimizer = made(registry, Alone(), alone, rule)
-    for number in range(2):
-        step(alone, optimizer, number)
-    save(state_of(alone, optimizer), tmp_path / "saved")
-    for number in range(2, 4):
+    alone, *several = models(1 + ranks)
+    optimizer = made(registry, alone, rule)
+    for number in range(4):
+        if number == 2:
+            save(state_of(alone, optimizer), tmp_path / "saved")
         step(alone, optimizer, number)
 
     def rank_main(comm: Comm) -> tuple[list[Tensor], int]:
         model = several[comm.rank]
-        own = made(registry, comm, model, rule)
+        own = made(registry, model, rule, comm)
         own.load_state_dict(load(state_of(model, own), tmp_path / "saved").state["optimizer"])
         for number in range(2, 4):
             step(model, own, number)
@@ -128,13 +123,12 @@ def test_ranks_that_hold_whole_matrices_continue_a_checkpoint_of_one(
     found = run_threads(ranks, rank_main)
     assert sum(held for _, held in found) == len(matrices(alone))  # each matrix on one rank
     for weights, _ in found:
-        for one, want in zip(weights, matrices(alone), strict=True):
-            torch.testing.assert_close(one, want, rtol=1e-6, atol=1e-7)  # norms are summed in another order
+        torch.testing.assert_close(weights, matrices(alone), rtol=1e-6, atol=1e-7)  # norms are summed in another order
 
 
 def test_a_state_of_a_chosen_shape_is_resumed_by_a_state_dict_and_refused_in_another_shape(registry: Registry) -> None:
     first, second = models(2)
-    optimizer, other = (made(registry, Alone(), model, "low_rank") for model in (first, second))
+    optimizer, other = (made(registry, model, "low_rank") for model in (first, second))
     step(first, optimizer, 0)
     saved = optimizer.state_dict()
     second.load_state_dict(first.state_dict())
@@ -142,40 +136,34 @@ def test_a_state_of_a_chosen_shape_is_resumed_by_a_state_dict_and_refused_in_ano
     step(first, optimizer, 1)
     step(second, other, 1)
     assert all(map(torch.equal, matrices(first), matrices(second)))
-    index = next(index for index, state in saved["state"].items() if "right" in state)
-    saved["state"][index]["right"] = saved["state"][index]["right"].mT.contiguous()
+    state = next(state for state in saved["state"].values() if "right" in state)
+    state["right"] = state["right"].mT.contiguous()
     with pytest.raises(ValueError, match=r"right of '0.weight' has shape \(2, 12\), this rank's piece has \(12, 2\)"):
         other.load_state_dict(saved)
 
 
-def test_a_wrong_state_is_refused_when_built_by_the_name_of_its_parameter(registry: Registry, tmp_path: Path) -> None:
-    source = f"import torch\nfrom opt_kernels import Number\n{LOW_RANK}\n{ENTRY}"
-    source = source.replace("        return state\n", "        return state | {'right': torch.zeros(6, 2)}\n")
+def test_a_wrong_state_is_refused_when_built_by_the_name_of_its_parameter(tmp_path: Path) -> None:
+    source = LOW_RANK.replace("        return state\n", "        return state | {'right': torch.zeros(6, 2)}\n")
     wrong = imported("wrong", source, tmp_path)  # right for the trial matrix (4, 6) alone
     with pytest.raises(ValueError, match=r"'right' of '3.weight' has shape \(6, 2\) .* of shape \(8, 2\)"):
-        made(Registry().with_rule(wrong.LOW_RANK), Alone(), models(1)[0], "low_rank")
+        made(Registry().with_rule(wrong.LOW_RANK), models(1)[0], "low_rank")
 
 
 def test_parts_of_tensor_parallel_matrices_are_gathered_with_states_of_the_whole(registry: Registry) -> None:
-    (whole,), several = models(1), models(2)
-    optimizer = made(registry, Alone(), whole, "low_rank")
-    for number in range(2):
-        step(whole, optimizer, number)
+    whole, *several = models(3)
+    optimizer = made(registry, whole, "low_rank")
 
-    def rank_main(comm: Comm) -> list[Tensor]:
-        model = several[comm.rank]
-        for param in model.parameters():
-            if param.dim() == 2:
-                param.data = param.detach().chunk(2, 0)[comm.rank].clone()
-                param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1  # type: ignore[attr-defined]
-        own = made(registry, Alone(), model, "low_rank", comm)
+    def rank_main(tp: Comm) -> list[Tensor]:
+        model = several[tp.rank]
+        for param in (param for param in model.parameters() if param.dim() == 2):
+            param.data = param.detach().chunk(2, 0)[tp.rank].clone()
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1  # type: ignore[attr-defined]
+        own = made(registry, model, "low_rank", tp=tp)
         for number in range(2):
-            generator = torch.Generator().manual_seed(number)
-            for param, like in zip(model.parameters(), whole.parameters()):
-                grad = torch.randn(like.shape, generator=generator)
-                param.grad = grad.chunk(2, 0)[comm.rank].clone() if param.dim() == 2 else grad
-            own.step()
+            step(model, own, number, tp)
         return matrices(model)
 
+    for number in range(2):
+        step(whole, optimizer, number)
     for parts, want in zip(zip(*run_threads(2, rank_main)), matrices(whole), strict=True):
         torch.testing.assert_close(torch.cat(parts), want)

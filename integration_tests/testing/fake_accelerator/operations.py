@@ -93,7 +93,7 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind is _Kind.MAKES:
             return self._make(func, args, kwargs)
         self.queue(str(func), lambda *given: func(*given[0], **given[1]), (args, kwargs))
-        if func.overloadpacket is _ATEN.copy_ and any(on_host) and not _is_non_blocking(args, kwargs):
+        if func.overloadpacket is _ATEN.copy_ and any(on_host) and not (args[2:3] or (kwargs.get("non_blocking"),))[0]:
             self.read(str(func))
         return _written(func, args, kwargs)
 
@@ -148,16 +148,13 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _computed_on_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = func(*args, **kwargs)
-        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
-        for one in _tensors(made):
-            if one.untyped_storage()._cdata not in given:
-                self.memory.allocated(one, self._current(), on_host=True)
+        for one in _new(made, (args, kwargs)):
+            self.memory.allocated(one, self._current(), on_host=True)
         return made
 
     def _make(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         made = func(*args, **kwargs)
-        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
-        new = [one for one in _tensors(made) if one.untyped_storage()._cdata not in given]
+        new = _new(made, (args, kwargs))
         if self.recording is not None:
             self.recording.made.update(self.memory.key(one) for one in new)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
@@ -174,25 +171,20 @@ class Deferring(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+def _new(made: Any, given: Any) -> list[Tensor]:
+    """The tensors in `made` whose memory none of `given` has."""
+    memory = {one.untyped_storage()._cdata for one in _tensors(given)}
+    return [one for one in _tensors(made) if one.untyped_storage()._cdata not in memory]
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in nested lists, tuples and dicts. torch's pytree takes as long as everything else here together."""
     found: list[Tensor] = []
-    _add_tensors(tree, found)
+    _mapped(found.append, tree)
     return found
 
 
-def _add_tensors(tree: Any, found: list[Tensor]) -> None:
-    if isinstance(tree, Tensor):
-        found.append(tree)
-    elif isinstance(tree, list | tuple):
-        for one in tree:
-            _add_tensors(one, found)
-    elif isinstance(tree, dict):
-        for one in tree.values():
-            _add_tensors(one, found)
-
-
-def _mapped(of: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _mapped(of: Callable[[Tensor], object], tree: Any) -> Any:
     """`tree` with `of(x)` in place of each tensor x."""
     if isinstance(tree, Tensor):
         return of(tree)
@@ -218,7 +210,3 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         raise NotImplementedError(f"{func} writes to arguments and makes new tensors")
     returned = [by_alias[name] for one in schema.returns for name in one.alias_info.before_set]
     return returned[0] if len(returned) == 1 else tuple(returned) if returned else None
-
-
-def _is_non_blocking(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))

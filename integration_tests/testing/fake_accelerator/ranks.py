@@ -2,8 +2,9 @@
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,6 @@ from opt_distributed.comm.collectives import Pending, Sizes, zeros
 from opt_distributed.comm.device import Graph
 
 _rank = threading.local()  # the device of this thread's rank
-_HOST_READS = ("tolist", "numpy")  # methods of a tensor that a dispatch mode does not see
 
 
 class DeferredDevice(devices.Device):
@@ -68,9 +68,14 @@ class DeferredDevice(devices.Device):
         self.memory.allocated(pinned, self._compute, on_host=True)
         return pinned
 
+    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        with AtOnce():
+            empty = torch.empty(numel, dtype=dtype)
+        return self.pinned_like(empty)
+
     def upload(self, tensor: Tensor) -> Tensor:
         self._check_not_capturing("a copy from the host")
-        if not self.memory.is_on_host(tensor):
+        if self.holds(tensor):
             return tensor
         with AtOnce():
             source = tensor.clone()  # torch's pinned-memory allocator keeps it until the copy has run
@@ -78,17 +83,8 @@ class DeferredDevice(devices.Device):
         self.mode.queue("upload", lambda target: target.copy_(source), (uploaded,))
         return uploaded
 
-    def host_empty(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        with AtOnce():
-            empty = torch.empty(numel, dtype=dtype)
-        return self.pinned_like(empty)
-
     def to_host(self, tensor: Tensor) -> Tensor:
-        if self.memory.is_on_host(tensor):
-            return tensor
-        copy = self.pinned_like(tensor)
-        copy.copy_(tensor)
-        return copy
+        return self.pinned_like(tensor).copy_(tensor) if self.holds(tensor) else tensor
 
     def holds(self, tensor: Tensor) -> bool:
         return not self.memory.is_on_host(tensor)
@@ -141,22 +137,16 @@ class _Group:
 
 
 class DeferredPending:
-    """A collective that was queued. Its tensors are kept until `wait`."""
+    """A collective that was queued. Its tensors are kept until `wait`. Without an event, it was captured."""
 
-    def __init__(self, done: Event, device: DeferredDevice, tensors: Sequence[Tensor]):
+    def __init__(self, done: Event | None, device: DeferredDevice, tensors: Sequence[Tensor]):
         self._done, self._device, self._tensors = done, device, tensors
 
     def wait(self) -> None:
         """Make the current stream wait; the host continues."""
-        self._device.current_stream().wait_event(self._done)
+        if self._done is not None:  # else the replay waits
+            self._device.current_stream().wait_event(self._done)
         self._tensors = ()
-
-
-class _AtReplay:
-    """A collective that was captured: the replay waits for it."""
-
-    def wait(self) -> None:
-        return None
 
 
 class DeferredComm:
@@ -169,8 +159,7 @@ class DeferredComm:
         self._num_calls = self._num_exchanges = 0
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        run = _all_reduce_sum if op is Op.SUM else _all_reduce_max
-        return self._start(f"all_reduce {op.name}", run, (x,), async_op)
+        return self._start(f"all_reduce {op.name}", partial(_all_reduce, op), (x,), async_op)
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         return self._start("reduce_scatter", _reduce_scatter, (shard, full), async_op)
@@ -202,7 +191,7 @@ class DeferredComm:
         """Queue this rank's part. All parts run together once each is at the head of its stream."""
         if self.device.mode.recording is not None:
             self.device.mode.record(kind, lambda held: self._start(kind, run, held, False).wait(), given)
-            return _AtReplay()
+            return DeferredPending(None, self.device, ())
         number, self._num_calls = self._num_calls, self._num_calls + 1
         meeting = self._group.meetings.setdefault(number, Meeting(kind, self.size, run))
         if meeting.kind != kind:
@@ -236,10 +225,6 @@ class DeferredRank:
             self._comms[key] = DeferredComm(self._groups.setdefault(key, _Group(key)), self.device)
         return self._comms[key]
 
-    def launch(self, name: str, kernel: Callable[..., object], *given: Any) -> None:
-        """Queues `kernel(*given)` as one operation that the dispatcher does not see, as a Triton kernel is."""
-        self.device.mode.queue(name, kernel, given)
-
 
 def run_deferred(
     size: int, rank_main: Callable[[DeferredRank], Any], *, seed: int, eagerness: float | None = None
@@ -259,21 +244,19 @@ def run_deferred(
     groups: dict[tuple[int, ...], _Group] = {}
     ranks = [DeferredRank(world, rank, groups) for rank in range(size)]
     results: list[Any] = [None] * size
-    errors: list[BaseException | None] = [None] * size
+    errors: dict[int, BaseException] = {}
 
     def run(one: DeferredRank) -> None:
         _rank.device = one.device
-        failed = True
         try:
             world.begin(one.rank)
             with one.device.mode:
                 results[one.rank] = rank_main(one)
             one.device.synchronize()
-            failed = False
         except BaseException as error:
             errors[one.rank] = error
         finally:
-            world.end(one.rank, failed=failed)
+            world.end(one.rank, failed=one.rank in errors)
 
     threads = [threading.Thread(target=run, args=(one,), daemon=True) for one in ranks]
     with _patched(), _without_collections():
@@ -281,7 +264,7 @@ def run_deferred(
             thread.start()
         for thread in threads:
             thread.join()
-    raised = [error for error in errors if error is not None]
+    raised = [errors[rank] for rank in sorted(errors)]
     for error in [error for error in raised if not _is_consequence(error)] or raised:
         raise error
     return results
@@ -310,10 +293,8 @@ def _without_collections() -> Iterator[None]:
 @contextmanager
 def _patched() -> Iterator[None]:
     """Replace `device_of` by the rank's device, and let host reads that torch does not dispatch wait as others do."""
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(devices, "device_of", lambda device: _rank.device))
-        for name in _HOST_READS:
-            stack.enter_context(patch.object(Tensor, name, _waiting(getattr(Tensor, name))))
+    reads = {name: _waiting(getattr(Tensor, name)) for name in ("tolist", "numpy")}
+    with patch.object(devices, "device_of", lambda device: _rank.device), patch.multiple(Tensor, **reads):
         yield
 
 
@@ -327,40 +308,34 @@ def _waiting(read: Callable[..., Any]) -> Callable[..., Any]:
     return read_when_done
 
 
-def _all_reduce_sum(parts: list[Any]) -> None:
-    total = torch.stack([x for (x,) in parts]).sum(0)
-    for (x,) in parts:
-        x.copy_(total)
+def _copy(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
 
 
-def _all_reduce_max(parts: list[Any]) -> None:
-    largest = torch.stack([x for (x,) in parts]).amax(0)
-    for (x,) in parts:
-        x.copy_(largest)
+# What a collective does once all ranks have come, with the tensors that each gave.
+
+
+def _all_reduce(op: Op, parts: list[Any]) -> None:
+    stacked = torch.stack([x for (x,) in parts])
+    _copy((x for (x,) in parts), [stacked.sum(0) if op is Op.SUM else stacked.amax(0)] * len(parts))
 
 
 def _reduce_scatter(parts: list[Any]) -> None:
     total = torch.stack([full for _, full in parts]).sum(0).chunk(len(parts))
     for _, full in parts:
         poison_(full)  # undefined after a reduce-scatter
-    for (shard, _), value in zip(parts, total, strict=True):
-        shard.copy_(value)
+    _copy((shard for shard, _ in parts), total)
 
 
 def _all_gather(parts: list[Any]) -> None:
-    value = torch.cat([shard for _, shard in parts])
-    for full, _ in parts:
-        full.copy_(value)
+    _copy((full for full, _ in parts), [torch.cat([shard for _, shard in parts])] * len(parts))
 
 
 def _all_to_all(parts: list[Any]) -> None:
     sent = [torch.split(x.clone(), sizes) for _, x, sizes in parts]
-    for rank, (out, _, _) in enumerate(parts):
-        out.copy_(torch.cat([of_rank[rank] for of_rank in sent]))
+    _copy((out for out, _, _ in parts), map(torch.cat, zip(*sent, strict=True)))
 
 
 def _broadcast(parts: list[Any]) -> None:
-    _, src = parts[0]
-    value = parts[src][0].clone()
-    for x, _ in parts:
-        x.copy_(value)
+    _copy((x for x, _ in parts), [parts[parts[0][1]][0].clone()] * len(parts))
