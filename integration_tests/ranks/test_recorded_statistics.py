@@ -6,17 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cut_ranks import (
-    EVEN,
-    fsdp,
-    fsdp_x_tp,
-    hsdp,
-    record,
-    replicas_of_tp,
-    tp,
-    tp_on_a_part_of_the_mesh,
-    two_axes,
-)
+from cut_ranks import EVEN, fsdp, fsdp_x_tp, hsdp, record, replicas_of_tp, tp, tp_on_a_part_of_the_mesh, two_axes
 from parity import Held
 from processes import FSDP2_RUNS, Job, run_jobs
 from statistics_grid import GRIDS, KINDS, Net, Place, mean_gradients, parts, run_grid

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 from parity import Held
-from statistics_grid import (
-    KINDS,
-    Net,
-    Place,
-    parts,
-    run_grid,
-)
+from statistics_grid import KINDS, Net, Place, parts, run_grid
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig

@@ -5,17 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from partly_trained import (
-    UNUSED,
-    ZERO,
-    assert_same,
-    begin,
-    group_of,
-    resume,
-    state_of,
-    states,
-    train,
-)
+from partly_trained import UNUSED, ZERO, assert_same, begin, group_of, resume, state_of, states, train
 
 from opt_checkpoint import CheckpointKeyError, save
 

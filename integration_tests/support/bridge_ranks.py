@@ -114,7 +114,4 @@ def trained(settings: dict[str, Any]) -> tuple[Trained, Trained]:
     other_optimizer.load_state_dict(of_optimizer)
     other_scheduler.load_state_dict(of_scheduler)
     resumed = iterate(other_chunk, other_optimizer, other_scheduler, range(STEPS // 2, STEPS))
-    return (
-        Trained(model.state_dict(), norms + after[0], rates + after[1]),
-        Trained(other.state_dict(), *resumed),
-    )
+    return (Trained(model.state_dict(), norms + after[0], rates + after[1]), Trained(other.state_dict(), *resumed))

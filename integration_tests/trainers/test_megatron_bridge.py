@@ -17,11 +17,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
 from opt_stack import ConfigError, OptimizerConfig, OptimizerParamScheduler, get_optimizer
 from opt_stack.adapters.megatron_bridge import StackOptimizerConfig
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "adam": {},
-    "muon": {"optimizer": "muon"},
-    "bf16": {"bf16": True},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"adam": {}, "muon": {"optimizer": "muon"}, "bf16": {"bf16": True}}
 
 
 @pytest.fixture
