@@ -34,24 +34,19 @@ def test_muon_trains_and_its_plan_leaves_embeddings_and_head_to_adam() -> None:
 
 
 def test_the_mixture_of_experts_trains() -> None:
-    printed = torchrun("train_moe.py", "--steps", 10)
-    (loss,) = re.findall(r"step 10: loss ([\d.]+)", printed)
+    (loss,) = re.findall(r"step 10: loss ([\d.]+)", torchrun("train_moe.py", "--steps", 10))
     assert math.isfinite(float(loss))
 
 
-def test_the_gpt_trains_and_resumes_from_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_the_gpt_trains_resumes_and_refuses_a_batch_that_ranks_cannot_share(tmp_path: Path) -> None:
     printed = torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 4, "--batch", 2)
     assert "adam updates 29 parameters" in printed
     assert "step 4/4  loss" in printed
     assert "\r" not in printed  # a pipe is not a terminal
     torchrun("train_gpt.py", "--dir", tmp_path, "--steps", 5, "--batch", 2, "--resume", "--name", "resumed", ranks=1)
-    resumed = json.loads((tmp_path / "resumed.json").read_text())
-    assert [row["step"] for row in resumed["log"]] == [4]
-
-
-def test_the_gpt_refuses_a_batch_that_ranks_cannot_share_equally(tmp_path: Path) -> None:
+    assert [row["step"] for row in json.loads((tmp_path / "resumed.json").read_text())["log"]] == [4]
     with pytest.raises(RankError, match="--batch 3 is not a multiple of the 2 ranks"):
-        torchrun("train_gpt.py", "--dir", tmp_path, "--batch", 3)
+        torchrun("train_gpt.py", "--dir", tmp_path / "other", "--batch", 3)
 
 
 def test_a_tensor_parallel_run_resumes_on_other_sizes_with_the_same_loss(tmp_path: Path) -> None:
@@ -61,7 +56,6 @@ def test_a_tensor_parallel_run_resumes_on_other_sizes_with_the_same_loss(tmp_pat
         (found,) = re.findall(rf"TP {tp} x DP {4 // tp}: steps \d+ to {steps}, loss ([\d.]+)", printed)
         return float(found)
 
-    before = loss(2, 6, "resumed")
-    after = loss(1, 12, "resumed")
+    before, after = loss(2, 6, "resumed"), loss(1, 12, "resumed")
     assert after < before
     assert after == pytest.approx(loss(2, 12, "uninterrupted"), rel=1e-4)

@@ -51,11 +51,11 @@ def promised(readme: str) -> list[str]:
 
 def when(file: Path, test: str) -> str | None:
     """In which tier a test runs; None if there is none of this name."""
-    tree = ast.parse(file.read_text()) if file.is_file() else ast.Module([], [])
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == test]
+    body = ast.parse(file.read_text()).body if file.is_file() else []
+    found = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == test]
     if not found:
         return None
-    of_file = [node for node in tree.body if isinstance(node, ast.Assign)]
+    of_file = [node for node in body if isinstance(node, ast.Assign)]
     marks = "\n".join(map(ast.unparse, (*of_file, *found[0].decorator_list)))
     elsewhere = {"trainers", "tests_megatron", "tests_s3", "tests_trainers"} & {*file.parts}
     return "nightly" if elsewhere or "mark.nightly" in marks else "default"
@@ -84,17 +84,11 @@ def problems(table: str, readmes: dict[str, str]) -> Iterator[str]:
 
 # --- tests ---
 
-README = """# X
-
-## What you can rely on
-
+README = """# X\n\n## What you can rely on\n
 - **Nothing is lost.** Not even [once](there).
 - **Everything** is
-  found.
-
-## Limits
-
-- None.
+  found.\n
+## Limits\n\n- None.
 """
 HEAD = "## R\n\n| promise | test | runs |\n|---|---|---|\n"
 HERE = "integration_tests/project/test_promises.py::test_the_table_has_every_promise_and_names_tests_that_exist"
@@ -109,11 +103,9 @@ def test_the_table_has_every_promise_and_names_tests_that_exist() -> None:
 
 
 def test_a_wrong_row_and_a_missing_one_are_named() -> None:
-    good = f"Everything is found. | `{HERE}` | default"
-    assert found(f"Nothing is lost. | `{HERE}` | default", good) == []
+    good, lost = f"Everything is found. | `{HERE}` | default", f"Nothing is lost. | `{HERE}` | default"
+    assert found(lost, good) == []
     assert found(good) == ["R promises without a row: Nothing is lost. Not even once."]
-    assert found(f"Nothing is lost. | `{HERE}` | nightly", good) == [f"{HERE} runs in the default tier, not nightly"]
-    assert found(f"Nothing is lost. | `{HERE}_x` | default", good) == [f"no test {HERE}_x"]
-    assert found(f"Nothing is lost. | `{HERE}` | default", good, f"All is well. | `{HERE}` | default") == [
-        "R does not say: All is well."
-    ]
+    assert found(lost.replace("default", "nightly"), good) == [f"{HERE} runs in the default tier, not nightly"]
+    assert found(lost.replace(HERE, f"{HERE}_x"), good) == [f"no test {HERE}_x"]
+    assert found(lost, good, f"All is well. | `{HERE}` | default") == ["R does not say: All is well."]

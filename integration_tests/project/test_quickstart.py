@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from progress import Progress
@@ -20,34 +21,35 @@ def run(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
-def log(path: Path) -> dict:
+def log(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "quickstart"
+
+
+@pytest.fixture(scope="module")
+def ran(directory: Path) -> subprocess.CompletedProcess[str]:
     """Muon's, which cuts some parameters and keeps others whole."""
     pytest.importorskip("matplotlib")
-    directory = tmp_path_factory.mktemp("runs") / "quickstart"
-    return directory, run("--dir", directory, "--steps", STEPS, "--rule", "muon")
+    return run("--dir", directory, "--steps", STEPS, "--rule", "muon")
 
 
-def test_it_fails_only_because_six_steps_do_not_beat_a_bigram(quickstart) -> None:
-    _, ran = quickstart
+def test_it_fails_only_because_six_steps_do_not_beat_a_bigram(ran: Any) -> None:
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1] == "the model did not beat a bigram"
+
+
+def test_the_resumed_run_ends_where_the_uninterrupted_one_does(ran: Any, directory: Path) -> None:
     assert re.search(r"resumed on 2 ranks: 3 steps, largest difference of loss 0.00e\+00", ran.stdout)
-
-
-def test_the_resumed_run_ends_where_the_uninterrupted_one_does(quickstart) -> None:
-    directory, _ = quickstart
     resumed, whole = log(directory / "resumed.json"), log(directory / "uninterrupted/whole.json")
     assert resumed["log"] == whole["log"][STEPS // 2 :]
     assert resumed["bits"] == whole["bits"]
 
 
-def test_its_output_has_whole_lines_a_table_and_pictures(quickstart) -> None:
-    directory, ran = quickstart
+def test_its_output_has_whole_lines_a_table_and_pictures(ran: Any, directory: Path) -> None:
     assert "\r" not in ran.stdout + ran.stderr
     assert re.search(r"^step 6/6  loss [\d.]+ .* s a step$", ran.stdout, re.MULTILINE)
     assert re.search(r"^gradients +1,783,808 +1,783,808$", ran.stdout, re.MULTILINE)  # fp32, as torch's
@@ -56,14 +58,13 @@ def test_its_output_has_whole_lines_a_table_and_pictures(quickstart) -> None:
         assert (directory / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(quickstart) -> None:
-    directory, _ = quickstart
-    ran = run("--dir", directory, "--resume", "--ranks", 1, "--more", 2)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def test_resume_goes_on_with_the_rule_of_the_run_on_another_number_of_ranks(ran: Any, directory: Path) -> None:
+    again = run("--dir", directory, "--resume", "--ranks", 1, "--more", 2)
+    assert again.returncode == 0, again.stderr[-3000:]
     resumed = log(directory / "resumed.json")
     assert resumed["rule"] == "muon"
     assert [row["step"] for row in resumed["log"]] == [STEPS, STEPS + 1]
-    assert "of the checkpoint replaces" not in ran.stderr  # the schedule is the one that was saved
+    assert "of the checkpoint replaces" not in again.stderr  # the schedule is the one that was saved
 
 
 def test_a_folder_of_another_program_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,20 +80,12 @@ def test_a_folder_of_another_program_is_not_deleted(tmp_path: Path, monkeypatch:
     assert (tmp_path / "checkpoints").exists()
 
 
-def shown(stream: io.StringIO, steps: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("COLUMNS", "40")
-    progress = Progress(0, steps, every=3, stream=stream)
-    for step in range(steps):
-        progress.show(step, f"loss {step}")
-    return stream.getvalue()
-
-
 def test_a_file_gets_a_line_every_few_steps_and_one_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(io.StringIO(), 7, monkeypatch)
-    assert [line.split("  ")[:2] for line in text.splitlines()] == [
-        ["step 3/7", "loss 2"],
-        ["step 6/7", "loss 5"],
-        ["step 7/7", "loss 6"],
-    ]
-    assert "\r" not in text
-    assert "\x1b" not in text
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = io.StringIO()
+    progress = Progress(0, 7, every=3, stream=stream)
+    for step in range(7):
+        progress.show(step, f"loss {step}")
+    lines = [line.split("  ")[:2] for line in stream.getvalue().splitlines()]
+    assert lines == [["step 3/7", "loss 2"], ["step 6/7", "loss 5"], ["step 7/7", "loss 6"]]
+    assert not {"\r", "\x1b"} & {*stream.getvalue()}

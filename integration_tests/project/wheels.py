@@ -11,11 +11,14 @@ import pytest
 PACKAGES = sorted(folder.name for folder in (Path(__file__).parents[2] / "packages").iterdir())
 
 
+def wheel_of(package: str) -> zipfile.ZipFile:
+    (path,) = Path(os.environ["OPT_STACK_DIST"]).glob(f"{package.replace('-', '_')}-*.whl")
+    return zipfile.ZipFile(path)
+
+
 @pytest.fixture(params=PACKAGES)
 def wheel(request: pytest.FixtureRequest) -> zipfile.ZipFile:
-    name = request.param.replace("-", "_")
-    (path,) = Path(os.environ["OPT_STACK_DIST"]).glob(f"{name}-*.whl")
-    return zipfile.ZipFile(path)
+    return wheel_of(request.param)
 
 
 def import_name(wheel: zipfile.ZipFile) -> str:
@@ -54,8 +57,7 @@ def test_it_asks_for_no_torch_of_an_index_of_its_own(wheel: zipfile.ZipFile) -> 
 
 
 def test_the_triton_sources_are_in_the_kernels_wheel() -> None:
-    (path,) = Path(os.environ["OPT_STACK_DIST"]).glob("opt_kernels-*.whl")
-    names = zipfile.ZipFile(path).namelist()
+    names = wheel_of("opt-kernels").namelist()
     assert "opt_kernels/backends/triton/update.py" in names
     assert {f"opt_kernels/backends/cpp/{name}.h" for name in ("elements", "formats", "codecs", "update")} <= {*names}
 

@@ -3,7 +3,6 @@
 Steps succeeded without `finalize_model_grads`, and copies drifted 0.6 apart.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,7 @@ from tp_model import Grid, run_grid
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import finalize_model_grads, get_optimizer
 
 ROLES = {"shared_embedding": "embedding", "shared_position_embedding": "positions", "pipeline_parallel": "pp"}
@@ -27,8 +25,8 @@ MARKS = (*OVER_TP, *ROLES)
 FLAT = {"use_distributed_optimizer": True}
 SPREADS: dict[str, dict[str, Any]] = {"replicated": {}, "flat": FLAT}
 WRAPPED = {**SPREADS, "overlap": {**FLAT, "overlap_grad_reduce": True, "overlap_param_gather": True}}
-STEPS, DP = 3, 2
-SGD = OptimizerConfig(optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0)
+STEPS, DP, DECAY = 3, 2, 0.5
+SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 1.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
 
 
 class Net(nn.Module):
@@ -53,49 +51,49 @@ def grads_of(step: int, dp: int, peer: int, micro: int = 0) -> dict[str, Tensor]
     found = {}
     for number, (name, param) in enumerate(Net("sequence_parallel", 0).named_parameters()):
         seed = 1000 * step + 100 * number + 10 * dp + (peer if name in ("copy", "seldom") else 0) + 5 * micro
-        is_used = name != "seldom" or (step == 1 and (dp, peer) == (0, 1))
-        if is_used:
+        if name != "seldom" or (step == 1 and (dp, peer) == (0, 1)):
             numbers = torch.randint(-64, 65, param.shape, generator=torch.Generator().manual_seed(seed))
             found[name] = numbers.float() / 64
     return found
 
 
+def check(mark: str, ranks: list[tuple[dict[str, Tensor], list[float]]], *, unused: bool) -> None:
+    """Compare with SGD in float64, whose gradients are means over replicas of sums (or means) over peers.
+
+    With `unused`, a parameter that no rank used has no gradient; in a wrapper's buffer it has zeros.
+    """
+    weights, norms = {name: p.detach().double() for name, p in Net(mark, 0).named_parameters()}, []
+    for step in range(STEPS):
+        sums: dict[str, Any] = {} if unused else dict.fromkeys(weights, 0.0)
+        for at, micro, peer in ((at, micro, peer) for at in range(DP) for micro in range(2) for peer in range(2)):
+            for name, grad in grads_of(step, at, peer, micro).items():
+                is_mean = name not in ("copy", "seldom") or mark == "average_gradients_across_tp_domain"
+                sums[name] = sums.get(name, 0) + grad.double() / (DP * (2 if is_mean else 1))
+        norms.append(sum(float(torch.as_tensor(grad).square().sum()) for grad in sums.values()) ** 0.5)
+        weights |= {name: weights[name] * (1 - DECAY) - grad for name, grad in sums.items()}
+    for of_rank, norms_of_rank in ranks:
+        for name, weight in weights.items():
+            assert torch.equal(of_rank[name], ranks[0][0][name]), name
+            torch.testing.assert_close(of_rank[name].double(), weight, rtol=1e-6, atol=1e-6)
+        if mark in OVER_TP:  # what is not marked is on both stages, and would count twice
+            assert norms_of_rank == pytest.approx(norms, rel=1e-6)
+
+
+def made(grid: Grid, mark: str, *, wrapped: bool = False, chunk: int | None = None, **fields: Any) -> Any:
+    """Models, and their optimizer; two neighbours of a grid are tensor-parallel ranks, or stages that hold copies."""
+    roles = roles_of(grid, mark)
+    nets: list[nn.Module] = [Net(mark, grid.tp.rank) for _ in range(chunk or 1)]
+    if wrapped:
+        ddp = DistributedDataParallelConfig(**fields)
+        nets = [DistributedDataParallel(ddp, net, groups=roles, chunk=number) for number, net in enumerate(nets)]
+    config = OptimizerConfig(**SGD, weight_decay=DECAY, **{k: v for k, v in fields.items() if "grad" not in k})
+    return nets, get_optimizer(config, nets, {}, pg_collection=roles)
+
+
 def roles_of(grid: Grid, mark: str, *, knows_stages: bool = True) -> Roles:
-    """The two neighbours of a grid are tensor-parallel ranks, or stages that hold copies."""
     axes = Axes(dp=grid.dp, tp=grid.tp if mark in OVER_TP else Alone())
     known: dict[str, Any] = {ROLES[mark]: grid.tp} if mark in ROLES and knows_stages else {}
     return Roles(dense=axes, expert=axes, everyone=grid.world, **known)
-
-
-def config(mark: str, **changes: Any) -> OptimizerConfig:
-    """Stages are not clipped: what is not marked is on both, and would count twice."""
-    return OptimizerConfig(lr=0.05, weight_decay=0.1, clip_grad=0.5 if mark in OVER_TP else 0.0, **changes)
-
-
-def check(mark: str, ranks: list[tuple[dict[str, Tensor], list[float]]], *, unused: bool) -> None:
-    """All copies are equal bit by bit, and those of one process except for the order of sums in the norm.
-
-    That process has the mean over replicas of the sums (or means) over peers. With `unused`, a parameter that no rank
-    used has no gradient; in a wrapper's buffer it has zeros.
-    """
-    net, norms = Net(mark, 0), []
-    optimizer = get_optimizer(config(mark), [net], {}, pg_collection=roles_over(Alone()))
-    for step in range(STEPS):
-        for at, micro, peer in ((at, micro, peer) for at in range(DP) for micro in range(2) for peer in range(2)):
-            for name, grad in grads_of(step, at, peer, micro).items():
-                param = net.get_parameter(name)
-                is_mean = name not in ("copy", "seldom") or mark == "average_gradients_across_tp_domain"
-                param.grad = (0 if param.grad is None else param.grad) + grad / (DP * (2 if is_mean else 1))
-        if not unused and net.seldom.grad is None:
-            net.seldom.grad = torch.zeros_like(net.seldom)
-        norms.append(optimizer.step().grad_norm)
-        optimizer.zero_grad()
-    for of_rank, norms_of_rank in ranks:
-        for name, weight in net.named_parameters():
-            assert torch.equal(of_rank[name], ranks[0][0][name]), name
-            torch.testing.assert_close(of_rank[name], weight.detach(), rtol=1e-5, atol=1e-6)
-        if mark in OVER_TP:
-            torch.testing.assert_close(norms_of_rank, norms, rtol=1e-6, atol=0)
 
 
 def backward(model: nn.Module, grid: Grid, step: int) -> None:
@@ -108,23 +106,20 @@ def backward(model: nn.Module, grid: Grid, step: int) -> None:
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("mark", MARKS)
 def test_the_step_completes_the_gradients_of_plain_modules(mark: str, spread: str) -> None:
-    """Also of a parameter that only one rank uses, in one step: decay and momentum then apply on all or none."""
+    """Also of a parameter that only one rank uses, in one step; and again in a step on the same gradients."""
 
     def rank_main(grid: Grid) -> tuple[dict[str, Tensor], list[float]]:
-        net, norms = Net(mark, grid.tp.rank), []
-        optimizer = get_optimizer(config(mark, **SPREADS[spread]), [net], {}, pg_collection=roles_of(grid, mark))
+        (net,), optimizer = made(grid, mark, **SPREADS[spread])
+        norms = []
         for step in range(STEPS):
             backward(net, grid, step)
             norms.append(optimizer.step().grad_norm)
+            weights = {name: param.detach().clone() for name, param in net.named_parameters()}
+            assert [optimizer.step().grad_norm for _ in range(2 * (step == STEPS - 1))] in ([], norms[-1:] * 2)
             optimizer.zero_grad()
-        return {name: param.detach().clone() for name, param in net.named_parameters()}, norms
+        return weights, norms
 
     check(mark, run_grid(rank_main), unused=True)
-
-
-def wrap(grid: Grid, mark: str, *, chunk: int = 0, **settings: Any) -> DistributedDataParallel:
-    ddp = DistributedDataParallelConfig(**settings)
-    return DistributedDataParallel(ddp, Net(mark, grid.tp.rank), groups=roles_of(grid, mark), chunk=chunk)
 
 
 @pytest.mark.parametrize("wrapped", WRAPPED)
@@ -133,13 +128,12 @@ def test_finalize_sums_once_and_a_step_without_it_is_refused_on_every_rank(mark:
     """With the groups of the wrapper, also if it is called twice. A refused step may follow after the call."""
 
     def rank_main(grid: Grid) -> tuple[dict[str, Tensor], list[float]]:
-        model, norms = wrap(grid, mark, **WRAPPED[wrapped]), []
-        optimizer = get_optimizer(config(mark), [model], {}, pg_collection=roles_of(grid, mark))
-        refusal = rf"is marked {mark}[^$]*call opt_stack\.finalize_model_grads"
+        (model,), optimizer = made(grid, mark, wrapped=True, **WRAPPED[wrapped])
+        norms = []
         for step in range(STEPS):
             backward(model, grid, step)
             before = [param.detach().clone() for param in model.parameters()]
-            with pytest.raises(RuntimeError, match=refusal):
+            with pytest.raises(RuntimeError, match=rf"is marked {mark}[^$]*call opt_stack\.finalize_model_grads"):
                 optimizer.step() if step else optimizer.prepare_grads()  # it was called for the step before only
             assert all(map(torch.equal, model.parameters(), before))
             for _ in range(2):
@@ -160,19 +154,16 @@ def test_chunks_with_copies_are_finalized_in_one_call() -> None:
     """Two chunks of one stage hold copies of a parameter: their gradients are summed only if both are passed."""
 
     def rank_main(grid: Grid) -> None:
-        mark = "pipeline_parallel"
-        chunks = [wrap(grid, mark, chunk=number) for number in range(2)]
-        optimizer = get_optimizer(config(mark), chunks, {}, pg_collection=roles_of(grid, mark))
-        for is_apart in (True, False):
+        chunks, optimizer = made(grid, "pipeline_parallel", wrapped=True, chunk=2)
+        for calls in ([chunks[:1], chunks[1:]], [chunks]):
             for number, chunk in enumerate(chunks):
                 chunk(grads_of(1, grid.dp.rank, grid.tp.rank, number)).backward()
-            if is_apart:
-                for chunk in chunks:
-                    finalize_model_grads([chunk])
+            for call in calls:
+                finalize_model_grads(call)
+            if len(calls) == 2:
                 with pytest.raises(RuntimeError, match="with all 2 chunks"):
                     optimizer.step()
             else:
-                finalize_model_grads(chunks)
                 assert optimizer.step().success
             optimizer.zero_grad()
         assert torch.equal(chunks[0].module.copy, chunks[1].module.copy)
@@ -180,60 +171,40 @@ def test_chunks_with_copies_are_finalized_in_one_call() -> None:
     run_grid(rank_main)
 
 
-def test_a_step_may_be_repeated_on_the_same_gradients() -> None:
-    """The sum is written beside `param.grad`, so that a second step does not sum sums."""
-
-    def rank_main(grid: Grid) -> list[float]:
-        net, mark = Net("sequence_parallel", grid.tp.rank), "sequence_parallel"
-        optimizer = get_optimizer(config(mark), [net], {}, pg_collection=roles_of(grid, mark))
-        net(grads_of(1, grid.dp.rank, grid.tp.rank)).backward()
-        return [optimizer.step().grad_norm for _ in range(3)]
-
-    for norms in run_grid(rank_main):
-        assert norms == norms[:1] * 3
-
-
 @pytest.mark.parametrize("mark", ROLES)
 def test_a_copy_whose_stages_are_unknown_is_refused_on_every_rank(mark: str) -> None:
     role = {"shared_embedding": "embd", "shared_position_embedding": "pos_embd", "pipeline_parallel": "pp"}[mark]
 
     def rank_main(grid: Grid) -> None:
-        roles = roles_of(grid, mark, knows_stages=False)
+        roles, net = roles_of(grid, mark, knows_stages=False), Net(mark, grid.tp.rank)
         with pytest.raises(ValueError, match=f"is marked {mark}, but the group {role} is not given"):
-            get_optimizer(config(mark), [Net(mark, grid.tp.rank)], {}, pg_collection=roles)
-        wrapped = DistributedDataParallel(DistributedDataParallelConfig(), Net(mark, grid.tp.rank), groups=roles)
+            get_optimizer(OptimizerConfig(), [net], {}, pg_collection=roles)
         with pytest.raises(ValueError, match=f"is marked {mark}, but the group {role} is not given"):
-            finalize_model_grads([wrapped])
+            finalize_model_grads([DistributedDataParallel(DistributedDataParallelConfig(), net, groups=roles)])
 
     run_grid(rank_main)
 
 
-def scaled(chunk: DistributedDataParallel, num_tokens: int) -> None:
-    chunk.finish_grad_sync()
-    chunk.scale_gradients(1 / num_tokens)
-
-
-WAYS: dict[str, Callable[[DistributedDataParallel, int], Any]] = {
-    "finalize twice": lambda chunk, tokens: [finalize_model_grads([chunk], tokens // 2) for _ in range(2)],
-    "scale": scaled,
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scales", [False, True], ids=["finalize twice", "scale"])
 @pytest.mark.parametrize("wrapped", WRAPPED)
-def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, way: str) -> None:
+def test_a_sum_over_tokens_that_nobody_divides_is_refused(wrapped: str, scales: bool) -> None:
     tokens = 64  # of which each of two replicas has a half
 
-    def rank_main(comm: ThreadComm) -> float:
+    def rank_main(comm: Comm) -> float:
         ddp, net = DistributedDataParallelConfig(**WRAPPED[wrapped]), Net("sequence_parallel", 0)
         model = DistributedDataParallel(ddp, net, groups=roles_over(comm), calculate_per_token_loss=True)
-        optimizer = get_optimizer(config("sequence_parallel"), [model], {})
+        optimizer = get_optimizer(OptimizerConfig(lr=0.1), [model], {})
         model(grads_of(0, comm.rank, 0)).backward()
         for finalize in (lambda: None, lambda: finalize_model_grads([model])):  # without a number of tokens
             finalize()
             with pytest.raises(RuntimeError, match=r"call opt_stack\.finalize_model_grads\(model_chunks, num_tokens"):
                 optimizer.step()
-        WAYS[way](model, tokens)
+        if scales:
+            model.finish_grad_sync()
+            model.scale_gradients(1 / tokens)
+        else:
+            for _ in range(2):
+                finalize_model_grads([model], tokens // 2)
         return optimizer.step().grad_norm
 
     sums = [grads_of(0, 0, 0)[name] + grads_of(0, 1, 0)[name] for name in grads_of(0, 0, 0)]
@@ -256,14 +227,12 @@ class QkNorm(nn.Module):
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_norms_of_queries_and_keys_are_summed_if_the_model_says_that_they_are_partial(
-    wrapped: bool, partial: bool
-) -> None:
+def test_norms_of_queries_are_summed_if_the_model_says_that_they_are_partial(wrapped: bool, partial: bool) -> None:
     def rank_main(grid: Grid) -> list[float]:
         net = QkNorm(partial=partial)
         ddp = DistributedDataParallelConfig()
         model = DistributedDataParallel(ddp, net, groups=grid.roles) if wrapped else net
-        optimizer = get_optimizer(SGD, [model], {}, pg_collection=grid.roles)
+        optimizer = get_optimizer(OptimizerConfig(**SGD, weight_decay=0.0), [model], {}, pg_collection=grid.roles)
         model(torch.full((1, 3), 0.25 * (1 + grid.tp.rank) if partial else 0.5)).backward()
         if wrapped and partial:
             with pytest.raises(RuntimeError, match=r"q_layernorm\.weight' is not complete"):
@@ -290,7 +259,7 @@ def test_stages_may_hold_copies_in_another_order(mark: str, wrapped: bool) -> No
             param.shared = grid.tp.rank > 0
             net.register_parameter(name, param)
         model = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=roles) if wrapped else net
-        optimizer = get_optimizer(SGD, [model], {}, pg_collection=roles)
+        optimizer = get_optimizer(OptimizerConfig(**SGD), [model], {}, pg_collection=roles)
         sum(param.sum() * (1 + number) for number, param in enumerate(map(net.get_parameter, shapes))).backward()
         if wrapped:
             finalize_model_grads([model])

@@ -1,112 +1,342 @@
-"""Process groups of a run: found from meshes and DTensors, or refused on every rank. Gloo processes."""
+"""Process groups of a run: found from meshes, DTensors and torch's wrapper, or refused on every rank; gloo."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from group_ranks import (
-    BUILDS,
-    LAYOUTS,
-    Trained,
-    broadcasts_in_pairs,
-    build_all,
-    chunks_on_different_devices,
-    config,
-    device_of_a_rank_without_tensors,
-    skip_the_matrices,
-    skip_the_matrices_alone,
-    train,
-    train_alone,
-)
-from processes import FSDP2_RUNS, Job, run_jobs
+import torch.distributed as dist
+from processes import FSDP2_RUNS, Job, mesh_of, refusal, run_jobs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as TorchWrapper
 
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm import Alone, Axes, Roles, TorchComm, world
+from opt_stack import DistributedDataParallel, ProcessGroups, Registry, get_optimizer
+from opt_stack.planning.plan import Draft
+from opt_stack.planning.ranks import check_devices
+
+STEPS = 5
+MUON = {"optimizer": "muon", "muon_fp32_matmul_prec": "highest"}
+RULES: dict[str, dict[str, Any]] = {"adam": {}, "muon": {**MUON, "muon_tp_mode": "duplicated"}}
+SPREADS: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "flat": {"use_distributed_optimizer": True},
+    "whole": {**MUON, "use_layer_wise_distributed_optimizer": True},
+}
+
+
+class Mlp(nn.Module):
+    """Two matrices that a tensor-parallel plan shards, and a norm that it replicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.rand(param.shape, generator=generator) - 0.5)
+
+    def forward(self, x: Tensor, *, uses_matrices: bool = True) -> Tensor:
+        if not uses_matrices:
+            return self.norm(x).pow(4).mean()
+        return self.down(torch.tanh(self.up(self.norm(x)))).square().mean()
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+    zeros: list[int | None]
+
+
+def config(**changes: Any) -> OptimizerConfig:
+    base = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.1, "log_num_zeros_in_grad": True}
+    return OptimizerConfig(**{**base, **changes})
+
+
+def train(
+    fields: dict[str, Any], model: nn.Module, places: list[int], count: int, *, gaps: bool = False, **given: Any
+) -> Trained:
+    """Steps on the parts `places` of `count` of the joined batch.
+
+    With `gaps`, the first of two replicas uses the matrices in every other step, the second never.
+    """
+    optimizer = get_optimizer(config(**fields), [model], {}, **given)
+    results = []
+    for step in range(STEPS):
+        batch = torch.randn(8, 8, generator=torch.Generator().manual_seed(step)).chunk(count)
+        for place in places:
+            options = {"uses_matrices": step % 2 == 0 and place == 0} if gaps else {}
+            (model(batch[place], **options) / len(places)).backward()
+        results.append(optimizer.step())
+        optimizer.zero_grad()
+    weights = {name.removeprefix("module."): whole(param) for name, param in model.named_parameters()}
+    return Trained(weights, [r.grad_norm for r in results], [r.num_zeros_in_grad for r in results])
+
+
+def whole(param: Tensor) -> Tensor:
+    return param.detach().full_tensor() if isinstance(param, DTensor) else param.detach().clone()
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def tp(model: nn.Module, mesh: DeviceMesh) -> None:
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def tp_fsdp(model: nn.Module, mesh: DeviceMesh) -> None:
+    tp(model, mesh)
+    fully_shard(model, mesh=mesh["dp"])
+
+
+def by_role(mesh: DeviceMesh) -> dict[str, Any]:
+    dp, tp = mesh.get_group("dp"), mesh.get_group("tp")
+    return {"pg_collection": ProcessGroups(dp=dp, expt_dp=dp, mp=tp, tp_ep_pp=tp, tp=tp)}
+
+
+def as_mesh(mesh: DeviceMesh) -> dict[str, Any]:
+    return {"mesh": mesh}
+
+
+# The axes of a mesh of 2 x 2 ranks, how the model is laid out on it, and the groups that the factory gets.
+LAYOUTS: dict[str, tuple[tuple[str, str], Callable[..., Any], Callable[[DeviceMesh], dict[str, Any]]]] = {
+    "tp x dp": (("dp", "tp"), tp, lambda mesh: {}),
+    "tp x dp, groups by role": (("dp", "tp"), tp, by_role),
+    "tp x dp, mesh": (("dp", "tp"), tp, as_mesh),
+    "dp x tp, tp outermost": (("tp", "dp"), tp, lambda mesh: {}),
+    "tp x fsdp": (("dp", "tp"), tp_fsdp, lambda mesh: {}),
+    "tp x fsdp, mesh": (("dp", "tp"), tp_fsdp, as_mesh),
+    "tp x cp": (("cp", "tp"), tp, lambda mesh: {}),
+    "hsdp": (("dp_replicate", "dp_shard"), lambda model, mesh: fully_shard(model, mesh=mesh), lambda mesh: {}),
+    "fsdp in each replica": (
+        ("dp_replicate", "dp_shard"), lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"]), lambda mesh: {},
+    ),
+    "plain x tp axis, mesh": (("dp", "tp"), lambda model, mesh: None, as_mesh),
+    "plain, dp x cp": (("dp", "cp"), lambda model, mesh: None, as_mesh),
+}  # fmt: skip
 RUNS = [name for name in LAYOUTS if FSDP2_RUNS or ("fsdp" not in name and name != "hsdp")]
-RULES = {"adam": config(), "muon": config(optimizer="muon", muon_tp_mode="duplicated", muon_fp32_matmul_prec="highest")}
 
 
-class Four(NamedTuple):
-    trained: dict[str, list[Trained]]
-    gaps: list[Trained]
-    outcomes: list[dict[str, str]]
-    broadcast: list[list[int]]
-    devices: list[str]
-    mixed: list[str]
+def train_on(name: str, fields: dict[str, Any]) -> Trained:
+    axes, lay_out, given = LAYOUTS[name]
+    mesh, model = mesh_of(2, 2, names=axes), Mlp()
+    lay_out(model, mesh)
+    place, count = 0, 1
+    for axis in (axis for axis in axes if axis != "tp"):  # those that split samples
+        place, count = place * 2 + mesh.get_local_rank(axis), count * 2
+    return train(fields, model, [place], count, **given(mesh))
+
+
+def train_with_gaps() -> Trained:
+    mesh, model = mesh_of(2, 2, names=("dp", "tp")), Mlp()
+    tp(model, mesh)
+    return train({}, model, [mesh.get_local_rank("dp")], 2, gaps=True)
+
+
+def train_in_torchs_wrapper(spread: str, case: str) -> Trained:
+    """One rank of a model in torch's wrapper, which leaves the norm to its user where it is ignored or unfrozen only
+    after the model was wrapped, and averages over this rank only where it is alone."""
+    model = Mlp()
+    model.norm.requires_grad_(case != "all but the norm, unfrozen later")
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()] if case == "each rank alone" else None
+    if case == "all but the norm":
+        TorchWrapper._set_params_and_buffers_to_ignore_for_model(model, ["norm.weight", "norm.bias"])
+    wrapper = TorchWrapper(model, process_group=alone)
+    model.norm.requires_grad_(True)
+    return train(SPREADS[spread], wrapper, [dist.get_rank()], 4)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def build(model: nn.Module | None = None, *, wrapped: bool = False, **given: Any) -> Any:
+    if wrapped:
+        return DistributedDataParallel(DistributedDataParallelConfig(), model or Mlp(), **given)
+    return get_optimizer(config(), [model or Mlp()], **given)
+
+
+def marked(**attributes: Any) -> nn.Module:
+    model = Mlp()
+    for name, value in attributes.items():
+        setattr(model.up.weight, name, value)
+    return model
+
+
+def tensor_parallel() -> nn.Module:
+    return marked(tensor_model_parallel=True, partition_dim=0)
+
+
+def expert_on_rank_1() -> nn.Module:
+    return marked(allreduce=False) if dist.get_rank() == 1 else Mlp()
+
+
+def on_a_mesh_that_is_no_slice() -> nn.Module:
+    model, (group, _) = Mlp(), dist.new_subgroups(2)
+    parallelize_module(model, DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",)), {"up": ColwiseParallel()})
+    return model
+
+
+def roles_on_rank_1() -> Roles | None:
+    axes = Axes(dp=world(), tp=Alone())
+    return Roles(dense=axes, expert=axes, everyone=world()) if dist.get_rank() == 1 else None
+
+
+class OfMegatron:
+    """Megatron-Core's collection of process groups: attributes, of which some may be missing."""
+
+    def __init__(self, **groups: Any):
+        vars(self).update(groups)
+
+
+def mesh(*axes: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+
+
+def everyone(*roles: str) -> dict[str, Any]:
+    return dict.fromkeys(roles, dist.group.WORLD)
+
+
+UNKNOWN = "neither process groups nor a mesh were given: which ranks hold its replicas is unknown; pass pg_collection="
+TP_UNKNOWN = "'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4"
+EXPERT_UNKNOWN = f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}"
+BUILDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "tensor parallel": (lambda: build(tensor_parallel()), f"{TP_UNKNOWN}, and {UNKNOWN}"),
+    "tensor parallel, wrapped": (lambda: build(tensor_parallel(), wrapped=True), TP_UNKNOWN),
+    "an expert on one rank": (lambda: build(expert_on_rank_1()), f"parameter {EXPERT_UNKNOWN}"),
+    "an expert on one rank, wrapped": (lambda: build(expert_on_rank_1(), wrapped=True), EXPERT_UNKNOWN),
+    "uninitialized on one rank": (
+        lambda: build(nn.LazyLinear(4) if dist.get_rank() == 1 else Mlp()), "parameter 'weight' is uninitialized",
+    ),
+    "broadcast on one rank": (
+        lambda: build(broadcast_params=dist.get_rank() == 1),
+        "broadcast_params is False on ranks [0, 2, 3], True on ranks [1]",
+    ),
+    "unknown axis": (
+        lambda: build(mesh=mesh("dp", "model")),
+        "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
+    ),
+    "both": (
+        lambda: build(mesh=mesh("dp", "tp"), pg_collection=ProcessGroups(dp=None)),
+        "both pg_collection and mesh were given; pass one of them",
+    ),
+    "groups on one rank": (
+        lambda: build(pg_collection=roles_on_rank_1()),
+        "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",
+    ),
+    "a mesh of its own": (lambda: build(on_a_mesh_that_is_no_slice()), "is a DTensor on 2 of the world's 4 ranks"),
+    "tp without its group": (
+        lambda: build(
+            tensor_parallel(), pg_collection=ProcessGroups(dp=None, expt_dp=None, **everyone("mp", "tp_ep_pp"))
+        ),
+        "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
+    ),
+    "megatron's collection of something else": (
+        lambda: build(pg_collection=OfMegatron(dp="all")), "is a str; pass a torch.distributed.ProcessGroup or None",
+    ),
+    "megatron's collection": (
+        lambda: build(
+            pg_collection=OfMegatron(
+                mp=None, tp_ep_pp=None, hcp=[dist.group.WORLD], **everyone("dp", "dp_cp", "expt_dp", "tp_dp_cp")
+            )
+        ),
+        "built",
+    ),
+    "tensor parallel, mesh": (lambda: build(tensor_parallel(), mesh=mesh("dp", "tp")), "built"),
+    "wrapped with a mesh, optimizer without": (
+        lambda: build(build(tensor_parallel(), wrapped=True, mesh=mesh("dp", "tp"))), "built",
+    ),
+}  # fmt: skip
+
+
+def build_all() -> dict[str, str]:
+    """The message of each rank, by build."""
+    return {name: refusal(build) for name, (build, _) in BUILDS.items()}
+
+
+def broadcasts_in_pairs() -> list[int]:
+    """This rank's values after a broadcast from each rank of its pair."""
+    comm, found = TorchComm(dist.new_subgroups(2)[0]), []
+    for source in range(2):
+        x = torch.tensor([dist.get_rank()])
+        comm.broadcast_(x, src=source)
+        found.append(int(x))
+    return found
+
+
+def devices() -> tuple[str, str]:
+    """The device of a rank without tensors, and the message where one rank's model is on another device."""
+    device = str(build(nn.Identity() if dist.get_rank() == 1 else Mlp()).stepper.device)
+    chunk = Mlp().to("meta" if dist.get_rank() == 2 else "cpu")
+    check = check_devices(Draft(config=OptimizerConfig(), chunks=[chunk], registry=Registry()))
+    return device, check.send(world().gather_objects(next(check)))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+IN_TORCHS_WRAPPER = ("all", "all but the norm", "each rank alone", "all but the norm, unfrozen later")
 
 
 @pytest.fixture(scope="module")
-def four() -> Four:
-    jobs = {f"{rule}, {name}": Job(train, (name, made)) for rule, made in RULES.items() for name in RUNS}
-    others = {
-        "gaps": Job(skip_the_matrices, (config(),)),
-        "builds": Job(build_all),
-        "broadcast": Job(broadcasts_in_pairs),
-        "devices": Job(device_of_a_rank_without_tensors),
-        "mixed": Job(chunks_on_different_devices),
+def four() -> dict[str, list[Any]]:
+    jobs = {f"{rule}, {name}": Job(train_on, (name, RULES[rule])) for rule in RULES for name in RUNS}
+    jobs |= {
+        f"{spread}, {case}": Job(train_in_torchs_wrapper, (spread, case))
+        for spread in SPREADS
+        for case in IN_TORCHS_WRAPPER
     }
-    made = run_jobs(4, jobs | others)
-    return Four({name: made[name] for name in jobs}, *(made[name] for name in others))
+    functions = (train_with_gaps, build_all, broadcasts_in_pairs, devices)
+    return run_jobs(4, jobs | {function.__name__: Job(function) for function in functions})
 
 
-def assert_same(got: Trained, want: Trained, *, atol: float) -> None:
+def assert_same(found: list[Trained], want: Trained) -> None:
     """Means over ranks are summed in another order than one batch; Adam divides small gradients by their own size."""
-    for name, weight in want.weights.items():
-        torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=atol)
-    torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
-    assert got.zeros == want.zeros
+    for got in found:
+        for name, weight in want.weights.items():
+            torch.testing.assert_close(got.weights[name], weight, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
+        assert got.zeros == want.zeros
 
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("rule", RULES)
-def test_every_layout_of_four_ranks_takes_the_steps_of_one(rule: str, name: str, four: Four) -> None:
+def test_every_layout_of_four_ranks_takes_the_steps_of_one(rule: str, name: str, four: Any) -> None:
     """Replicas that lie outside of a DTensor's mesh are averaged, those inside of it are not averaged twice."""
-    want = train_alone(RULES[rule])
-    for got in four.trained[f"{rule}, {name}"]:
-        assert_same(got, want, atol=1e-4)
+    assert_same(four[f"{rule}, {name}"], train(RULES[rule], Mlp(), [0], 1))
 
 
-def test_a_dtensor_that_one_replica_used_moves_on_both_and_one_that_none_used_keeps_still(four: Four) -> None:
-    want = skip_the_matrices_alone(config())
-    for got in four.gaps:
-        assert_same(got, want, atol=1e-4)
+@pytest.mark.parametrize("case", IN_TORCHS_WRAPPER)
+@pytest.mark.parametrize("spread", SPREADS)
+def test_a_model_in_torchs_wrapper_takes_the_steps_of_one_process(spread: str, case: str, four: Any) -> None:
+    """The step averages what the wrapper ignores, and all parameters if the wrapper averages over other ranks.
+
+    Parameters that were unfrozen after the model was wrapped had each rank's own gradients, and replicas diverged.
+    """
+    assert_same(four[f"{spread}, {case}"], train(SPREADS[spread], Mlp(), [0], 1))
 
 
-UNKNOWN = "neither process groups nor a mesh were given: which ranks hold its replicas is unknown; pass pg_collection="
-OUTCOMES: dict[str, Any] = {
-    "tensor parallel": f"'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4, and {UNKNOWN}",
-    "tensor parallel, wrapped": "'up.weight' is tensor parallel (tensor_model_parallel=True) on rank 0 of 4",
-    "an expert on one rank": f"parameter 'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
-    "an expert on one rank, wrapped": f"'up.weight' is an expert (allreduce=False) on rank 1 of 4, and {UNKNOWN}",
-    "uninitialized on one rank": "parameter 'weight' is uninitialized",
-    "broadcast on one rank": "broadcast_params is False on ranks [0, 2, 3], True on ranks [1]",
-    "unknown axis": "mesh axis 'model' is unknown; allowed are dp, dp_replicate, dp_shard, ",
-    "both": "both pg_collection and mesh were given; pass one of them",
-    "groups on one rank": "different kinds of groups: ['no groups', 'Roles', 'no groups', 'no groups']",
-    "a mesh of its own": "is a DTensor on 2 of the world's 4 ranks",
-    "tp without its group": "pg_collection lacks tp (tensor-parallel peers of a dense matrix)",
-    "megatron's collection of something else": "is a str; pass a torch.distributed.ProcessGroup or None",
-    "megatron's collection": "built",
-    "tensor parallel, mesh": "built",
-    "wrapped with a mesh, optimizer without": "built",
-}
+def test_a_dtensor_that_one_replica_used_moves_on_both_and_one_that_none_used_keeps_still(four: Any) -> None:
+    assert_same(four["train_with_gaps"], train({}, Mlp(), [0, 1], 2, gaps=True))
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_what_cannot_be_known_is_refused_on_every_rank(name: str, four: Four) -> None:
-    for outcomes in four.outcomes:
-        assert OUTCOMES[name] in outcomes[name]
+def test_what_cannot_be_known_is_refused_on_every_rank(name: str, four: Any) -> None:
+    for outcomes in four["build_all"]:
+        assert BUILDS[name][1] in outcomes[name]
 
 
-def test_a_broadcast_inside_a_group_starts_at_the_rank_of_the_group(four: Four) -> None:
-    assert four.broadcast == [[0, 1], [0, 1], [2, 3], [2, 3]]
+def test_a_broadcast_inside_a_group_starts_at_the_rank_of_the_group(four: Any) -> None:
+    assert four["broadcasts_in_pairs"] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
-def test_a_rank_without_tensors_follows_the_device_of_the_others(four: Four) -> None:
-    assert four.devices == ["cpu"] * 4
-
-
-def test_models_on_different_kinds_of_device_are_refused_on_every_rank(four: Four) -> None:
-    for outcome in four.mixed:
-        assert outcome == (
-            "model_chunks are on different kinds of device: cpu on ranks [0, 1, 3]; meta on ranks [2]; move all ranks' "
-            "models to one kind"
-        )
+def test_a_rank_without_tensors_follows_the_others_and_models_on_different_devices_are_refused(four: Any) -> None:
+    message = (
+        "model_chunks are on different kinds of device: cpu on ranks [0, 1, 3]; meta on ranks [2]; move all ranks' "
+        "models to one kind"
+    )
+    assert four["devices"] == [("cpu", message)] * 4

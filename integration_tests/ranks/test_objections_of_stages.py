@@ -1,6 +1,7 @@
 """A sparse gradient or replaced parameters on one pipeline stage are refused by all stages in the same step."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer, release_gradients
 
 OTHER = "1 other rank(s) refused their gradients or parameter groups"
+REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
 
 
 class First(nn.Module):
@@ -41,38 +43,28 @@ class Last(nn.Module):
         return out
 
 
-def of_stages(comm: Comm, *, wrapped: bool) -> tuple[nn.Module, Optimizer]:
-    axes = Axes(dp=Alone(), tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=comm)
-    model: nn.Module = First() if comm.rank == 0 else Last()
-    if wrapped:
-        model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
-    return model, get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles)
-
-
-def other_params(optimizer: Optimizer) -> None:
-    groups = [dict(group) for group in optimizer.param_groups]
-    for group in groups:
-        group["params"] = [nn.Parameter(torch.zeros_like(param)) for param in group["params"]]
-    optimizer.param_groups = groups
-
-
-def no_groups(optimizer: Optimizer) -> None:
-    optimizer.param_groups = []
-
-
-def no_rate(optimizer: Optimizer) -> None:
-    optimizer.param_groups = [group | {"lr": None} for group in optimizer.param_groups]
-
-
-REPLACED = "param_groups hold other parameters than those that this optimizer was built with"
-# What changes on the first stage (None: its gradient is sparse), and the error there.
-OBJECTIONS: dict[str, tuple[Callable[[Optimizer], None] | None, str]] = {
+Groups = list[dict[str, Any]]
+# The groups that the first stage gets (None: its gradient is sparse), and the error there.
+OBJECTIONS: dict[str, tuple[Callable[[Groups], Groups] | None, str]] = {
     "sparse": (None, "gradient of 'embedding.weight' is torch.sparse_coo; dense (torch.strided) gradients are allowed"),
-    "other params": (other_params, REPLACED),
-    "no groups": (no_groups, REPLACED),
-    "no rate": (no_rate, "lr of group"),
+    "other params": (
+        lambda groups: [g | {"params": [nn.Parameter(torch.zeros_like(p)) for p in g["params"]]} for g in groups],
+        REPLACED,
+    ),
+    "no groups": (lambda groups: [], REPLACED),
+    "no rate": (lambda groups: [group | {"lr": None} for group in groups], "lr of group"),
 }
+
+
+def stepped(optimizer: Optimizer, *, halves: bool) -> str:
+    try:
+        if not halves:
+            optimizer.step()
+        elif not optimizer.prepare_grads():
+            optimizer.step_with_ready_grads()
+    except (UnusableGradientError, ValueError) as caught:
+        return str(caught)
+    return ""
 
 
 @pytest.mark.parametrize("halves", [False, True], ids=["whole step", "in halves"])
@@ -85,20 +77,18 @@ def test_an_objection_of_one_stage_in_the_second_of_three_steps_refuses_it_on_al
 
     def rank_main(comm: Comm) -> list[tuple[str, bool]]:
         """Of each step the error, and whether a weight has moved."""
-        model, optimizer = of_stages(comm, wrapped=wrapped)
-        groups, found = optimizer.param_groups, []
+        axes = Axes(dp=Alone(), tp=Alone())
+        roles, model = Roles(dense=axes, expert=axes, everyone=comm), First() if comm.rank == 0 else Last()
+        if wrapped:
+            model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)
+        optimizer, found = get_optimizer(OptimizerConfig(lr=0.1), [model], {}, pg_collection=roles), []
+        groups = optimizer.param_groups
         for number in range(3):
             model(sparse=number == 1 and change is None).sum().backward()
             if comm.rank == 0 and number == 1 and change is not None:
-                change(optimizer)
-            before, error = [param.detach().clone() for param in model.parameters()], ""
-            try:
-                if not halves:
-                    optimizer.step()
-                elif not optimizer.prepare_grads():
-                    optimizer.step_with_ready_grads()
-            except (UnusableGradientError, ValueError) as caught:
-                error = str(caught)
+                optimizer.param_groups = change(groups)
+            before = [param.detach().clone() for param in model.parameters()]
+            error = stepped(optimizer, halves=halves)
             optimizer.param_groups = groups
             optimizer.zero_grad()
             found.append((error, not all(map(torch.equal, before, model.parameters()))))

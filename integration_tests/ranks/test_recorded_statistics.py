@@ -1,37 +1,28 @@
-"""Statistics of parameters over data-, tensor-, expert- and pipeline-parallel ranks, against float64 on one process."""
+"""Norms, zeros and statistics of parameters over data-, tensor-, expert- and pipeline-parallel ranks, in float64."""
 
 import math
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from cut_ranks import EVEN, fsdp, fsdp_x_tp, hsdp, record, replicas_of_tp, tp, tp_on_a_part_of_the_mesh, two_axes
-from parity import Held
+from parity import Held, roles_over
 from processes import FSDP2_RUNS, Job, run_jobs
 from statistics_grid import GRIDS, KINDS, Net, Place, mean_gradients, parts, run_grid
-from torch import Tensor, nn
+from torch import nn
 from tp_model import comms_of
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.step import StepStats
 from opt_stack import Optimizer, get_optimizer
 
 LR, CLIP = 0.5, 0.1
-
-
-def wholes(*, dp: int, ep: int, expert_dp: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """The first weights and the mean gradient of every parameter of the whole model, in float64."""
-    means = mean_gradients(dp=dp, ep=ep, expert_dp=expert_dp)
-    generators = {name: torch.Generator().manual_seed(1) for name in means}
-    return {
-        name: (Held(tuple(mean.shape), torch.float32, generators[name]).weight.detach().double(), mean)
-        for name, mean in means.items()
-    }
+SGD: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
@@ -39,8 +30,7 @@ def wholes(*, dp: int, ep: int, expert_dp: int) -> dict[str, tuple[Tensor, Tenso
 @pytest.mark.parametrize("grid", GRIDS)
 def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, wrapped: bool) -> None:
     sizes = GRIDS[grid]
-    rule: dict[str, Any] = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
-    config = OptimizerConfig(lr=LR, clip_grad=CLIP, log_num_zeros_in_grad=True, **rule, **KINDS[kind])
+    config = OptimizerConfig(lr=LR, clip_grad=CLIP, log_num_zeros_in_grad=True, **SGD, **KINDS[kind])
 
     def rank_main(place: Place) -> tuple[list[StepStats], int | None]:
         model: nn.Module = Net(place)
@@ -60,7 +50,10 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
         return records, result.num_zeros_in_grad
 
     dp, expert_dp = 4 // sizes["tp"], 4 // sizes["ep"] // sizes["etp"]
-    whole = wholes(dp=dp, ep=sizes["ep"], expert_dp=expert_dp)
+    whole = {
+        name: (Held(tuple(mean.shape), torch.float32, torch.Generator().manual_seed(1)).weight.detach().double(), mean)
+        for name, mean in mean_gradients(dp=dp, ep=sizes["ep"], expert_dp=expert_dp).items()
+    }
     norm = torch.cat([grad.flatten() for _, grad in whole.values()]).norm().item()
     clip = CLIP / (norm + 1e-6)
     per_rank, zeros = zip(*run_grid(rank_main, **sizes))
@@ -88,64 +81,60 @@ def test_numbers_are_those_of_the_whole_model_in_float64(grid: str, kind: str, w
         assert all(local is not None for local in stats.rank_norms.values()) or dp == expert_dp == 1
 
 
-def test_stages_may_have_parameters_of_one_name() -> None:
-    def rank_main(comm: ThreadComm) -> StepStats:
-        net = Held((6,), torch.float32, torch.Generator().manual_seed(comm.rank))
-        axes = Axes(dp=Alone(), tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
-        optimizer = get_optimizer(OptimizerConfig(lr=0.01), [net], {}, pg_collection=roles)
-        optimizer.stats_every(1)
-        net.weight.grad = torch.full((6,), 1.0 + comm.rank)
-        optimizer.step()
-        return optimizer.stats()
+def stats_of_one_weight(roles: Roles, comm: Comm, **fields: Any) -> StepStats:
+    """The statistics of a step with a gradient of the rank's number and one."""
+    net = Held((6,), torch.float32, torch.Generator().manual_seed(0))
+    optimizer = get_optimizer(OptimizerConfig(lr=0.1, **fields), [net], {}, pg_collection=roles)
+    optimizer.stats_every(1)
+    net.weight.grad = torch.full((6,), 1.0 + comm.rank)
+    optimizer.step()
+    return optimizer.stats()
 
-    first, second = run_threads(2, rank_main)
+
+def test_stages_may_have_parameters_of_one_name() -> None:
+    axes = Axes(dp=Alone(), tp=Alone())
+    first, second = run_threads(
+        2, lambda comm: stats_of_one_weight(Roles(dense=axes, expert=axes, everyone=comm), comm)
+    )
     assert first == second
     assert {name: of.grad_norm for name, of in first.params.items()} == pytest.approx(
         {"weight (rank 0)": math.sqrt(6), "weight (rank 1)": 2 * math.sqrt(6)}
     )
 
 
-def two_ranks(comm: ThreadComm, *, wrapped: bool = False, **fields: Any) -> tuple[nn.Module, Optimizer]:
+@pytest.mark.parametrize("has_instance", [False, True])
+def test_ranks_of_all_optimizer_instances_are_counted_once(has_instance: bool) -> None:
+    shards, others = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
+
+    def rank_main(comm: Comm) -> StepStats:
+        axes = Axes(dp=shards[comm.rank], tp=Alone(), inter=others[comm.rank])
+        instance = shards[comm.rank] if has_instance else None
+        roles = Roles(dense=axes, expert=axes, everyone=comm, instance=instance)
+        return stats_of_one_weight(roles, comm, use_distributed_optimizer=True)
+
+    first, *rest = run_threads(4, rank_main)
+    assert all(stats == first for stats in rest)
+    assert first.rank_norms == pytest.approx({rank: (1 + rank) * math.sqrt(6) for rank in range(4)})
+    assert first.params["weight"].grad_norm == pytest.approx(2.5 * math.sqrt(6))
+
+
+def two_ranks(comm: Comm, *, wrapped: bool = False, **fields: Any) -> tuple[nn.Module, Optimizer]:
     generator = torch.Generator().manual_seed(0)
     net: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     with torch.no_grad():
         for param in net.parameters():
             param.copy_(torch.randn(param.shape, generator=generator) / 4)
-    axes = Axes(dp=comm, tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=comm)
-    config = OptimizerConfig(lr=0.01, **fields)
+    roles, config = roles_over(comm), OptimizerConfig(lr=0.01, **fields)
     if wrapped:
         ddp = DistributedDataParallelConfig(use_distributed_optimizer=config.use_distributed_optimizer)
         net = DistributedDataParallel(ddp, net, groups=roles)
     return net, get_optimizer(config, [net], pg_collection=roles)
 
 
-@pytest.mark.parametrize("has_instance", [False, True])
-def test_ranks_of_all_optimizer_instances_are_counted_once(has_instance: bool) -> None:
-    shards, others = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
-
-    def rank_main(comm: ThreadComm) -> StepStats:
-        net = Held((6,), torch.float32, torch.Generator().manual_seed(0))
-        axes = Axes(dp=shards[comm.rank], tp=Alone(), inter=others[comm.rank])
-        instance = shards[comm.rank] if has_instance else None
-        roles = Roles(dense=axes, expert=axes, everyone=comm, instance=instance)
-        optimizer = get_optimizer(OptimizerConfig(lr=0.1, use_distributed_optimizer=True), [net], pg_collection=roles)
-        optimizer.stats_every(1)
-        net.weight.grad = torch.full((6,), 1.0 + comm.rank)
-        optimizer.step()
-        return optimizer.stats()
-
-    per_rank = run_threads(4, rank_main)
-    assert all(stats == per_rank[0] for stats in per_rank)
-    assert per_rank[0].rank_norms == pytest.approx({rank: (1 + rank) * math.sqrt(6) for rank in range(4)})
-    assert per_rank[0].params["weight"].grad_norm == pytest.approx(2.5 * math.sqrt(6))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
 def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_rank(kind: str, bad: float) -> None:
-    def rank_main(comm: ThreadComm) -> tuple[list[str], str]:
+    def rank_main(comm: Comm) -> tuple[list[str], str]:
         net, optimizer = two_ranks(comm, **KINDS[kind])
         for step in range(4):
             net(torch.ones(3, 4)).sum().backward()
@@ -168,7 +157,7 @@ def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_r
 
 
 def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:
-    def rank_main(comm: ThreadComm) -> str:
+    def rank_main(comm: Comm) -> str:
         net, optimizer = two_ranks(comm, wrapped=True, use_distributed_optimizer=True)
         for _ in range(2):
             net(torch.full((3, 4), math.nan if comm.rank == 1 else 1.0)).square().sum().backward()
@@ -183,27 +172,26 @@ def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where
     assert "1 time (step 2): was skipped on every rank: NaN in the gradient of all 4 parameters, on rank 1" in first
 
 
-def test_a_norm_above_the_limit_names_the_largest_parameter() -> None:
-    def rank_main(comm: ThreadComm) -> bool:
-        net, optimizer = two_ranks(comm, grad_norm_skip_threshold=0.5)
+@pytest.mark.parametrize(
+    ("limit", "warning"),
+    [
+        (0.5, "is above grad_norm_skip_threshold=0.5; the largest is that of '0.weight'"),
+        (1e9, "was refused on every rank by rank 1, guard UsableGroups: .*lr"),
+    ],
+)
+def test_a_norm_above_the_limit_names_the_largest_parameter_and_a_refusal_its_guard_and_rank(
+    limit: float, warning: str
+) -> None:
+    def rank_main(comm: Comm) -> str:
+        net, optimizer = two_ranks(comm, grad_norm_skip_threshold=limit)
         net(torch.ones(3, 4)).sum().mul(100).backward()
-        return optimizer.step().success
-
-    with pytest.warns(UserWarning, match=r"is above grad_norm_skip_threshold=0.5; the largest is that of '0.weight'"):
-        assert run_threads(2, rank_main) == [False, False]
-
-
-def test_a_refused_step_names_the_guard_and_the_rank() -> None:
-    def rank_main(comm: ThreadComm) -> str:
-        net, optimizer = two_ranks(comm)
-        net(torch.ones(3, 4)).sum().backward()
-        if comm.rank == 1:
+        if comm.rank == 1 and limit > 1:
             optimizer.param_groups[0]["lr"] = None
-        with pytest.raises((ValueError, RuntimeError)):
-            optimizer.step()
+        with nullcontext() if limit < 1 else pytest.raises((ValueError, RuntimeError)):
+            assert not optimizer.step().success
         return optimizer.report()
 
-    with pytest.warns(UserWarning, match="was refused on every rank by rank 1, guard UsableGroups: .*lr"):
+    with pytest.warns(UserWarning, match=warning):
         first, second = run_threads(2, rank_main)
     assert first == second
     assert "1 steps: 0 applied, 1 skipped or refused" in first
@@ -211,7 +199,7 @@ def test_a_refused_step_names_the_guard_and_the_rank() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"use_layer_wise_distributed_optimizer": True}], ids=["whole", "layer-wise"])
 def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(fields: dict[str, Any]) -> None:
-    def rank_main(comm: ThreadComm) -> tuple[StepStats, float]:
+    def rank_main(comm: Comm) -> tuple[StepStats, float]:
         net, optimizer = two_ranks(comm, optimizer="muon", **fields)
         optimizer.stats_every(1, spectrum=True)
         values = torch.linalg.svdvals(net[0].weight.detach().double())
@@ -225,7 +213,7 @@ def test_the_spread_of_singular_values_is_that_of_the_whole_matrix(fields: dict[
 
 
 def test_weights_that_are_not_finite_have_no_spread_and_every_rank_goes_on() -> None:
-    def rank_main(comm: ThreadComm) -> float | None:
+    def rank_main(comm: Comm) -> float | None:
         net, optimizer = two_ranks(comm, optimizer="muon", use_layer_wise_distributed_optimizer=True)
         optimizer.stats_every(1, spectrum=True)
         with torch.no_grad():
@@ -241,7 +229,7 @@ def test_weights_that_are_not_finite_have_no_spread_and_every_rank_goes_on() -> 
 
 
 def test_other_arguments_on_another_rank_are_refused_on_every_rank() -> None:
-    def rank_main(comm: ThreadComm) -> None:
+    def rank_main(comm: Comm) -> None:
         _, optimizer = two_ranks(comm)
         with pytest.raises(ValueError, match=r"ranks differ \(rank 0: stats_every\(1, .*; rank 1: stats_every\(-2, "):
             optimizer.stats_every(1 if comm.rank == 0 else -2)
@@ -264,3 +252,26 @@ def test_numbers_of_dtensors_are_those_of_plain_parameters() -> None:
             for name, numbers in stats.params.items():
                 same = [number or 0.0 for number in expected.params[name]]  # a vector has no spread
                 assert [number or 0.0 for number in numbers] == pytest.approx(same, rel=1e-3), (layout, name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_separate_norm_group_is_clipped_by_its_own_norm_and_without_parameters_has_norm_0(kind: str) -> None:
+    """After a NaN it was infinite: `{'': nan, 'mtp': inf}`."""
+
+    def rank_main(comm: Comm) -> tuple[list[float], list[float], dict[str, float]]:
+        net, config = nn.Module(), OptimizerConfig(lr=1.0, clip_grad=0.1, **SGD, **KINDS[kind])
+        net.trunk, net.mtp = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(4))
+        net.mtp.grad_norm_group = "mtp"
+        optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(comm))
+        net.trunk.grad, net.mtp.grad = torch.full((16,), 0.5 / 4), torch.full((4,), 0.25 / 2)  # norms above the limit
+        optimizer.step()
+        other = get_optimizer(config, [bare := nn.Linear(2, 2)], {}, pg_collection=roles_over(comm))
+        bare.weight.grad = torch.full((2, 2), math.nan)
+        assert not other.step().success
+        return net.trunk.unique().tolist(), net.mtp.unique().tolist(), other.grad_norms_by_group
+
+    for trunk, mtp, norms in run_threads(2, rank_main):
+        assert trunk == pytest.approx([-0.1 / 4], rel=1e-4)
+        assert mtp == pytest.approx([-0.1 / 2], rel=1e-4)
+        assert math.isnan(norms.pop(""))
+        assert norms["mtp"] == 0.0

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from parity import Net, grads_of, roles_over
+from processes import refusal
 from statistics_grid import Net as Parts
 from statistics_grid import Place, run_grid
 from torch import Tensor, nn
@@ -14,33 +15,23 @@ from torch import Tensor, nn
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, checksums
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm import Comm
 from opt_paramgroups import ParamId
 from opt_stack import get_optimizer
 
+REPLICATED = OptimizerConfig(lr=0.01)
 CONFIGS = {
-    "replicated": OptimizerConfig(lr=0.01),
+    "replicated": REPLICATED,
     "flat": OptimizerConfig(lr=0.01, use_distributed_optimizer=True),
     "layer-wise": OptimizerConfig(optimizer="muon", lr=0.01, use_layer_wise_distributed_optimizer=True),
+    "wrapped": REPLICATED,
 }
 MESSAGE = (
-    "ranks hold different values of '{name}': {ranks} differ from rank 0, but copies must start equal; call "
+    "ranks hold different values of 'second.weight': [2] differ from rank 0, but copies must start equal; call "
     "torch.manual_seed with the same seed on all ranks before the model is made, load the same checkpoint, or pass "
     "broadcast_params=True to get_optimizer (or DistributedDataParallel) to start from the first rank's values"
 )
-
-
-def refusal(build: Callable[[], Any]) -> str:
-    with pytest.raises(ValueError) as caught:
-        build()
-    return str(caught.value)
-
-
-def wrap(net: nn.Module, groups: Any, **arguments: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(), net, groups=groups, **arguments)
-
-
-CHANGES: dict[str, Callable[[Tensor], None]] = {
+CHANGES: dict[str, Callable[[Tensor], object]] = {
     "another value": lambda weight: weight.view(-1)[3].add_(1e-6),
     "two elements exchanged": lambda weight: weight.view(-1)[:2].copy_(weight.view(-1)[:2].flip(0).clone()),
     "the sign of a zero": lambda weight: weight.view(-1)[0].copy_(torch.tensor(-0.0)),
@@ -48,45 +39,47 @@ CHANGES: dict[str, Callable[[Tensor], None]] = {
 }
 
 
+def wrap(net: nn.Module, groups: Any, **arguments: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(DistributedDataParallelConfig(), net, groups=groups, **arguments)
+
+
+def built(net: nn.Module, roles: Any, **options: Any) -> str:
+    """The refusal of an optimizer, or "built"."""
+    return refusal(lambda: get_optimizer(REPLICATED, [net], {}, pg_collection=roles, **options))
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("spread", [*CONFIGS, "wrapped"])
+@pytest.mark.parametrize("spread", CONFIGS)
 def test_replicas_with_different_weights_are_refused_on_every_rank(spread: str, change: str) -> None:
-    def rank_main(comm: ThreadComm) -> str:
-        net = Net(torch.float32)
-        with torch.no_grad():
-            net.second.weight[0, 0] = 0.0
-            if comm.rank == 2:
-                CHANGES[change](net.second.weight)
-        model = wrap(net, roles_over(comm)) if spread == "wrapped" else net
-        config = CONFIGS.get(spread, CONFIGS["replicated"])
-        return refusal(lambda: get_optimizer(config, [model], pg_collection=roles_over(comm)))
+    @torch.no_grad()
+    def rank_main(comm: Comm) -> str:
+        net, roles = Net(torch.float32), roles_over(comm)
+        net.second.weight[0, 0] = 0.0
+        if comm.rank == 2:
+            CHANGES[change](net.second.weight)
+        model = wrap(net, roles) if spread == "wrapped" else net
+        return refusal(lambda: get_optimizer(CONFIGS[spread], [model], pg_collection=roles))
 
-    assert set(run_threads(3, rank_main)) == {MESSAGE.format(name="second.weight", ranks=[2])}
+    assert set(run_threads(3, rank_main)) == {MESSAGE}
 
 
-@pytest.mark.parametrize("spread", [*CONFIGS, "wrapped"])
+@pytest.mark.parametrize("spread", CONFIGS)
 def test_broadcast_params_starts_all_replicas_from_the_first_ones_weights(spread: str) -> None:
-    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
-        net: nn.Module = Net(torch.float32)
-        if comm.rank != seeds_from:
-            with torch.no_grad():
-                for param in net.parameters():
-                    param.add_(comm.rank + 1)
-        roles = roles_over(comm)
-        model: nn.Module = wrap(net, roles, broadcast_params=True) if spread == "wrapped" else net
-        config = CONFIGS.get(spread, CONFIGS["replicated"])
-        optimizer = get_optimizer(config, [model], pg_collection=roles, broadcast_params=spread != "wrapped")
+    def rank_main(comm: Comm) -> dict[str, Tensor]:
+        net, roles, is_wrapped = Net(torch.float32), roles_over(comm), spread == "wrapped"
+        with torch.no_grad():
+            for param in net.parameters():
+                param.add_(comm.rank)
+        model: nn.Module = wrap(net, roles, broadcast_params=True) if is_wrapped else net
+        optimizer = get_optimizer(CONFIGS[spread], [model], pg_collection=roles, broadcast_params=not is_wrapped)
         model(grads_of(0, 0, 2)).backward()
         optimizer.step()
         return {name: param.detach().clone() for name, param in net.named_parameters()}
 
-    seeds_from = 0
-    first, second = run_threads(2, rank_main)
+    (first, second), (alone,) = run_threads(2, rank_main), run_threads(1, rank_main)
     for name, weight in first.items():
         assert torch.equal(second[name], weight)
-    (alone,) = run_threads(1, rank_main)
-    for name, weight in alone.items():
-        torch.testing.assert_close(first[name], weight, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, alone[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("bad", ["norm", "bias"])
@@ -99,7 +92,7 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
         if place.world.rank == 1:
             with torch.no_grad():
                 named[bad].weight.add_(1)
-        return refusal(lambda: get_optimizer(CONFIGS["replicated"], [net], {}, pg_collection=place.roles))
+        return built(net, place.roles)
 
     reported = run_grid(rank_main, tp=2, ep=2, etp=2)
     assert all("ranks hold different values of" in message and bad in message for message in reported)
@@ -107,24 +100,17 @@ def test_what_tensor_parallel_ranks_copy_is_compared_too(bad: str) -> None:
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
 @pytest.mark.parametrize("frozen_on", [0, 1])
-def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused_on_every_rank(
-    frozen_on: int, broadcast: bool
-) -> None:
+def test_a_copy_that_one_tensor_parallel_rank_does_not_train_is_refused(frozen_on: int, broadcast: bool) -> None:
     """Otherwise it would stay fixed on one rank and be updated on the other."""
 
     def rank_main(place: Place) -> str:
         net = Parts(place)
         net.norm.requires_grad_(place.tp.rank != frozen_on)
-        return refusal(
-            lambda: get_optimizer(
-                CONFIGS["replicated"], [net], {}, pg_collection=place.roles, broadcast_params=broadcast
-            )
-        )
+        return built(net, place.roles, broadcast_params=broadcast)
 
-    reported = set(run_grid(rank_main, tp=2, ep=2, etp=2))
-    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in reported), (
-        reported
-    )
+    reported = run_grid(rank_main, tp=2, ep=2, etp=2)
+    assert "built" not in reported
+    assert any(f"'norm.weight' is not trained on ranks [{frozen_on}] of [0, 1]" in message for message in reported)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float8_e4m3fn], ids=str)
@@ -141,13 +127,16 @@ def test_a_checksum_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> No
         changed[at] ^= 1
         seen.add(of(changed.view(dtype)))
     assert len(seen) == 7
-    assert of(tensor.clone()) == of(tensor)
-    assert of(tensor.view(1, -1).t()) == of(tensor)
+    assert of(tensor.clone()) == of(tensor) == of(tensor.view(1, -1).t())
+
+
+COPIED = ("base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope")
 
 
 class Partly(nn.Module):
     """Frozen weights and buffers, dense, cut and of an expert; values differ by `add` where copies are expected."""
 
+    @torch.no_grad()
     def __init__(self, place: Place, add: float) -> None:
         super().__init__()
         numbers = torch.Generator().manual_seed(3)  # ranks are threads, which share torch's
@@ -157,22 +146,18 @@ class Partly(nn.Module):
         self.base.weight.requires_grad_(False)
         self.register_buffer("rope", torch.polar(torch.ones(3, 2), torch.rand(3, 2, generator=numbers)))
         self.register_buffer("scratch", torch.full((3,), float(place.world.rank)), persistent=False)
-        with torch.no_grad():
-            self.base.weight.uniform_(generator=numbers)
-            for tensor in (self.base.weight, self.norm.running_mean, self.norm.num_batches_tracked, self.rope):
-                tensor.add_(int(add))
-            for param in self.column.parameters():
-                param.requires_grad_(False).fill_(10.0 + place.tp.rank).tensor_model_parallel = True
-            for param in self.expert.parameters():
-                param.allreduce = False
-            self.expert.running_mean.fill_(20.0 + place.experts[0])
-            if place.dp.rank > 0:
-                self.column.weight.add_(add)
-            if place.expert_dp.rank > 0:
-                self.expert.running_mean.add_(add)
+        self.base.weight.uniform_(generator=numbers)
+        for name in COPIED:
+            self.state_dict(keep_vars=True)[name].add_(int(add))
+        for param in self.column.parameters():
+            param.requires_grad_(False).fill_(10.0 + place.tp.rank).tensor_model_parallel = True
+        for param in self.expert.parameters():
+            param.allreduce = False
+        self.column.weight.add_(add * (place.dp.rank > 0))
+        self.expert.running_mean.fill_(20.0 + place.experts[0]).add_(add * (place.expert_dp.rank > 0))
 
 
-@pytest.mark.parametrize("name", ["base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope"])
+@pytest.mark.parametrize("name", COPIED)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 def test_frozen_weights_and_buffers_that_differ_are_refused_on_every_rank(name: str, wrapped: bool) -> None:
     """The frozen bases of LoRA were 0.66 apart, without a word."""
@@ -182,8 +167,7 @@ def test_frozen_weights_and_buffers_that_differ_are_refused_on_every_rank(name: 
         if place.world.rank == 3:
             with torch.no_grad():
                 net.state_dict(keep_vars=True)[name].view(-1)[-1].add_(1)
-        model = wrap(net, place.roles) if wrapped else net
-        return refusal(lambda: get_optimizer(CONFIGS["replicated"], [model], {}, pg_collection=place.roles))
+        return built(wrap(net, place.roles) if wrapped else net, place.roles)
 
     for message in run_grid(rank_main, tp=2, ep=2, etp=1):
         assert f"different values of '{name}'" in message
@@ -199,16 +183,14 @@ def test_broadcast_params_copies_frozen_weights_and_buffers_where_copies_are(way
         model: nn.Module = net if way == "plain" else wrap(net, roles, broadcast_params=way == "wrapped")
         if way == "method":
             model.broadcast_params()
-        get_optimizer(CONFIGS["replicated"], [model], {}, pg_collection=roles, broadcast_params=way == "plain")
+        assert built(model, roles, broadcast_params=way == "plain") == "built"
         assert net.scratch.tolist() == [place.world.rank] * 3
         assert (net.column.weight == 10.0 + place.tp.rank).all()
         assert (net.expert.running_mean == 20.0 + place.experts[0]).all()
-        return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+        return {name: net.state_dict()[name].clone() for name in COPIED}
 
     first, *others = run_grid(rank_main, tp=2, ep=2, etp=1)
-    for other in others:
-        for name in ("base.weight", "norm.running_mean", "norm.num_batches_tracked", "rope"):
-            assert torch.equal(first[name], other[name])
+    assert all(torch.equal(first[name], other[name]) for other in others for name in COPIED)
 
 
 BUFFERS: dict[str, Callable[[int], Tensor]] = {
@@ -218,7 +200,6 @@ BUFFERS: dict[str, Callable[[int], Tensor]] = {
     "zeros of another shape": lambda rank: torch.zeros(rank + 1),
     "zeros of another dtype": lambda rank: torch.zeros(3, dtype=(torch.float32, torch.float64)[rank % 2]),
 }
-SENT = ("expanded", "sparse")
 
 
 @pytest.mark.parametrize("broadcast", [False, True], ids=["compared", "broadcast"])
@@ -226,23 +207,16 @@ SENT = ("expanded", "sparse")
 def test_buffers_of_other_layouts_are_copied_or_refused_on_every_rank(kind: str, broadcast: bool) -> None:
     """A quantized buffer ended the process, an expanded one raised on some ranks only, and others were not compared."""
 
-    def rank_main(comm: ThreadComm) -> str | list[float]:
+    def rank_main(comm: Comm) -> tuple[str, list[float]]:
         net = nn.Linear(2, 2)
         nn.init.ones_(net.weight)
         nn.init.zeros_(net.bias)
         net.register_buffer("table", BUFFERS[kind](comm.rank))
-
-        def build() -> Any:
-            return get_optimizer(
-                CONFIGS["replicated"], [net], pg_collection=roles_over(comm), broadcast_params=broadcast
-            )
-
-        if broadcast and kind in SENT:
-            build()
-            return (net.table.to_dense() if net.table.is_sparse else net.table).flatten().tolist()
-        return refusal(build)
+        outcome = built(net, roles_over(comm), broadcast_params=broadcast)
+        is_sent = outcome == "built"
+        return outcome, (net.table.to_dense() if net.table.is_sparse else net.table).flatten().tolist() * is_sent
 
     first, *others = run_threads(3, rank_main)
     assert all(other == first for other in others)
-    if isinstance(first, str):
-        assert "different values of 'table'" in first
+    assert (first[0] == "built") == (broadcast and kind in ("expanded", "sparse"))
+    assert first[0] == "built" or "different values of 'table'" in first[0]

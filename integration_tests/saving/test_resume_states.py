@@ -1,155 +1,249 @@
-"""Each parameter's state and hyper-parameters between save and load, from `get_optimizer` to disk."""
+"""Each parameter's state and hyper-parameters between save and load, from `get_optimizer` to disk: restored to the bit,
+or, where another model, rule or program saved them, converted, reported or refused."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from partly_trained import (
-    FROZEN,
-    KINDS,
-    UNUSED,
-    ZERO,
-    PartlyTrained,
-    assert_same,
-    begin,
-    group_of,
-    resume,
-    state_of,
-    states,
-    train,
-)
+from torch import Tensor, nn
 
-from opt_checkpoint import CheckpointKeyError, load, load_optimizer, save
+from opt_checkpoint import CheckpointKeyError, LoadReport, load, load_optimizer, save, sharded_model
 from opt_checkpoint.convert.torch_files import checkpoint_to_torch_file
-from opt_config import ParamKey
+from opt_config import OptimizerConfig, ParamKey
+from opt_stack import get_optimizer
+
+FLAT = {"use_distributed_optimizer": True}
+NARROW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.uint8}
+KINDS: dict[str, dict[str, Any]] = {
+    "replicated fp32": {},
+    "flat bf16 with mains": FLAT | {"bf16": True},
+    "flat bf16 with remainders, narrow moments": FLAT | {"bf16": True} | NARROW,
+}
+UNUSED, ZERO, FROZEN = "unused.weight", "zero.weight", "frozen.weight"
+
+
+class PartlyTrained(nn.Module):
+    """Tied embedding and head; a frozen matrix; one that the loss never reaches; one whose gradient is always zero."""
+
+    def __init__(self, *, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding = nn.Embedding(11, 16)
+        self.first, self.second = nn.Linear(16, 24), nn.Linear(24, 16)
+        self.frozen, self.zero, self.unused = (nn.Linear(16, cols, bias=False) for cols in (16, 8, 8))
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embedding(codes[:, :-1])
+        x = x + self.frozen(self.second(torch.tanh(self.first(x)))) + (self.zero(x) * 0).sum()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), codes[:, 1:].flatten())
+
+
+class Run:
+    """A model and its optimizer, by default other ones than those that were saved."""
+
+    def __init__(self, *, seed: int = 1, overrides: Any = None, trains: str = "", freezes: str = "", **fields: Any):
+        self.model = PartlyTrained(seed=seed).to(torch.bfloat16 if "bf16" in fields else torch.float32)
+        for name in filter(None, (trains, freezes)):
+            self.model.get_parameter(name).requires_grad_(name == trains)
+        self.optimizer = get_optimizer(OptimizerConfig(**{"lr": 1e-2, **fields}), [self.model], overrides)
+
+    def train(self, *steps: int) -> list[float]:
+        losses = []
+        for step in range(*steps):
+            loss = self.model(torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(step)))
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def sharded(self) -> dict[str, Any]:
+        weights = sharded_model(self.model)
+        return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+
+    def saved(self, path: Path) -> "Run":
+        save(self.sharded(), path)
+        return self
+
+    def resume(self, path: Path, load_options: Any = None, **options: Any) -> LoadReport:
+        report = load(self.sharded(), path, **(load_options or {}))
+        self.optimizer.load_state_dict(report.state["optimizer"], **options)
+        return report
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Copies, by parameter name; by one name of the tied one, which goes by the first of the model."""
+        held = self.optimizer.state_dict()
+        return {
+            name.replace("head", "embedding"): {key: value.clone() for key, value in held["state"][index].items()}
+            for group in held["param_groups"]
+            for index, name in zip(group["params"], group["param_names"], strict=True)
+        }
+
+    def group_of(self, name: str) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if name in {id.name for id in g["param_ids"]})
+
+
+def trained(*, steps: int = 3, **options: Any) -> Run:
+    run = Run(seed=0, **options)
+    run.train(steps)
+    return run
+
+
+def assert_same(got: dict[str, dict[str, Tensor]], want: dict[str, dict[str, Tensor]]) -> None:
+    assert {name: set(state) for name, state in got.items()} == {name: set(state) for name, state in want.items()}
+    for name, state in want.items():
+        for key, value in state.items():
+            assert torch.equal(got[name][key], value), f"{key} of {name}"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "saved"
+
+
+@pytest.fixture
+def plain(path: Path) -> Run:
+    """A plain run after three steps, saved at `path`."""
+    return trained().saved(path)
+
 
 # --- parameters that did not all train --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(tmp_path: Path, kind: str) -> None:
-    model, optimizer = begin(kind)
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "x")
-    other, again = begin(kind, seed=1)
-    train(other, again, range(5, 7))
-    resume(other, again, tmp_path / "x")
-    want, got = states(optimizer), states(again)
-    assert_same(got, want)
-    assert {name: int(state["step"]) for name, state in got.items() if state["step"] != 3} == {UNUSED: 0}
+def test_tied_frozen_unused_and_zero_gradient_parameters_go_on_as_they_were(path: Path, kind: str, steps: int) -> None:
+    """Also before the first step. State exists from construction; Megatron-Core makes it in the first step."""
+    run, other = trained(steps=steps, **KINDS[kind]).saved(path), Run(**KINDS[kind])
+    other.train(5, 7)
+    other.resume(path)
+    got = other.states()
+    assert_same(got, run.states())
+    assert {name: int(s["step"]) for name, s in got.items() if s["step"] != steps} == ({UNUSED: 0} if steps else {})
     assert not got[ZERO]["exp_avg"].any()
     assert FROZEN not in got
-    assert torch.equal(other.frozen.weight, model.frozen.weight)
-    assert train(other, again, range(3, 8)) == train(model, optimizer, range(3, 8))
+    assert torch.equal(other.model.frozen.weight, run.model.frozen.weight)
+    assert other.train(steps, 8) == run.train(steps, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_that_never_stepped_is_loaded_as_such(tmp_path: Path, kind: str) -> None:
-    """State exists from construction. Megatron-Core makes it in the first step, so an earlier save loads nowhere."""
-    model, optimizer = begin(kind)
-    save(state_of(model, optimizer), tmp_path / "x")
-    other, again = begin(kind, seed=1)
-    train(other, again, range(2))
-    resume(other, again, tmp_path / "x")
-    assert_same(states(again), states(optimizer))
-    assert all(not state["step"] and not state["exp_avg"].any() for state in states(again).values())
-    assert train(other, again, range(4)) == train(model, optimizer, range(4))
-
-
-def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(plain_run: Any) -> None:
-    _, optimizer, path = plain_run
-    model = PartlyTrained(seed=1)
-    model.frozen.weight.requires_grad_(True)
-    other, again = begin("replicated fp32", model=model)
-    train(other, again, range(2))
+def test_a_parameter_that_is_unfrozen_later_starts_from_zero_and_is_reported(plain: Run, path: Path) -> None:
+    other = Run(trains=FROZEN)
+    other.train(2)
     with pytest.raises(CheckpointKeyError, match=r"3 requested key\(s\) are not in .*exp_avg\.frozen\.weight"):
-        load(state_of(other, again), path)
-    report = resume(other, again, path, {"strict": "return_unexpected"})
+        other.resume(path)
+    report = other.resume(path, {"strict": "return_unexpected"})
     assert sorted(report.missing) == [f"optimizer.state.{s}.{FROZEN}" for s in ("exp_avg", "exp_avg_sq", "step")]
-    got = states(again)
-    fresh = got.pop(FROZEN)
-    assert not any(value.any() for value in fresh.values())
-    assert_same(got, states(optimizer))
+    got = other.states()
+    assert not any(value.any() for value in got.pop(FROZEN).values())
+    assert_same(got, plain.states())
 
 
-def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(plain_run: Any) -> None:
-    _, optimizer, path = plain_run
-    model = PartlyTrained(seed=1)
-    model.first.weight.requires_grad_(False)
-    other, again = begin("replicated fp32", model=model)
-    report = resume(other, again, path)
-    assert {key for key in report.unexpected if key.endswith("first.weight")} == {
-        f"optimizer.state.{s}.first.weight" for s in ("exp_avg", "exp_avg_sq", "step")
-    }
-    assert_same(states(again), {n: s for n, s in states(optimizer).items() if n != "first.weight"})
+def test_a_parameter_that_is_frozen_later_leaves_its_state_behind(plain: Run, path: Path) -> None:
+    other = Run(freezes="first.weight")
+    report = other.resume(path)
+    left = {f"optimizer.state.{s}.first.weight" for s in ("exp_avg", "exp_avg_sq", "step")}
+    assert {key for key in report.unexpected if key.endswith("first.weight")} == left
+    assert_same(other.states(), {n: s for n, s in plain.states().items() if n != "first.weight"})
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
 
-TWO_RATES = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*"): {"max_lr": 5e-3}}
 
-
-def test_the_saved_rate_is_used_unless_another_is_requested(plain_run: Any) -> None:
-    _, _, path = plain_run
-    other, again = begin("replicated fp32", seed=1, lr=0.25)
-    resume(other, again, path)
-    assert {group["lr"] for group in again.param_groups} == {1e-2}
-    resume(other, again, path, override={"lr": 0.125})
-    assert {group["lr"] for group in again.param_groups} == {0.125}
-    before = other.zero.weight.detach().clone()
-    train(other, again, range(3, 4))
+def test_the_saved_rate_is_used_unless_another_is_requested(plain: Run, path: Path) -> None:
+    other = Run(lr=0.25)
+    other.resume(path)
+    assert {group["lr"] for group in other.optimizer.param_groups} == {1e-2}
+    other.resume(path, override={"lr": 0.125})
+    assert {group["lr"] for group in other.optimizer.param_groups} == {0.125}
+    before = other.model.zero.weight.detach().clone()
+    other.train(3, 4)
     # Zero gradients since the first step: only the decay of 0.01 moves it, at the rate asked for.
-    torch.testing.assert_close(other.zero.weight.detach(), before * (1 - 0.125 * 0.01), rtol=1e-6, atol=0)
-
-
-def test_groups_that_were_joined_say_what_they_disagree_on(tmp_path: Path) -> None:
-    model, optimizer = begin("replicated fp32", overrides=TWO_RATES)
-    train(model, optimizer, range(2))
-    save(state_of(model, optimizer), tmp_path / "x")
-    other, again = begin("replicated fp32", seed=1, lr=0.5)
-    with pytest.raises(ValueError, match=r"field 'max_lr': parameter .* was saved with .* on_conflict='saved'"):
-        resume(other, again, tmp_path / "x")
-    resume(other, again, tmp_path / "x", on_conflict="current")
-    assert group_of(again, "first.weight")["lr"] == 0.5
-    assert_same(states(again), states(optimizer))
-
-
-def test_what_is_for_a_sharded_state_is_refused_with_another() -> None:
-    _, optimizer = begin("replicated fp32")
+    torch.testing.assert_close(other.model.zero.weight.detach(), before * (1 - 0.125 * 0.01), rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match=r"override=\{'lr': 1.0\}: both are for a sharded state only"):
-        optimizer.load_state_dict(optimizer.state_dict(), override={"lr": 1.0})
+        other.optimizer.load_state_dict(other.optimizer.state_dict(), override={"lr": 1.0})
 
 
-def test_torchs_adamw_goes_on_from_what_ours_saved(plain_run: Any, tmp_path: Path) -> None:
-    model, optimizer, path = plain_run
+def test_groups_that_were_joined_say_what_they_disagree_on(path: Path) -> None:
+    rates = {ParamKey(name="first.*"): {"max_lr": 3e-3}, ParamKey(name="second.*"): {"max_lr": 5e-3}}
+    run, other = trained(overrides=rates).saved(path), Run(lr=0.5)
+    with pytest.raises(ValueError, match=r"field 'max_lr': parameter .* was saved with .* on_conflict='saved'"):
+        other.resume(path)
+    other.resume(path, on_conflict="current")
+    assert other.group_of("first.weight")["lr"] == 0.5
+    assert_same(other.states(), run.states())
+
+
+# --- other programs and rules -----------------------------------------------------------------------------------------
+
+
+def test_torchs_adamw_goes_on_from_what_ours_saved(plain: Run, path: Path, tmp_path: Path) -> None:
     checkpoint_to_torch_file(path, tmp_path / "x.pt")
     state_dict = torch.load(tmp_path / "x.pt", weights_only=True)
-    by_name = dict(model.named_parameters(remove_duplicate=False))
+    by_name = dict(plain.model.named_parameters(remove_duplicate=False))
     groups = [{"params": [by_name[name] for name in group["param_names"]]} for group in state_dict["param_groups"]]
-    theirs = torch.optim.AdamW(groups, lr=1.0)
-    theirs.load_state_dict(state_dict)
-    want = states(optimizer)
-    for name, param in by_name.items():
-        for moment in ("exp_avg", "exp_avg_sq"):
-            if name in want and moment in theirs.state.get(param, {}):
-                assert torch.equal(theirs.state[param][moment], want[name][moment])
-    assert sum("exp_avg" in state for state in theirs.state.values()) == len(want) > 4
-    assert [g["lr"] for g in theirs.param_groups] == [g["lr"] for g in optimizer.param_groups if g["params"]]
+    by_file = torch.optim.AdamW(groups, lr=1.0)
+    by_file.load_state_dict(state_dict)
     directly = torch.optim.AdamW([{"params": group["params"]} for group in groups], lr=1.0)
-    load_optimizer(model, directly, path)
-    for param, state in theirs.state.items():
-        assert all(torch.equal(directly.state[param][name], value) for name, value in state.items())
-    theirs.step()
+    load_optimizer(plain.model, directly, path)
+    want = {by_name[name]: state for name, state in plain.states().items()}
+    for optimizer in (by_file, directly):
+        assert sum("exp_avg" in state for state in optimizer.state.values()) == len(want) > 4
+        for param, state in optimizer.state.items():
+            for moment in {"exp_avg", "exp_avg_sq"} & state.keys():
+                assert torch.equal(state[moment], want[param][moment])
+    used = [group["lr"] for group in plain.optimizer.param_groups if group["params"]]
+    assert [group["lr"] for group in by_file.param_groups] == used
+    by_file.step()
 
 
-def test_a_part_of_a_state_is_refused_before_anything_is_set(tmp_path: Path) -> None:
+def test_a_part_of_a_state_is_refused_before_anything_is_set(path: Path) -> None:
     """Muon's momentum mapped to Adam's first moment leaves the second one out: bias corrections would be wrong."""
-    model, optimizer = begin("replicated fp32", optimizer="muon")
-    train(model, optimizer, range(3))
-    save(state_of(model, optimizer), tmp_path / "muon")
-    other, again = begin("replicated fp32", seed=1, lr=0.5)
-    part = {"optimizer.state.exp_avg.": "optimizer.state.momentum_buffer."}
+    trained(optimizer="muon").saved(path)
+    other, part = Run(lr=0.5), {"optimizer.state.exp_avg.": "optimizer.state.momentum_buffer."}
     with pytest.raises(ValueError, match="step, exp_avg was loaded and exp_avg_sq was not"):
-        resume(other, again, tmp_path / "muon", {"aliases": part, "strict": "return_unexpected"})
-    assert group_of(again, "first.bias")["lr"] == 0.5
+        other.resume(path, {"aliases": part, "strict": "return_unexpected"})
+    assert other.group_of("first.bias")["lr"] == 0.5
+
+
+MOVED = ("first.weight", "second.weight", ZERO, UNUSED)
+
+
+@pytest.fixture
+def muon() -> Run:
+    other = Run(optimizer="muon", lr=0.05)
+    other.train(2)
+    assert {n for n, state in other.states().items() if "momentum_buffer" in state} == set(MOVED)
+    return other
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["reset", "mapped"])
+def test_state_of_another_rule_is_refused_reset_or_mapped_and_the_rate_is_kept(
+    plain: Run, path: Path, muon: Run, mapped: bool
+) -> None:
+    with pytest.raises(CheckpointKeyError, match=r"saved by another rule, with exp_avg, exp_avg_sq, step; reset"):
+        muon.resume(path)
+    aliases = {"optimizer.state.momentum_buffer.": "optimizer.state.exp_avg."}
+    muon.resume(path, {"aliases": aliases} if mapped else {"strict": "return_unexpected"})
+    want, got = plain.states(), muon.states()
+    for name in MOVED:
+        assert int(got[name]["step"]) == (int(want[name]["step"]) if mapped else 0)
+        assert torch.equal(got[name]["momentum_buffer"], want[name]["exp_avg"] * mapped)
+    assert_same({"b": got["first.bias"]}, {"b": want["first.bias"]})
+    assert muon.group_of("first.weight")["lr"] == 0.05
+    assert "betas" not in muon.group_of("first.weight")
+    assert muon.group_of("first.bias")["lr"] == 1e-2
+    muon.train(3, 5)
+
+
+def test_state_of_the_same_name_from_another_rule_is_reported(
+    plain: Run, path: Path, muon: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    Run().resume(path)
+    muon.resume(path, {"strict": "return_unexpected"})  # starts from zero
+    assert "continues from the state" not in caplog.text
+    Run(optimizer="lion").resume(path)
+    assert "lion continues from the state that adam kept for" in caplog.text

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from parity import Held
-from processes import mesh_of
+from processes import mesh_of, refusal
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
@@ -16,7 +16,7 @@ from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm
 from opt_kernels.hooks import GivenHooks
-from opt_stack import Optimizer, QKClip, StepStats, get_optimizer
+from opt_stack import QKClip, StepStats, get_optimizer
 from opt_stack.qk_clip import separate_qk
 
 STEPS = 3
@@ -95,63 +95,89 @@ class Trained(NamedTuple):
     planned_bytes: int  # of state, on this rank
 
 
+class Run:
+    """A model and its optimizer, stepped on known gradients: those of a second model with the same placements."""
+
+    def __init__(
+        self, config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, *, seed: int = 0, hooks: GivenHooks = ()
+    ):
+        self.shapes, self.lay_out = shapes, lay_out
+        self.net = laid_out(shapes, seed, lay_out)
+        self.net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
+        self.optimizer = get_optimizer(config, [self.net], {}, hooks=hooks)
+
+    def step(self, step: int) -> float:
+        grads = dict(laid_out(self.shapes, 1 + step, self.lay_out).named_parameters())
+        for name, param in self.net.named_parameters():
+            param.grad = grads[name].detach()
+        return self.optimizer.step().grad_norm
+
+    def sharded(self) -> dict[str, Any]:
+        weights = sharded_model(self.net)
+        return {"model": weights, "optimizer": self.optimizer.sharded_state_dict(weights)}
+
+    def weights(self) -> dict[str, Tensor]:
+        found = {name: param.detach() for name, param in self.net.named_parameters()}
+        return {name: w.full_tensor() if isinstance(w, dist.tensor.DTensor) else w.clone() for name, w in found.items()}
+
+
+def laid_out(shapes: Shapes, seed: int, lay_out: LayOut) -> Net:
+    net = Net(shapes, seed)
+    if lay_out is not None:
+        lay_out(net)
+    return net
+
+
 def train(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut = None, hooks: GivenHooks = ()) -> Trained:
-    """Step on known gradients, taken from a second model with the same placements."""
-    net, optimizer = _begun(config, shapes, lay_out, hooks=hooks)
-    norms = [_step(net, optimizer, shapes, lay_out, step) for step in range(STEPS)]
-    numel = sum(t.numel() for unit in optimizer.stepper.units for p in unit.pieces for t in p.state.values())
-    return Trained(_weights(net), norms, numel, optimizer.plan.state_bytes())
+    run = Run(config, shapes, lay_out, hooks=hooks)
+    norms = [run.step(step) for step in range(STEPS)]
+    numel = sum(t.numel() for unit in run.optimizer.stepper.units for p in unit.pieces for t in p.state.values())
+    return Trained(run.weights(), norms, numel, run.optimizer.plan.state_bytes())
 
 
 def record(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut) -> StepStats:
     """The statistics of the second step, with the spread of singular values."""
-    net, optimizer = _begun(config, shapes, lay_out)
-    optimizer.stats_every(1, spectrum=True)
+    run = Run(config, shapes, lay_out)
+    run.optimizer.stats_every(1, spectrum=True)
     for step in range(2):
-        _step(net, optimizer, shapes, lay_out, step)
-    return optimizer.stats()
+        run.step(step)
+    return run.optimizer.stats()
 
 
 def clip_attention(shapes: Shapes, lay_out: LayOut, *, clips: bool = True) -> dict[str, Tensor]:
     """Queries `qkv`, keys `column`, heads of two rows of which some have too large logits. The whole weights then."""
-    net, optimizer = _begun(OptimizerConfig(optimizer="sgd", lr=0.01, clip_grad=0.0), shapes, lay_out)
+    run = Run(OptimizerConfig(optimizer="sgd", lr=0.01, clip_grad=0.0), shapes, lay_out)
     numbers = {"num_heads": shapes["qkv"][0] // 2, "num_query_groups": shapes["column"][0] // 2, "head_dim": 2}
-    layer = separate_qk(net.qkv.weight, net.column.weight, **numbers)
-    logits = 60.0 * (1 + torch.arange(numbers["num_heads"]) % 3)
+    layer = separate_qk(run.net.qkv.weight, run.net.column.weight, **numbers)
     if clips:
-        QKClip(optimizer, [layer])([logits])
-    return {name: _full(held.weight.detach()).clone() for name, held in net.named_children()}
+        QKClip(run.optimizer, [layer])([60.0 * (1 + torch.arange(numbers["num_heads"]) % 3)])
+    return run.weights()
 
 
 def train_and_save(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
     """Save before the last step; return the weights after it."""
-    net, optimizer = _begun(config, shapes, lay_out)
-    for step in range(STEPS - 1):
-        _step(net, optimizer, shapes, lay_out, step)
-    save(_state_of(net, optimizer), path)
-    _step(net, optimizer, shapes, lay_out, STEPS - 1)
-    return _weights(net)
-
-
-def save_apart(path: str) -> str:
-    """The message of a save whose replicas of a tensor differ."""
-    net = _laid_out(EVEN, 0, tp_on_a_part_of_the_mesh)
-    with torch.no_grad():
-        net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
-    try:
-        save(sharded_model(net), path)
-    except ValueError as error:
-        return str(error)
-    return ""
+    run = Run(config, shapes, lay_out)
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            save(run.sharded(), path)
+        run.step(step)
+    return run.weights()
 
 
 def resume(config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, path: str) -> dict[str, Tensor]:
     """Load what was saved into other weights and an empty state, and run the last step."""
-    net, optimizer = _begun(config, shapes, lay_out, seed=50)
-    loaded = load(_state_of(net, optimizer), path).state
-    optimizer.load_state_dict(loaded["optimizer"])
-    _step(net, optimizer, shapes, lay_out, STEPS - 1)
-    return _weights(net)
+    run = Run(config, shapes, lay_out, seed=50)
+    run.optimizer.load_state_dict(load(run.sharded(), path).state["optimizer"])
+    run.step(STEPS - 1)
+    return run.weights()
+
+
+def save_apart(path: str) -> str:
+    """The message of a save whose replicas of a tensor differ."""
+    net = laid_out(EVEN, 0, tp_on_a_part_of_the_mesh)
+    with torch.no_grad():
+        net.column.weight.to_local()[0, 0] += float(dist.get_rank() >= 2)
+    return refusal(lambda: save(sharded_model(net), path))
 
 
 class Parts(nn.Module):
@@ -208,38 +234,3 @@ def _run_by_attributes(
         weights = net.sharded()
         save({"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}, path, process_group=tp.group)
     return net.joined(tp)
-
-
-def _begun(
-    config: OptimizerConfig, shapes: Shapes, lay_out: LayOut, *, seed: int = 0, hooks: GivenHooks = ()
-) -> tuple[Net, Optimizer]:
-    net = _laid_out(shapes, seed, lay_out)
-    net.qkv.weight.qkv_split_shapes = QKV  # sharding makes new parameters
-    return net, get_optimizer(config, [net], {}, hooks=hooks)
-
-
-def _step(net: Net, optimizer: Optimizer, shapes: Shapes, lay_out: LayOut, step: int) -> float:
-    grads = dict(_laid_out(shapes, 1 + step, lay_out).named_parameters())
-    for name, param in net.named_parameters():
-        param.grad = grads[name].detach()
-    return optimizer.step().grad_norm
-
-
-def _state_of(net: Net, optimizer: Optimizer) -> dict[str, Any]:
-    weights = sharded_model(net)
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
-
-
-def _laid_out(shapes: Shapes, seed: int, lay_out: LayOut) -> Net:
-    net = Net(shapes, seed)
-    if lay_out is not None:
-        lay_out(net)
-    return net
-
-
-def _weights(net: Net) -> dict[str, Tensor]:
-    return {name: _full(param.detach()) for name, param in net.named_parameters()}
-
-
-def _full(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, dist.tensor.DTensor) else param.clone()
