@@ -9,25 +9,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 MATRIX_RULES = ("muon", "adaptive_muon")
 RULES = ("adam", "adam_l2", "sgd", "lion", *MATRIX_RULES)
 OTHER_ORDERS = "each rank runs its layers in another order"  # which FSDP2 does not allow
-HABITS = (
-    "reduces before the step",
-    "steps by halves",
-    "toggles hooks",
-    "offloads",
-    "recomputes activations",
-    OTHER_ORDERS,
-)
-ADAM_BETAS, ADAM_EPS, SGD_MOMENTUM, MUON_MOMENTUM = (0.9, 0.99), 1e-8, 0.9, 0.9
-LION_BETAS = (0.9123, 0.9717)  # no simple ratio, so that no sum of a few exact gradients cancels
-ADAPTIVE_BETA2, ADAPTIVE_EPS = 0.95, 1e-8
-LR, WEIGHT_DECAY = 0.02, 0.1
+HABITS = ("reduces before the step", "steps by halves", "toggles hooks", "offloads", "recomputes activations")
+HABITS += (OTHER_ORDERS,)
+# Hyper-parameters, by their names in a configuration. Lion's betas are no simple ratio, so that no sum of a few exact
+# gradients cancels.
+HYPER = {
+    "lr": 0.02, "weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.99, "adam_eps": 1e-8, "sgd_momentum": 0.9,
+    "lion_beta1": 0.9123, "lion_beta2": 0.9717, "muon_momentum": 0.9, "adaptive_muon_beta2": 0.95,
+    "adaptive_muon_eps": 1e-8,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +63,10 @@ class Grid:
         """The coordinate of a rank on every axis."""
         outer, tp = divmod(rank, self.tp)
         stage, replica = divmod(outer, self.dp)
-        slot = replica * self.tp + tp
-        return Place(
-            tp=tp,
-            replica=replica,
-            stage=stage,
-            instance=replica // (self.dp // self.instances),
-            etp=slot % self.etp,
-            ep=slot // self.etp % self.ep,
-            expert_replica=slot // (self.etp * self.ep),
-        )
+        expert_replica, of_expert = divmod(replica * self.tp + tp, self.etp * self.ep)
+        ep, etp = divmod(of_expert, self.etp)
+        instance = replica // (self.dp // self.instances)
+        return Place(tp, replica, stage, instance, etp, ep, expert_replica)
 
     def places(self) -> list["Place"]:
         return [self.place(rank) for rank in range(self.size)]
@@ -85,8 +76,7 @@ class Grid:
         return "x".join(f"{name}{size}" for name, size in axes.items() if size > 1 or name == "dp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(NamedTuple):
     """One rank's index on every axis."""
 
     tp: int
@@ -151,9 +141,8 @@ class Setup:
         return self.sharding != "replicated"
 
     def __str__(self) -> str:
-        parts = [str(self.grid), self.sharding]
-        parts += [name if value is True else f"{name}={value}" for name, value in _unusual(self, ("grid", "sharding"))]
-        return " ".join(parts)
+        others = [name if value is True else f"{name}={value}" for name, value in _unusual(self, "grid", "sharding")]
+        return " ".join([str(self.grid), self.sharding, *others])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,12 +230,8 @@ class Case:
 
     def rule_of(self, param: Param) -> str:
         """The rule that moves the parameter."""
-        named = self.overrides_of(param).get("optimizer")
-        if named:
-            return str(named)
-        if self.rule in MATRIX_RULES and (len(param.shape) != 2 or param.embedding):
-            return "adam"
-        return self.rule
+        is_left_out = self.rule in MATRIX_RULES and (len(param.shape) != 2 or param.embedding)
+        return str(self.overrides_of(param).get("optimizer", "adam" if is_left_out else self.rule))
 
     def param(self, name: str) -> Param:
         return next(param for param in self.params if param.name == name)
@@ -256,8 +241,8 @@ class Case:
         parts = [f"{self.rule} in {self.numbers}", f"{len(self.params)} parameters", str(self.setup)]
         if self.resume is not None:
             parts.append(f"saved before step {self.resume_at} and resumed on [{self.resume}]")
-        parts += [f"{name}={value!r}" for name, value in _unusual(self, _IN_SENTENCE)]
-        return f"case {self.seed}: " + ", ".join(parts)
+        said = ("seed", "rule", "numbers", "params", "setup", "resume", "resume_at")
+        return f"case {self.seed}: " + ", ".join([*parts, *(f"{k}={v!r}" for k, v in _unusual(self, *said))])
 
 
 # --- which rank has which part of a parameter -------------------------------------------------------------------------
@@ -267,9 +252,7 @@ def is_held(param: Param, place: Place, grid: Grid) -> bool:
     """Whether the rank has a part of the parameter."""
     if param.tied:
         return place.stage in (0, grid.pp - 1)
-    if param.number % grid.pp != place.stage:
-        return False
-    return param.expert is None or param.expert % grid.ep == place.ep
+    return param.number % grid.pp == place.stage and (param.expert is None or param.expert % grid.ep == place.ep)
 
 
 def is_copy(param: Param, place: Place) -> bool:
@@ -316,14 +299,7 @@ def is_trained(param: Param) -> bool:
     return not (param.frozen or param.left_out)
 
 
-_IN_SENTENCE = ("seed", "rule", "numbers", "params", "setup", "resume", "resume_at")
-
-
-def _unusual(value: Any, but: tuple[str, ...]) -> list[tuple[str, Any]]:
+def _unusual(value: Any, *but: str) -> list[tuple[str, Any]]:
     """The fields that are not at their defaults, without those in `but`."""
-    found = []
-    for each in dataclasses.fields(value):
-        default = each.default if each.default_factory is dataclasses.MISSING else each.default_factory()
-        if each.name not in but and getattr(value, each.name) != default:
-            found.append((each.name, getattr(value, each.name)))
-    return found
+    fields = [(field.name, field.default, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return [(name, present) for name, default, present in fields if name not in but and present != default]

@@ -6,23 +6,8 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fuzz.cases import (
-    HABITS,
-    MATRIX_RULES,
-    OTHER_ORDERS,
-    RULES,
-    Bad,
-    Case,
-    Grid,
-    Param,
-    Setup,
-    Skip,
-    is_held,
-    is_trained,
-    is_used,
-    num_replicas,
-    replica_of,
-)
+from fuzz import cases
+from fuzz.cases import HABITS, MATRIX_RULES, OTHER_ORDERS, RULES, Bad, Case, Grid, Param, Setup, Skip, is_trained
 from fuzz.mistakes import with_mistake
 
 EMPTY = ((0,), (0, 8), (5, 0))
@@ -30,30 +15,14 @@ VECTORS = ((1,), (7,), (63,), (64,), (65,), (127,), (), (3, 1, 5), (2, 1))
 MATRICES = ((12, 16), (16, 12), (8, 8), (24, 4), (4, 36), (12, 20))
 LARGE = ((70_001,), (257, 260))
 ODD_MATRICES = ((13, 7), (5, 31), (1, 17), (11, 11), (3, 4))
-GRIDS = (
-    *([Grid()] * 2),
-    *([Grid(dp=2)] * 5),
-    *([Grid(dp=3)] * 3),
-    *([Grid(dp=4)] * 3),
-    *([Grid(tp=2)] * 2),
-    *([Grid(tp=2, dp=2)] * 4),
-    *([Grid(pp=2, dp=2)] * 3),
-    Grid(pp=2),
-    Grid(pp=3),
-    Grid(tp=2, pp=2),
-    *([Grid(dp=4, instances=2)] * 3),
-    Grid(dp=2, instances=2),
-    Grid(dp=6, instances=3),
-    Grid(dp=8, instances=2),
-    Grid(tp=2, dp=3),
-    Grid(tp=4),
-    Grid(tp=2, dp=4, instances=2),
-    Grid(tp=2, pp=2, dp=2),
-    Grid(dp=5),
-)
+OFTEN = (  # how often, and the sizes of dp, tp, pp and instances
+    (2, 1, 1, 1, 1), (5, 2, 1, 1, 1), (3, 3, 1, 1, 1), (3, 4, 1, 1, 1), (2, 1, 2, 1, 1), (4, 2, 2, 1, 1),
+    (3, 2, 1, 2, 1), (1, 1, 1, 2, 1), (1, 1, 1, 3, 1), (1, 1, 2, 2, 1), (3, 4, 1, 1, 2), (1, 2, 1, 1, 2),
+    (1, 6, 1, 1, 3), (1, 8, 1, 1, 2), (1, 3, 2, 1, 1), (1, 1, 4, 1, 1), (1, 4, 2, 1, 2), (1, 2, 2, 2, 1),
+    (1, 5, 1, 1, 1),
+)  # fmt: skip
+GRIDS = [Grid(dp=dp, tp=tp, pp=pp, instances=n) for count, dp, tp, pp, n in OFTEN for _ in range(count)]
 NUMBERS = ("fp32", "fp32", "bf16", "bf16", "bf16_remainder", "fp16", "fp16_constant", "bf16_narrow", "bf16_grads")
-
-
 NARROW_MAINS = ("bf16_short", "bf16_scaled")
 SAME_MAINS = ("bf16", "bf16_remainder", "bf16_grads")  # numbers between which nothing is lost
 
@@ -328,7 +297,7 @@ def _skips(rng: random.Random, case: Case) -> Iterator[Skip]:
     for _ in range(rng.choice((1, 1, 2, 4))):
         param, step = rng.choice(case.params), rng.choice((0, 0, case.resume_at, rng.randrange(case.steps)))
         setup = case.setup_at(step)
-        replicas, microbatches = num_replicas(param, setup.grid), setup.microbatches
+        replicas, microbatches = cases.num_replicas(param, setup.grid), setup.microbatches
         yield Skip(
             step=step,
             param=param.name,
@@ -348,8 +317,8 @@ def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
         ranks = [
             rank
             for rank, place in enumerate(grid.places())
-            if is_held(param, place, grid)
-            and is_used(case, param, step=step, microbatch=microbatch, replica=replica_of(param, place))
+            if cases.is_held(param, place, grid)
+            and cases.is_used(case, param, step=step, microbatch=microbatch, replica=cases.replica_of(param, place))
         ]
         if ranks:
             value = rng.choice((float("inf"), float("-inf"), float("nan")))

@@ -30,8 +30,9 @@ def gradient(case: Case, param: Param, *, step: int, microbatch: int, replica: i
     the second copy of a tied parameter.
     """
     setup = case.setup_at(step)
-    odd = _odd_part(setup.grid.dp)
-    terms = num_replicas(param, setup.grid) * setup.microbatches * odd * _parts_over_tp(param, setup) * (1 + param.tied)
+    odd = setup.grid.dp // (setup.grid.dp & -setup.grid.dp)
+    parts = setup.grid.tp if param.over_tp else 1
+    terms = num_replicas(param, setup.grid) * setup.microbatches * odd * parts * (1 + param.tied)
     largest = max(TOP // terms, 1)
     key = (case.seed, "gradient", param.name, step, microbatch, replica, tp if param.over_tp else 0, is_copy)
     values = torch.randint(-largest, largest + 1, param.shape, generator=_generator(*key))
@@ -54,15 +55,8 @@ def local_gradient(case: Case, param: Param, rank: int, *, step: int, microbatch
     """This rank's gradients after backward, with the case's faults."""
     setup = case.setup_at(step)
     place = setup.grid.place(rank)
-    whole = gradient(
-        case,
-        param,
-        step=step,
-        microbatch=microbatch,
-        replica=replica_of(param, place),
-        tp=place.tp,
-        is_copy=is_copy(param, place),
-    )
+    at = {"replica": replica_of(param, place), "tp": place.tp, "is_copy": is_copy(param, place)}
+    whole = gradient(case, param, step=step, microbatch=microbatch, **at)
     found = part(whole, param, place, setup).contiguous()
     for bad in case.bad:
         if is_meant(bad, param, rank, step=step, microbatch=microbatch) and found.numel():
@@ -79,21 +73,8 @@ def tokens(case: Case, step: int, replica: int) -> int:
     """In the losses of one replica's iteration. Together they are a power of two, so that the mean is exact."""
     replicas = case.setup_at(step).grid.dp
     each = [1 + (3 * step + 5 * other) % 7 for other in range(replicas)]
-    total = 1
-    while total < sum(each):
-        total *= 2
-    each[-1] += total - sum(each)
+    each[-1] += (1 << (sum(each) - 1).bit_length()) - sum(each)
     return each[replica]
-
-
-def _parts_over_tp(param: Param, setup: Setup) -> int:
-    return setup.grid.tp if param.over_tp else 1
-
-
-def _odd_part(number: int) -> int:
-    while number % 2 == 0:
-        number //= 2
-    return number
 
 
 def _generator(*key: object) -> torch.Generator:

@@ -22,30 +22,31 @@ class Kind(NamedTuple):
     mistake: Mistake
 
 
+def _is_unknown(case: Case) -> bool:
+    cuts = case.setup.grid.tp > 1
+    parts = any(not p.frozen and (p.expert is not None or (p.cut is not None and cuts)) for p in case.params)
+    return case.setup.processes and case.setup.layout == "plain" and case.setup.grid.size > 1 and parts
+
+
+def _needs_whole(case: Case) -> bool:
+    is_plain = case.setup.sharding == "replicated" and case.setup.layout == "plain" and not case.setup.wrapped
+    moves = any(is_trained(param) and case.rule_of(param) == case.rule for param in case.params)
+    return case.rule in MATRIX_RULES and is_plain and moves
+
+
+def _buckets_differ(case: Case) -> bool:
+    is_world = case.setup.grid.dp == case.setup.grid.size > 1
+    return case.setup.wrapped and case.setup.overlap_grads and is_world and case.setup.num_buckets is None
+
+
 KINDS = (
     Kind(
         "nobody can guess which ranks hold the other parts of a matrix, or copies of an expert",
-        lambda case: (
-            case.setup.processes
-            and case.setup.layout == "plain"
-            and case.setup.grid.size > 1
-            and any(
-                not param.frozen and (param.expert is not None or (param.cut is not None and case.setup.grid.tp > 1))
-                for param in case.params
-            )
-        ),
-        Mistake(words="pg_collection", groups_none=True),
+        _is_unknown, Mistake(words="pg_collection", groups_none=True),
     ),
     Kind(
         "Newton-Schulz needs whole matrices, and flat shards cut them",
-        lambda case: (
-            case.rule in MATRIX_RULES
-            and case.setup.sharding == "replicated"
-            and case.setup.layout == "plain"
-            and not case.setup.wrapped
-            and any(is_trained(param) and case.rule_of(param) == case.rule for param in case.params)
-        ),
-        Mistake(words="whole matrices", fields=(("use_distributed_optimizer", True),)),
+        _needs_whole, Mistake(words="whole matrices", fields=(("use_distributed_optimizer", True),)),
     ),
     Kind(
         "Lion supports only decoupled weight decay",
@@ -78,32 +79,22 @@ KINDS = (
         lambda case: case.setup.wrapped and case.setup.sharding == "flat" and not case.setup.gathers_with_step,
         Mistake(
             words="use_distributed_optimizer",
-            ddp_fields=(
-                ("use_distributed_optimizer", False),
-                ("overlap_param_gather", False),
-                ("align_param_gather", False),
+            ddp_fields=tuple(
+                (name, False) for name in ("use_distributed_optimizer", "overlap_param_gather", "align_param_gather")
             ),
         ),
     ),
     Kind(
         "ranks step by different rates",
-        lambda case: case.setup.grid.size > 1,
-        Mistake(words="lr", fields=(("lr", 0.5),), rank=1),
+        lambda case: case.setup.grid.size > 1, Mistake(words="lr", fields=(("lr", 0.5),), rank=1),
     ),
     Kind(
         "a rank does not know the optimizer",
-        lambda case: case.setup.grid.size > 1,
-        Mistake(words="optimizer", fields=(("optimizer", "adma"),), rank=0),
+        lambda case: case.setup.grid.size > 1, Mistake(words="optimizer", fields=(("optimizer", "adma"),), rank=0),
     ),
     Kind(
         "replicas cut their buffers into different buckets",
-        lambda case: (
-            case.setup.wrapped
-            and case.setup.overlap_grads
-            and case.setup.grid.dp == case.setup.grid.size > 1
-            and case.setup.num_buckets is None
-        ),
-        Mistake(words="bucket_size", ddp_fields=(("bucket_size", 11),), rank=0),
+        _buckets_differ, Mistake(words="bucket_size", ddp_fields=(("bucket_size", 11),), rank=0),
     ),
     Kind(
         "gradients are averaged in the collective and divided by tokens",
@@ -119,13 +110,12 @@ KINDS = (
         Mistake(
             words="reduce_scatter_with_fp32_accumulation",
             ddp_fields=(
-                ("reduce_scatter_with_fp32_accumulation", True),
-                ("average_in_collective", False),
+                ("reduce_scatter_with_fp32_accumulation", True), ("average_in_collective", False),
                 ("grad_reduce_in_fp32", False),
             ),
         ),
     ),
-)
+)  # fmt: skip
 
 
 def with_mistake(rng: random.Random, case: Case) -> Case:

@@ -8,42 +8,18 @@ differ from these by what fp32 mains and state round, and by the rounding of a s
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuzz.cases import (
-    ADAM_BETAS,
-    ADAM_EPS,
-    ADAPTIVE_BETA2,
-    ADAPTIVE_EPS,
-    LION_BETAS,
-    LR,
-    MUON_MOMENTUM,
-    SGD_MOMENTUM,
-    WEIGHT_DECAY,
-    Case,
-    Param,
-    Setup,
-    is_held,
-    is_trained,
-    is_used,
-    num_replicas,
-    replica_of,
-)
+from fuzz.cases import HYPER, Bad, Case, Param, Setup, is_held, is_trained, is_used, num_replicas, replica_of
 from fuzz.gradients import first_weight, gradient, is_meant, local_gradient, part, tokens
 
 NEWTON_SCHULZ = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
+    (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
-)
+)  # fmt: skip
 NEWTON_SCHULZ_SLACK = 5e-4  # the five maps together raise a small singular value, and its fp32 rounding, 500 times
-
-
 Weights = dict[str, tuple[Tensor, Tensor]]
 """By parameter: main value, slack."""
 
@@ -88,11 +64,10 @@ class LossScale:
             return
         if overflow:
             self.clean, self.forgiven = 0, self.forgiven + 1
-            if self.forgiven >= self.hysteresis:
-                self.scale = max(self.scale * 0.5, 1.0)
-            return
-        self.clean += 1
-        if self.clean == self.window:
+            self.scale = max(self.scale * 0.5, 1.0) if self.forgiven >= self.hysteresis else self.scale
+        elif (clean := self.clean + 1) < self.window:
+            self.clean = clean
+        else:
             self.clean, self.forgiven, self.scale = 0, 0, self.scale * 2
 
 
@@ -102,8 +77,8 @@ def expect(case: Case) -> list[ExpectedStep]:
         param.name: Expected(first_weight(case, param), torch.zeros(param.shape, dtype=torch.float64))
         for param in case.params
     }
-    scaled = case.numbers.startswith("fp16")
-    scale = LossScale(case.scale if scaled else 1.0, case.window, case.hysteresis, case.numbers == "fp16")
+    first = case.scale if case.numbers.startswith("fp16") else 1.0
+    scale = LossScale(first, case.window, case.hysteresis, case.numbers == "fp16")
     return [_step(case, held, scale, step) for step in range(case.steps)]
 
 
@@ -135,20 +110,18 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
     if case.reload_at == step or (case.resume is not None and case.resume_at == step):
         for one in held.values():
             one.has_grad = False
-    grads = {param.name: mean_gradient(case, param, step) for param in case.params if is_trained(param)}
-    for param in case.params:
-        if is_trained(param) and grads[param.name] is None and held[param.name].has_grad:
-            grads[param.name] = torch.zeros(param.shape, dtype=torch.float64)
-        held[param.name].has_grad |= case.keeps_grads and grads.get(param.name) is not None
+    trained = [param for param in case.params if is_trained(param)]
+    grads = {param.name: mean_gradient(case, param, step) for param in trained}
+    for name, grad in grads.items():
+        if grad is None and held[name].has_grad:
+            grads[name] = torch.zeros_like(held[name].main)
+        held[name].has_grad |= case.keeps_grads and grads[name] is not None
     overflow = any(_hits(case, bad, step) for bad in case.bad) or _is_too_large(case, scale.scale, step)
     norms = _norms(case, grads)
     zeros = sum(int((grad == 0).sum()) for grad in grads.values() if grad is not None)
     is_refused = not overflow and norms[""] > case.skip_above
-    if not (overflow or is_refused):
-        for param in case.params:
-            grad = grads.get(param.name)
-            if grad is None:
-                continue
+    for param in () if overflow or is_refused else trained:
+        if (grad := grads[param.name]) is not None:
             _update_(case, setup, param, held[param.name], step, grad * _coefficient(case, norms[slot_of(case, param)]))
     scale.update(overflow)
     return ExpectedStep(
@@ -158,7 +131,7 @@ def _step(case: Case, held: dict[str, Expected], scale: LossScale, step: int) ->
         zeros=zeros if case.counts_zeros else None,
         scale=scale.scale,
         weights={name: (one.main.clone(), one.slack.clone()) for name, one in held.items()},
-        steps={param.name: held[param.name].step for param in case.params if is_trained(param)},
+        steps={param.name: held[param.name].step for param in trained},
     )
 
 
@@ -189,7 +162,7 @@ def mean_gradient(case: Case, param: Param, step: int) -> Tensor | None:
     return total / setup.grid.dp
 
 
-def _hits(case: Case, bad: Any, step: int) -> bool:
+def _hits(case: Case, bad: Bad, step: int) -> bool:
     """Whether the element that is not finite arrives in a gradient of this step."""
     param, grid = case.param(bad.param), case.setup_at(step).grid
     if bad.step != step or not is_trained(param) or 0 in param.shape:
@@ -212,8 +185,7 @@ def _is_too_large(case: Case, scale: float, step: int) -> bool:
 
 
 def slot_of(case: Case, param: Param) -> str:
-    """Which gradient norm a parameter belongs to: the model's own, that of its norm group, or that of a rule which is
-    not clipped."""
+    """The gradient norm that a parameter belongs to: the model's, its norm group's, or that of a rule not clipped."""
     if case.overrides_of(param).get("clip_grad", True) is False:
         return f"not clipped {case.rule_of(param)}"
     return param.norm_group or ""
@@ -241,14 +213,12 @@ def _coefficient(case: Case, norm: float) -> float:
 
 def _update_(case: Case, setup: Setup, param: Param, held: Expected, step: int, grad: Tensor) -> None:
     own = case.overrides_of(param)
-    lr = own.get("max_lr", LR) * own.get("lr_mult", 1.0)
-    lr = lr / (1 + step) if case.schedules else lr
+    lr = own.get("max_lr", HYPER["lr"]) * own.get("lr_mult", 1.0) / (1 + step if case.schedules else 1)
     undecayed = case.overrides is None and len(param.shape) == 1
-    decay = 0.0 if undecayed else WEIGHT_DECAY * own.get("wd_mult", 1.0)
+    decay = 0.0 if undecayed else HYPER["weight_decay"] * own.get("wd_mult", 1.0)
     held.step += 1
-    rule = case.rule_of(param)
     before = held.main
-    match rule:
+    match case.rule_of(param):
         case "adam" | "adam_l2":
             slack = _adam_(case, held, grad, lr, decay, decoupled=case.rule != "adam_l2")
         case "sgd":
@@ -269,7 +239,7 @@ def _rounding(case: Case, param: Param, largest: Tensor) -> Tensor:
 
 
 def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *, decoupled: bool) -> Tensor:
-    beta1, beta2 = ADAM_BETAS
+    beta1, beta2 = HYPER["adam_beta1"], HYPER["adam_beta2"]
     terms = grad.abs()
     if not decoupled:
         terms = terms + decay * held.main.abs()
@@ -278,7 +248,7 @@ def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *,
     v = _state(held, "v").mul_(beta2).add_((1 - beta2) * grad**2)
     largest = _state(held, "terms")
     largest.copy_(torch.maximum(largest, terms))
-    root = (v / (1 - beta2**held.step)).sqrt() + ADAM_EPS
+    root = (v / (1 - beta2**held.step)).sqrt() + HYPER["adam_eps"]
     if decoupled:
         held.main = held.main * (1 - lr * decay)
     held.main = held.main - lr * (m / (1 - beta1**held.step)) / root
@@ -289,13 +259,13 @@ def _adam_(case: Case, held: Expected, grad: Tensor, lr: float, decay: float, *,
 def _sgd_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
     grad = grad + decay * held.main
     buffer = _state(held, "buffer")
-    buffer.copy_(grad if held.step == 1 else SGD_MOMENTUM * buffer + grad)
+    buffer.copy_(grad if held.step == 1 else HYPER["sgd_momentum"] * buffer + grad)
     held.main = held.main - lr * buffer
     return lr * 2.0**-20 * (buffer.abs() + grad.abs() + 1e-3)
 
 
 def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
-    beta1, beta2 = LION_BETAS
+    beta1, beta2 = HYPER["lion_beta1"], HYPER["lion_beta2"]
     m = _state(held, "m")
     mixed = beta1 * m + (1 - beta1) * grad
     terms = beta1 * m.abs() + (1 - beta1) * grad.abs()
@@ -308,8 +278,9 @@ def _lion_(held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
 def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor, lr: float, decay: float) -> Tensor:
     if 0 in param.shape:
         return torch.zeros_like(held.main)
-    m = _state(held, "m").mul_(MUON_MOMENTUM).add_((1 - MUON_MOMENTUM) * grad)
-    direction = grad + MUON_MOMENTUM * (m - grad) if case.nesterov else m
+    momentum = HYPER["muon_momentum"]
+    m = _state(held, "m").mul_(momentum).add_((1 - momentum) * grad)
+    direction = grad + momentum * (m - grad) if case.nesterov else m
     pieces = (setup.grid.tp if param.expert is None else setup.grid.etp) if param.cut is not None else 1
     if case.tp_mode == "blockwise" and pieces > 1:
         assert param.cut is not None
@@ -326,15 +297,15 @@ def _muon_(case: Case, setup: Setup, param: Param, held: Expected, grad: Tensor,
 
 def _adapted(case: Case, held: Expected, update: Tensor, slack: Tensor) -> tuple[Tensor, Tensor]:
     """The update divided by its own history, and what an error of `slack` in it becomes."""
+    weight, eps = 1 - HYPER["adaptive_muon_beta2"], HYPER["adaptive_muon_eps"]
     if case.moment2 == "adamuon":
-        v = _state(held, "v").lerp_(update**2, 1 - ADAPTIVE_BETA2)
-        root = v.sqrt() + ADAPTIVE_EPS
-        largest = 2 / math.sqrt(1 - ADAPTIVE_BETA2)  # a small element may change its sign
+        root = _state(held, "v").lerp_(update**2, weight).sqrt() + eps
+        largest = 2 / math.sqrt(weight)  # a small element may change its sign
         return update / root, (2 * slack / root).clamp_max(largest)
     v = held.state.setdefault("v", torch.zeros(update.shape[0], dtype=torch.float64))
-    v.lerp_((update**2).mean(-1), 1 - ADAPTIVE_BETA2)
-    divided = update * v.clamp_min(ADAPTIVE_EPS).rsqrt().unsqueeze(-1)
-    factor = update.norm() / divided.norm().clamp_min(ADAPTIVE_EPS)
+    v.lerp_((update**2).mean(-1), weight)
+    divided = update * v.clamp_min(eps).rsqrt().unsqueeze(-1)
+    factor = update.norm() / divided.norm().clamp_min(eps)
     return divided * factor, 4 * slack * float((divided * factor).abs().max() / update.abs().max().clamp_min(1e-30))
 
 
@@ -345,14 +316,8 @@ def _scales(case: Case, param: Param) -> Tensor:
     of_group = []
     for size in sizes:
         of_part = size * rows // sum(sizes)
-        match case.scale_mode:
-            case "spectral":
-                factor = max(of_part, cols) ** 0.5
-            case "unit_rms_norm":
-                factor = (of_part / cols) ** 0.5
-            case _:
-                factor = max(1.0, of_part / cols) ** 0.5
-        of_group += [factor] * size
+        squares = {"spectral": max(of_part, cols), "unit_rms_norm": of_part / cols}
+        of_group += [squares.get(case.scale_mode, max(1.0, of_part / cols)) ** 0.5] * size
     return torch.tensor(of_group, dtype=torch.float64).repeat(rows // sum(sizes)).unsqueeze(-1)
 
 

@@ -1,5 +1,6 @@
 """One rank of a case: builds its part of the model, trains it with the project, and reports the results."""
 
+import dataclasses
 import io
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,22 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from fuzz.cases import (
-    OTHER_ORDERS,
-    Case,
-    Param,
-    Setup,
-    chunk_of,
-    cut_of,
-    is_copy,
-    is_held,
-    is_trained,
-    is_used,
-    replica_of,
-)
-from fuzz.configs import ddp_config, optimizer_config
+from fuzz import cases
+from fuzz.cases import HYPER, OTHER_ORDERS, Case, Param, Setup, is_held, is_trained
 from fuzz.gradients import first_weight, local_gradient, part, tokens
-from opt_config import ParamKey
+from opt_config import DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import ProcessGroups, Roles
 from opt_distributed.finalize import finalize_model_grads
@@ -56,7 +45,11 @@ class Held(nn.Module):
         self.weight = nn.Parameter(value)
 
     def forward(self, grad: Tensor) -> Tensor:
-        return _local(self.weight * _like(grad.to(self.weight.dtype), self.weight)).float().sum()
+        weight, grad = self.weight, grad.to(self.weight.dtype)
+        if not isinstance(weight, DTensor):
+            return (weight * grad).float().sum()
+        like = DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
+        return (weight * like).to_local().float().sum()
 
 
 class Chunk(nn.Module):
@@ -67,7 +60,7 @@ class Chunk(nn.Module):
         self.recomputes = "recomputes activations" in case.habits
         place = setup.grid.place(rank)
         for param in case.params:
-            if is_held(param, place, setup.grid) and chunk_of(param, setup) == chunk:
+            if is_held(param, place, setup.grid) and cases.chunk_of(param, setup) == chunk:
                 value = (part(first_weight(case, param), param, place, setup) + moved).to(case.dtype_of(param, setup))
                 self.add_module(param.name, Held(value.contiguous().clone()))
                 self.get_submodule(param.name).requires_grad_(not param.frozen)
@@ -75,8 +68,8 @@ class Chunk(nn.Module):
             lay_out(case, setup, self)
         for name, module in self.named_children():  # last, since sharding makes new parameters without attributes
             param = case.param(name)
-            pieces = cut_of(param, place, setup.grid)[1] if setup.layout == "plain" else 1
-            _mark(module.weight, param, pieces, is_copy=is_copy(param, place))
+            pieces = cases.cut_of(param, place, setup.grid)[1] if setup.layout == "plain" else 1
+            _mark(module.weight, param, pieces, is_copy=cases.is_copy(param, place))
 
     def forward(self, grads: dict[str, tuple[Tensor, int]]) -> Tensor:
         repeated = [(name, grad / uses) for name, (grad, uses) in grads.items() for _ in range(uses)]
@@ -91,22 +84,16 @@ class Chunk(nn.Module):
 
 def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> None:
     """Mark the parameter with Megatron-Core's attributes."""
-    marks: dict[str, Any] = {}
-    if pieces > 1:
-        marks |= {"tensor_model_parallel": True, "partition_dim": param.cut}
-    if param.expert is not None:
-        marks |= {"allreduce": False}
-    if param.embedding:
-        marks |= {"is_embedding_or_output_parameter": True}
-    if param.norm_group:
-        marks |= {"grad_norm_group": param.norm_group}
-    if param.qkv:
-        marks |= {"qkv_split_shapes": (2, 1, 1)}
-    if param.tied:
-        marks |= {"shared_embedding": True, "shared": is_copy}
-    if param.over_tp:
-        marks |= {param.over_tp: True}
-    for name, value in marks.items():
+    marks: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (pieces > 1, {"tensor_model_parallel": True, "partition_dim": param.cut}),
+        (param.expert is not None, {"allreduce": False}),
+        (param.embedding, {"is_embedding_or_output_parameter": True}),
+        (param.norm_group is not None, {"grad_norm_group": param.norm_group}),
+        (param.qkv, {"qkv_split_shapes": (2, 1, 1)}),
+        (param.tied, {"shared_embedding": True, "shared": is_copy}),
+        (param.over_tp is not None, {str(param.over_tp): True}),
+    )
+    for name, value in (item for applies, values in marks if applies for item in values.items()):
         setattr(weight, name, value)
 
 
@@ -189,7 +176,7 @@ class Run:
 
     def weight(self, param: Param) -> nn.Parameter:
         """This rank's part."""
-        found = self.nets[chunk_of(param, self.setup)].get_parameter(f"{param.name}.weight")
+        found = self.nets[cases.chunk_of(param, self.setup)].get_parameter(f"{param.name}.weight")
         assert isinstance(found, nn.Parameter)
         return found
 
@@ -232,35 +219,28 @@ class Run:
 
     def _grads(self, chunk: int, step: int, microbatch: int) -> dict[str, tuple[Tensor, int]]:
         """The gradients of what this rank's forward uses."""
-        held = [param for param in self.case.params if hasattr(self.nets[chunk], param.name)]
-        used = [
-            param
-            for param in held
-            if is_used(self.case, param, step=step, microbatch=microbatch, replica=replica_of(param, self.place))
-        ]
-        if used and OTHER_ORDERS in self.case.habits:
+        case, at = self.case, {"step": step, "microbatch": microbatch}
+        held = [param for param in case.params if hasattr(self.nets[chunk], param.name)]
+        used = [p for p in held if cases.is_used(case, p, replica=cases.replica_of(p, self.place), **at)]
+        if used and OTHER_ORDERS in case.habits:
             used = used[(self.rank + step) % len(used) :] + used[: (self.rank + step) % len(used)]
-        return {
-            param.name: (local_gradient(self.case, param, self.rank, step=step, microbatch=microbatch), param.uses)
-            for param in used
-        }
+        return {param.name: (local_gradient(case, param, self.rank, **at), param.uses) for param in used}
 
     def _finalize(self, step: int) -> None:
-        needs = self.setup.per_token or any(param.over_tp or param.tied for param in self.case.params)
-        if not (self.setup.wrapped and needs):
-            return
-        count = tokens(self.case, step, self.place.replica) if self.setup.per_token else None
-        finalize_model_grads(self.models, count, self.groups)
+        per_token = self.setup.per_token
+        if self.setup.wrapped and (per_token or any(param.over_tp or param.tied for param in self.case.params)):
+            count = tokens(self.case, step, self.place.replica) if per_token else None
+            finalize_model_grads(self.models, count, self.groups)
 
     def _steps(self) -> dict[str, int]:
         """Updates that each parameter had, as far as this rank keeps its state."""
-        found = {}
-        held = self.optimizer.state_dict()
-        for group in held["param_groups"]:
-            for index, name in zip(group["params"], group["param_names"], strict=True):
-                if index in held["state"]:
-                    found[name.split(".")[-2]] = int(held["state"][index]["step"])
-        return found
+        state = self.optimizer.state_dict()
+        return {
+            name.split(".")[-2]: int(state["state"][index]["step"])
+            for group in state["param_groups"]
+            for index, name in zip(group["params"], group["param_names"], strict=True)
+            if index in state["state"]
+        }
 
     def _wrapped(self, chunk: int) -> nn.Module:
         setup, net = self.setup, self.nets[chunk]
@@ -281,8 +261,9 @@ class Run:
             return get_optimizer_based_on_param_groups(
                 config, self.models, self._own_groups(), pg_collection=self.groups
             )
-        overrides = case.overrides and {ParamKey(name=f"{name}.*"): dict(own) for name, own in case.overrides}
-        overrides = None if case.overrides is None else overrides or {}
+        overrides = None
+        if case.overrides is not None:
+            overrides = {ParamKey(name=f"{name}.*"): dict(own) for name, own in case.overrides}
         return get_optimizer(config, self.models, overrides, pg_collection=self.groups)
 
     def _own_groups(self) -> list[dict[str, Any]]:
@@ -301,25 +282,80 @@ class Run:
         ]
 
 
+# --- the case as configurations ---------------------------------------------------------------------------------------
+
+AWARE = {"bf16": True, "use_precision_aware_optimizer": True}
+BF16: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "bf16_remainder": AWARE,
+    "bf16_short": {**AWARE, "main_params_dtype": torch.int8},
+    "bf16_scaled": {**AWARE, "main_params_dtype": torch.float16},
+    "bf16_grads": {**AWARE, "main_grads_dtype": torch.bfloat16},
+    "bf16_narrow": {**AWARE, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+}
+
+
+def optimizer_config(case: Case, setup: Setup, rank: int) -> OptimizerConfig:
+    dynamic = {"initial_loss_scale": case.scale, "loss_scale_window": case.window, "hysteresis": case.hysteresis}
+    others = {"fp32": {}, "fp16": {"fp16": True, **dynamic}, "fp16_constant": {"fp16": True, "loss_scale": case.scale}}
+    config = OptimizerConfig(
+        optimizer=case.rule.removesuffix("_l2"),
+        decoupled_weight_decay=case.rule != "adam_l2",
+        clip_grad=case.clip,
+        log_num_zeros_in_grad=case.counts_zeros,
+        muon_nesterov=case.nesterov,
+        muon_tp_mode=case.tp_mode,
+        muon_fp32_matmul_prec="highest",
+        muon_scale_mode=case.scale_mode,
+        grad_norm_skip_threshold=case.skip_above,
+        adaptive_muon_moment2_method=case.moment2,
+        use_distributed_optimizer=setup.sharding == "flat",
+        use_layer_wise_distributed_optimizer=setup.sharding == "whole",
+        overlap_param_gather=setup.overlap_gather,
+        overlap_param_gather_with_optimizer_step=setup.gathers_with_step,
+        optimizer_cpu_offload=setup.on_host > 0,
+        optimizer_offload_fraction=setup.on_host,
+        **HYPER,
+        **{**BF16, **others}[case.numbers_of(setup)],
+    )
+    is_wrong = case.mistake is not None and case.mistake.rank in (None, rank)
+    return dataclasses.replace(config, **dict(case.mistake.fields)) if is_wrong else config
+
+
+def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelConfig:
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=setup.reduce_in_fp32,
+        overlap_grad_reduce=setup.overlap_grads,
+        overlap_param_gather=setup.overlap_gather,
+        align_param_gather=setup.aligned,
+        check_for_nan_in_grad=setup.checks_nan,
+        use_distributed_optimizer=setup.is_sharded,
+        num_distributed_optimizer_instances=setup.grid.instances,
+        bucket_size=setup.bucket_size,
+        num_buckets=setup.num_buckets,
+        pad_buckets_for_high_nccl_busbw=setup.pads_for_busbw,
+        reduce_scatter_with_fp32_accumulation=setup.sum_in_fp32,
+        average_in_collective=setup.average_in_collective,
+        param_name_patterns_for_fp32_local_accumulation=("all",) if setup.sums_locally else (),
+    )
+    is_wrong = case.mistake is not None and case.mistake.rank in (None, rank)
+    return dataclasses.replace(config, **dict(case.mistake.ddp_fields)) if is_wrong else config
+
+
 # --- models whose parameters torch lays out as DTensors: FSDP2, HSDP, tensor-parallel plans, and both -----------------
 
 
 def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
     """Make DTensors of the parameters of `net`, each in a module of its name."""
     grid = setup.grid
-    match setup.layout:
-        case "fsdp2":
-            _shard_(net, init_device_mesh("cpu", (grid.dp,), mesh_dim_names=("dp",)))
-        case "hsdp":
-            sizes = (2, grid.dp // 2)
-            _shard_(net, init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")))
-        case "tp_plan":
-            mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
-            _cut_(case, net, mesh["tp"])
-        case "fsdp2_x_tp":
-            mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
-            _cut_(case, net, mesh["tp"])
-            _shard_(net, mesh["dp"])
+    if setup.layout in ("fsdp2", "hsdp"):
+        sizes = {"dp": grid.dp} if setup.layout == "fsdp2" else {"replicate": 2, "shard": grid.dp // 2}
+        _shard_(net, init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+        return
+    mesh = init_device_mesh("cpu", (grid.dp, grid.tp), mesh_dim_names=("dp", "tp"))
+    _cut_(case, net, mesh["tp"])
+    if setup.layout == "fsdp2_x_tp":
+        _shard_(net, mesh["dp"])
 
 
 def _shard_(net: nn.Module, mesh: DeviceMesh) -> None:
@@ -337,18 +373,6 @@ def _cut_(case: Case, net: nn.Module, mesh: DeviceMesh) -> None:
             local = module.weight.detach()
             cut = DTensor.from_local(local, mesh, [Shard(param.cut)], run_check=False)
             module.weight = nn.Parameter(cut, requires_grad=module.weight.requires_grad)
-
-
-def _like(grad: Tensor, weight: Tensor) -> Tensor:
-    """This rank's part of a gradient as a DTensor where the weight is one."""
-    if not isinstance(weight, DTensor):
-        return grad
-    return DTensor.from_local(grad, weight.device_mesh, weight.placements, run_check=False)
-
-
-def _local(product: Tensor) -> Tensor:
-    """The part that this rank has of a product."""
-    return product.to_local() if isinstance(product, DTensor) else product
 
 
 @torch.no_grad()

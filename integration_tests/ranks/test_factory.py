@@ -8,16 +8,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Net, grads_of, roles_over
+from parity import Net, grads_of
 from processes import refusal, run_processes
 from torch import nn
 
 from opt_config import OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Comm
 from opt_stack import ProcessGroups, get_optimizer
 
 FP16 = {"fp16": True, "initial_loss_scale": 64.0, "hysteresis": 1, "use_distributed_optimizer": True}
+
+
+def steps(fields: dict[str, Any], empty: int, bad_step: int) -> Any:
+    """Steps of a rank, or of one process; the rank `empty` trains nothing. In `bad_step` the last has an infinity."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    training = [other for other in range(size) if other != empty]
+    net = Net(torch.float16 if "fp16" in fields else torch.float32)
+    net.requires_grad_(rank in training)
+    optimizer = get_optimizer(OptimizerConfig(lr=1e-2, **fields), [net])
+    results, scales = [], []
+    for step in range(5):
+        if rank in training:
+            optimizer.scale_loss(net(grads_of(step, training.index(rank), len(training)))).backward()
+            if step == bad_step and rank == training[-1]:
+                net.second.weight.grad[0, 0] = torch.inf
+        results.append(tuple(optimizer.step()))
+        scales.append(optimizer.get_loss_scale().item())
+        optimizer.zero_grad()
+    weights = {name: param.detach().clone() for name, param in net.named_parameters()}
+    return optimizer.is_stub_optimizer, results, scales, weights
 
 
 @pytest.mark.parametrize(
@@ -28,33 +46,14 @@ FP16 = {"fp16": True, "initial_loss_scale": 64.0, "hysteresis": 1, "use_distribu
 def test_a_rank_that_trains_nothing_has_the_result_of_those_that_do(
     size: int, empty: int, fields: dict[str, Any], bad_step: int
 ) -> None:
-    dtype = torch.float16 if "fp16" in fields else torch.float32
-
-    def rank_main(comm: Comm) -> Any:
-        """Steps; the rank `empty` trains nothing. In `bad_step` the last has an infinite gradient."""
-        net, is_empty = Net(dtype), comm.rank == empty and comm.size > 1
-        net.requires_grad_(not is_empty)
-        optimizer = get_optimizer(OptimizerConfig(lr=1e-2, **fields), [net], {}, pg_collection=roles_over(comm))
-        assert optimizer.is_stub_optimizer == is_empty
-        training = [rank for rank in range(comm.size) if rank != empty or comm.size == 1]
-        results, scales = [], []
-        for step in range(5):
-            if not is_empty:
-                grads = grads_of(step, training.index(comm.rank), len(training))
-                optimizer.scale_loss(net(grads)).backward()
-                if step == bad_step and comm.rank == training[-1]:
-                    net.second.weight.grad[0, 0] = torch.inf
-            results.append(tuple(optimizer.step()))
-            scales.append(optimizer.get_loss_scale().item())
-            optimizer.zero_grad()
-        return results, scales, {name: param.detach().clone() for name, param in net.named_parameters()}
-
-    found, (results, scales, alone) = run_threads(size, rank_main), rank_main(Alone())
-    start = dict(Net(dtype).named_parameters())
+    found = run_processes(size, steps, fields, empty, bad_step)
+    _, results, scales, alone = steps(fields, -1, bad_step)
+    start = dict(Net(torch.float16 if "fp16" in fields else torch.float32).named_parameters())
     assert [result[0] for result in results] == [step != bad_step for step in range(5)]
     assert bad_step < 0 or scales == [64.0, 64.0, 32.0, 32.0, 32.0]
-    for rank, (of_rank, scales_of_rank, weights) in enumerate(found):
-        assert str(of_rank) == str(found[0][0])  # as text: an infinite norm equals itself, a NaN too
+    for rank, (is_stub, of_rank, scales_of_rank, weights) in enumerate(found):
+        assert is_stub == (rank == empty)
+        assert str(of_rank) == str(found[0][1])  # as text: an infinite norm equals itself, a NaN too
         assert scales_of_rank == scales
         for got, want in zip(of_rank, results, strict=True):
             assert got[0] == want[0]
@@ -78,8 +77,9 @@ def stages(folder: str) -> tuple[list[tuple[str, int]], float, float, str]:
     if rank == 0:
         blocked.write_text("")
     dist.barrier()
+    config = OptimizerConfig(lr=1e-2, config_logger_dir=f"{blocked}/logs")
     try:
-        error = refusal(lambda: get_optimizer(OptimizerConfig(lr=1e-2, config_logger_dir=f"{blocked}/logs"), [layer]))
+        error = refusal(lambda: get_optimizer(config, [Net(torch.float32)]))
     except OSError as caught:
         error = type(caught).__name__
     return [(group["name"], len(group["params"])) for group in optimizer.param_groups], norm, local, error

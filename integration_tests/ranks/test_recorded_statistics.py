@@ -265,8 +265,9 @@ def test_a_separate_norm_group_is_clipped_by_its_own_norm_and_without_parameters
         optimizer = get_optimizer(config, [net], {}, pg_collection=roles_over(comm))
         net.trunk.grad, net.mtp.grad = torch.full((16,), 0.5 / 4), torch.full((4,), 0.25 / 2)  # norms above the limit
         optimizer.step()
-        other = get_optimizer(config, [bare := nn.Linear(2, 2)], {}, pg_collection=roles_over(comm))
-        bare.weight.grad = torch.full((2, 2), math.nan)
+        bare = Held((4,), torch.float32, torch.Generator().manual_seed(0))
+        other = get_optimizer(config, [bare], {}, pg_collection=roles_over(comm))
+        bare.weight.grad = torch.full((4,), math.nan)
         assert not other.step().success
         return net.trunk.unique().tolist(), net.mtp.unique().tolist(), other.grad_norms_by_group
 

@@ -8,18 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as torch_states
 from cut_ranks import Net
-from processes import Job, mesh_of, run_jobs
+from processes import Job, mesh_of, refusal, run_jobs
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -62,7 +56,7 @@ Weights = dict[str, Tensor]
 class Run:
     """A model, sharded by FSDP2 where there are ranks, and its optimizer; stepped on known gradients."""
 
-    def __init__(self, kind: str, *, seed: int = 0):
+    def __init__(self, kind: str, *, seed: int = 0, steps: int = 0):
         fields = {**CONFIGS, **BY_RANK}.get(kind)
         is_bf16 = fields.get("bf16", False) if fields is not None else "mains" in DROP_INS[kind]
         self.dtype, self.is_sharded = torch.bfloat16 if is_bf16 else torch.float32, kind not in SHARDED
@@ -71,6 +65,7 @@ class Run:
             self.optimizer: Any = AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1, **DROP_INS[kind])
         else:
             self.optimizer = get_optimizer(OptimizerConfig(**{**BASE, **fields}), [self.model], {})
+        self.train(0, steps)
 
     def _laid_out(self, seed: int) -> Net:
         net = Net(SHAPES, seed).to(self.dtype)
@@ -78,14 +73,13 @@ class Run:
             fully_shard(net, mesh=mesh_of(dist.get_world_size()))
         return net
 
-    def train(self, start: int, stop: int) -> "Run":
+    def train(self, start: int, stop: int) -> None:
         for step in range(start, stop):
             grads = dict(self._laid_out(1 + step).named_parameters())
             for name, param in self.model.named_parameters():
                 param.grad = grads[name].detach()
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return self
 
     def finish(self) -> Weights:
         """The weights after the last steps."""
@@ -94,35 +88,41 @@ class Run:
         return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in found.items()}
 
     def states(self, options: StateDictOptions | None = None) -> dict[str, Any]:
-        model, optim = get_state_dict(self.model, self.optimizer, options=options)
+        model, optim = torch_states.get_state_dict(self.model, self.optimizer, options=options)
         return {"model": model, "optim": optim}
 
-    def sharded(self) -> dict[str, Any]:
-        return {"model": sharded_model(self.model), "optimizer": sharded_optimizer(self.model, self.optimizer)}
+    def by_index(self) -> dict[str, Any]:
+        """As dcp takes any state dict."""
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def set_states(self, model: dict[str, Any], optim: dict[str, Any], options: StateDictOptions | None) -> None:
+        torch_states.set_model_state_dict(self.model, model, options=options)
+        set_optimizer_state_dict(self.model, self.optimizer, optim, options=options)
 
 
 # --- what a rank does; a resuming run begins with another model and an optimizer without a step -----------------------
 
 
 def finished(kind: str) -> Weights:
-    return Run(kind).train(0, BEFORE).finish()
+    return Run(kind, steps=BEFORE).finish()
 
 
 def save(kind: str, path: str, options: StateDictOptions | None = None) -> None:
-    dcp.save(Run(kind).train(0, BEFORE).states(options), checkpoint_id=path)
+    dcp.save(Run(kind, steps=BEFORE).states(options), checkpoint_id=path)
 
 
 def resume(kind: str, path: str, options: StateDictOptions | None = None) -> Weights:
     run = Run(kind, seed=50)
     state = run.states(options)
     dcp.load(state, checkpoint_id=path)
-    model, optim = state["model"], state["optim"]
-    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optim, options=options)
+    run.set_states(state["model"], state["optim"], options)
     return run.finish()
 
 
 def save_with_ours(kind: str, path: str) -> None:
-    opt_checkpoint.save(Run(kind).train(0, BEFORE).sharded(), path)
+    run = Run(kind, steps=BEFORE)
+    state = {"model": sharded_model(run.model), "optimizer": sharded_optimizer(run.model, run.optimizer)}
+    opt_checkpoint.save(state, path)
 
 
 def resume_with_ours(kind: str, path: str) -> Weights:
@@ -134,12 +134,9 @@ def resume_with_ours(kind: str, path: str) -> Weights:
 
 def broadcast_full(kind: str, cpu_offload: bool) -> tuple[dict[str, Any], Weights]:
     """Rank 0's whole state, and the weights where it gave that to all."""
-    state = Run(kind).train(0, BEFORE).states(StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload))
-    again = Run(kind, seed=50)
-    given = state if dist.get_rank() == 0 else {"model": {}, "optim": {}}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(again.model, given["model"], options=options)
-    set_optimizer_state_dict(again.model, again.optimizer, given["optim"], options=options)
+    state = Run(kind, steps=BEFORE).states(StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload))
+    given, again = state if dist.get_rank() == 0 else {"model": {}, "optim": {}}, Run(kind, seed=50)
+    again.set_states(**given, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     return state["optim"], again.finish()
 
 
@@ -147,29 +144,24 @@ def round_trip_before_the_first_step(kind: str) -> Weights:
     run = Run(kind)
     set_optimizer_state_dict(run.model, run.optimizer, get_optimizer_state_dict(run.model, run.optimizer))
     run.optimizer.load_state_dict(run.optimizer.state_dict())
-    return run.train(0, BEFORE).finish()
+    run.train(0, BEFORE)
+    return run.finish()
 
 
 def refusal_by_name(kind: str) -> str:
     """What torch's function for states by parameter name raises."""
-    run = Run(kind).train(0, BEFORE)
-    try:
-        get_optimizer_state_dict(run.model, run.optimizer)
-    except ValueError as error:
-        return str(error)
-    return ""
+    run = Run(kind, steps=BEFORE)
+    return refusal(lambda: get_optimizer_state_dict(run.model, run.optimizer))
 
 
 def save_by_index(kind: str, path: str) -> None:
-    """As dcp takes any state dict."""
-    run = Run(kind).train(0, BEFORE)
-    dcp.save({"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}, checkpoint_id=path)
+    dcp.save(Run(kind, steps=BEFORE).by_index(), checkpoint_id=path)
 
 
 def resume_by_index(kind: str, path: str) -> Weights | str:
     """Weights after the last steps, or what dcp raised."""
     run = Run(kind, seed=50)
-    state = {"model": run.model.state_dict(), "optim": run.optimizer.state_dict()}
+    state = run.by_index()
     try:
         dcp.load(state, checkpoint_id=path)
     except CheckpointException as error:
@@ -186,40 +178,30 @@ def resume_by_index(kind: str, path: str) -> Weights | str:
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """One process and three ranks save; two load both."""
     folder = tmp_path_factory.mktemp("worlds")
-    at = lambda *words: str(folder / " ".join(words))
+    at = lambda name: str(folder / name)
+
+    def jobs(name: str, kinds: Any, main: Any, path: str = "", *others: Any) -> dict[str, Job]:
+        return {f"{name} {k}": Job(main, (k, *[at(path.format(k))][: bool(path)], *others)) for k in kinds}
+
     for kind in KINDS:
-        save(kind, at("alone", kind))
+        save(kind, at(f"alone {kind}"))
     for kind in DROP_INS:
-        save_with_ours(kind, at("ours alone", kind))
-    three: dict[str, Job] = {}
-    two: dict[str, Job] = {}
-    for kind in KINDS:
-        three[f"save {kind}"] = Job(save, (kind, at(kind)))
-        three[f"again {kind}"] = Job(resume, (kind, at(kind)))
-        three[f"finished {kind}"] = Job(finished, (kind,))
-        three[f"before {kind}"] = Job(round_trip_before_the_first_step, (kind,))
-        two[f"resume {kind}"] = Job(resume, (kind, at(kind)))
-        two[f"from alone {kind}"] = Job(resume, (kind, at("alone", kind)))
-    for kind in DROP_INS:
-        two[f"save ours {kind}"] = Job(save_with_ours, (kind, at("ours", kind)))
-        two[f"ours {kind}"] = Job(resume_with_ours, (kind, at("ours", kind)))
-        two[f"ours from alone {kind}"] = Job(resume_with_ours, (kind, at("ours alone", kind)))
-    for kind in FLAT:
-        three[f"save flat {kind}"] = Job(save, (kind, at("flat", kind), FLATTENED))
-        two[f"resume flat {kind}"] = Job(resume, (kind, at("flat", kind), FLATTENED))
-        two |= {f"broadcast {kind} {offload}": Job(broadcast_full, (kind, offload)) for offload in (False, True)}
-    for kind in SHARDED:
-        three[f"save other {kind}"] = Job(save_by_index, (kind, at("other", kind)))
-        two[f"other {kind}"] = Job(resume_by_index, (kind, at("other", kind)))
-        two[f"save {kind}"] = Job(save_by_index, (kind, at(kind)))
-        two[f"resume {kind}"] = Job(resume_by_index, (kind, at(kind)))
-        two[f"finished {kind}"] = Job(finished, (kind,))
-    two |= {f"refused {kind}": Job(refusal_by_name, (kind,)) for kind in BY_RANK}
-    found = run_jobs(3, three)
-    found |= run_jobs(2, two)
+        save_with_ours(kind, at(f"ours alone {kind}"))
+    three = jobs("save", KINDS, save, "{}") | jobs("again", KINDS, resume, "{}") | jobs("finished", KINDS, finished)
+    three |= jobs("before", KINDS, round_trip_before_the_first_step)
+    three |= jobs("save flat", FLAT, save, "flat {}", FLATTENED)
+    three |= jobs("save other", SHARDED, save_by_index, "other {}")
+    two = jobs("resume", KINDS, resume, "{}") | jobs("from alone", KINDS, resume, "alone {}")
+    two |= jobs("save ours", DROP_INS, save_with_ours, "ours {}") | jobs("ours", DROP_INS, resume_with_ours, "ours {}")
+    two |= jobs("ours from alone", DROP_INS, resume_with_ours, "ours alone {}")
+    two |= jobs("resume flat", FLAT, resume, "flat {}", FLATTENED)
+    two |= jobs("broadcast", FLAT, broadcast_full, "", False) | jobs("to the CPU", FLAT, broadcast_full, "", True)
+    two |= jobs("save", SHARDED, save_by_index, "{}") | jobs("resume", SHARDED, resume_by_index, "{}")
+    two |= jobs("other", SHARDED, resume_by_index, "other {}") | jobs("finished", SHARDED, finished)
+    found = run_jobs(3, three) | run_jobs(2, two | jobs("refused", BY_RANK, refusal_by_name))
     found |= {f"alone {kind}": [resume(kind, at(kind))] for kind in RESHARDED}
-    found |= {f"ours alone {kind}": [resume_with_ours(kind, at("ours", kind))] for kind in DROP_INS}
-    return found | {f"ours never left {kind}": [resume_with_ours(kind, at("ours alone", kind))] for kind in DROP_INS}
+    found |= {f"ours alone {kind}": [resume_with_ours(kind, at(f"ours {kind}"))] for kind in DROP_INS}
+    return found | {f"ours never left {kind}": [resume_with_ours(kind, at(f"ours alone {kind}"))] for kind in DROP_INS}
 
 
 def assert_all_equal(got: list[Weights], want: Weights, *, rtol: float = 0) -> None:
@@ -230,10 +212,10 @@ def assert_all_equal(got: list[Weights], want: Weights, *, rtol: float = 0) -> N
 
 
 @pytest.mark.parametrize("kind", RESHARDED)
-@pytest.mark.parametrize("where", ["again", "resume", "from alone", "alone", "before"])
-def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(worlds: Any, where: str, kind: str) -> None:
-    # Products of gathered matrices may be summed in another order.
-    assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
+def test_a_run_resumed_by_dcp_on_other_ranks_is_the_run_never_stopped(worlds: Any, kind: str) -> None:
+    for where in ("again", "resume", "from alone", "alone", "before"):
+        # Products of gathered matrices may be summed in another order.
+        assert_all_equal(worlds[f"{where} {kind}"], finished(kind), rtol=1e-6 if kind == "muon" else 0)
 
 
 def test_eight_bit_state_resumes_exactly_on_the_same_ranks(worlds: Any) -> None:
@@ -251,17 +233,17 @@ def test_ours_saves_drop_ins_alone_and_under_fsdp2_and_reshards_them(worlds: Any
 @pytest.mark.parametrize("kind", FLAT)
 def test_flattened_and_broadcast_states_reshard_too(worlds: Any, kind: str) -> None:
     assert_all_equal(worlds[f"resume flat {kind}"], finished(kind))
-    for offload in (False, True):
-        (whole, weights), (elsewhere, others) = worlds[f"broadcast {kind} {offload}"]
+    for name in ("broadcast", "to the CPU"):
+        (whole, weights), (elsewhere, others) = worlds[f"{name} {kind}"]
         assert_all_equal([weights, others], finished(kind))
-        assert elsewhere == {} or not offload
+        assert elsewhere == {} or name == "broadcast"
         shapes = {name: tuple(of["exp_avg"].shape) for name, of in whole["state"].items()}
         assert shapes == {f"{name}.weight": shape for name, shape in {**SHAPES, "vector": (9,)}.items()}
         assert all(float(of["step"]) == 3.0 for of in whole["state"].values())
 
 
 def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
-    run = Run("drop-in, remainder").train(0, 2)
+    run = Run("drop-in, remainder", steps=2)
     state = get_optimizer_state_dict(run.model, run.optimizer, options=FLATTENED)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True loses it"):
         set_optimizer_state_dict(run.model, run.optimizer, state, options=FLATTENED)
@@ -270,7 +252,7 @@ def test_the_flattened_form_is_refused_where_it_loses_the_main_values() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "bf16"])
 def test_a_flattened_state_without_choices_is_refused_by_key_and_loads_as_documented(kind: str, tmp_path: Path) -> None:
     """The page on troubleshooting gives both ways to load it."""
-    state, missing = Run(kind).train(0, BEFORE).states(FLATTENED), "param_groups.column.weight.choices"
+    state, missing = Run(kind, steps=BEFORE).states(FLATTENED), "param_groups.column.weight.choices"
     saved = {key: value for key, value in state["optim"].items() if not key.endswith(".choices")}
     assert len(saved) < len(state["optim"])
     dcp.save({"model": state["model"], "optim": saved}, checkpoint_id=tmp_path)

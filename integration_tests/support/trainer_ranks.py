@@ -3,7 +3,7 @@ resume. Imported only where the trainers are installed."""
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,8 +124,11 @@ def _use_fsdp2(accelerator: accelerate.Accelerator, plugin: FullyShardedDataPara
     assert accelerator.is_fsdp2
 
 
-def _accelerate(folder: Path, *, saved_at: int = SAVED_AT, **options: bool) -> tuple[Trained, Trained]:
-    """The uninterrupted run, and one that was saved and resumed."""
+def with_accelerate(folder: Path, saved_at: int = SAVED_AT, **options: bool) -> tuple[Trained, Trained]:
+    """The uninterrupted run, and one that was saved and resumed.
+
+    With `rank_0_loads`, the other ranks' values are broadcast from rank 0 in `prepare`.
+    """
     as_launched()
     unbroken = AcceleratedRun(**options)
     unbroken.train(range(STEPS))
@@ -136,24 +139,6 @@ def _accelerate(folder: Path, *, saved_at: int = SAVED_AT, **options: bool) -> t
     resumed.accelerator.load_state(str(folder))
     resumed.train(range(saved_at, STEPS))
     return unbroken.trained(), resumed.trained()
-
-
-def accelerate_ddp(folder: Path) -> tuple[Trained, Trained]:
-    return _accelerate(folder)
-
-
-def accelerate_fsdp2(folder: Path) -> tuple[Trained, Trained]:
-    return _accelerate(folder, fsdp2=True)
-
-
-def accelerate_fsdp2_rank_0_loads(folder: Path) -> tuple[Trained, Trained]:
-    """The other ranks' values are broadcast from rank 0 in `prepare`."""
-    return _accelerate(folder, fsdp2=True, rank_0_loads=True)
-
-
-def accelerate_fsdp2_saved_before_the_first_step(folder: Path) -> tuple[Trained, Trained]:
-    """The checkpoint is of a new run, and is loaded into a new one."""
-    return _accelerate(folder, fsdp2=True, saved_at=0)
 
 
 def accelerate_with_our_wrapper(folder: Path) -> tuple[Trained, Trained]:
@@ -192,18 +177,6 @@ def rules_after_fsdp2() -> list[str]:
 # --- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def lightning_ddp(folder: Path) -> tuple[Trained, Trained]:
-    return _lightning(folder, DDPStrategy, _Toy)
-
-
-def lightning_fsdp2(folder: Path) -> tuple[Trained, Trained]:
-    return _lightning(
-        folder,
-        lambda **options: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, **options),
-        _ShardedToy,
-    )
-
-
 class _Toy(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -234,23 +207,21 @@ class _Batches(IterableDataset[Tensor]):
         return map(local_batch, self.steps)
 
 
-def _lightning(folder: Path, strategy: Any, toy: type[_Toy]) -> tuple[Trained, Trained]:
+def with_lightning(folder: Path, fsdp2: bool) -> tuple[Trained, Trained]:
     as_launched()
+    sharded = {"data_parallel_size": 2, "tensor_parallel_size": 1, "process_group_backend": "gloo"}
 
     def trained(steps: range, *, resume: Path | None = None, save: Path | None = None) -> Trained:
         trainer = lightning.Trainer(
             max_epochs=1 if resume is None else 2,
             accelerator="cpu",
             devices=2,
-            strategy=strategy(process_group_backend="gloo"),
+            strategy=ModelParallelStrategy(**sharded) if fsdp2 else DDPStrategy(process_group_backend="gloo"),
             gradient_clip_val=MAX_NORM,
             use_distributed_sampler=False,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
+            **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
         )
-        module = toy()
+        module = _ShardedToy() if fsdp2 else _Toy()
         trainer.fit(module, DataLoader(_Batches(steps), batch_size=None), ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)
@@ -290,11 +261,13 @@ class _InOrder(transformers.Trainer):
         return torch.utils.data.SequentialSampler(_Rows())
 
 
-def train_with_hf_trainer(
-    output: Path, resume: str | None, make_arguments: Callable[[_HfToy], dict[str, Any]]
-) -> Trained:
-    """One run of the HF Trainer over DDP; `make_arguments(model)` gives the arguments that choose the optimizer."""
+def train_with_hf_trainer(output: Path, resume: str | None, uses_factory: bool) -> Trained:
+    """One run of the HF Trainer over DDP, which is given an optimizer, or builds the stack itself."""
     model = _HfToy()
+    chosen: dict[str, Any] = {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})}
+    if not uses_factory:
+        optimizer = make_optimizer(model)
+        chosen = {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
     arguments = transformers.TrainingArguments(
         output_dir=str(output),
         num_train_epochs=1,
@@ -309,29 +282,22 @@ def train_with_hf_trainer(
         disable_tqdm=True,
         logging_steps=1,
     )
-    trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), **make_arguments(model))
+    trainer = _InOrder(model=model, args=arguments, train_dataset=_Rows(), **chosen)
     trainer.train(resume_from_checkpoint=resume)
     norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
     return Trained(whole_weights(model.layers), norms)
 
 
-def hf_trainer_runs(folder: Path, make_arguments: Callable[[_HfToy], dict[str, Any]]) -> tuple[Trained, Trained]:
+def with_hf_trainer(folder: Path, uses_factory: bool) -> tuple[Trained, Trained]:
     """The uninterrupted run, and one that resumes from its checkpoint."""
     as_launched()
-    uninterrupted = train_with_hf_trainer(folder / "one", None, make_arguments)
+    uninterrupted = train_with_hf_trainer(folder / "one", None, uses_factory)
     dist.barrier()  # rank 0 writes the checkpoints
     checkpoint = folder / "one" / f"checkpoint-{SAVED_AT}"
-    return uninterrupted, train_with_hf_trainer(folder / "two", str(checkpoint), make_arguments)
+    return uninterrupted, train_with_hf_trainer(folder / "two", str(checkpoint), uses_factory)
 
 
-def hf_trainer_ddp(folder: Path) -> tuple[Trained, Trained]:
-    def optimizer_and_schedule(model: _HfToy) -> dict[str, Any]:
-        optimizer = make_optimizer(model)
-        return {"optimizers": (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0))}
-
-    return hf_trainer_runs(folder, optimizer_and_schedule)
-
-
-def hf_trainer_factory(folder: Path) -> tuple[Trained, Trained]:
-    """The Trainer over DDP builds the stack itself; uninterrupted, and saved and resumed."""
-    return hf_trainer_runs(folder, lambda _: {"optimizer_cls_and_kwargs": (StackFactory, {"config": CONFIG})})
+def with_options(function: str, folder: Path, options: dict[str, Any]) -> tuple[Trained, Trained]:
+    """A function of this module with keyword arguments, which `run_processes` does not pass."""
+    trained: tuple[Trained, Trained] = globals()[function](folder, **options)
+    return trained

@@ -1,11 +1,12 @@
-"""The adapters inside real trainers: Accelerate's FSDP2 replaces parameters, the HF Trainer calls a factory."""
+"""The adapters inside real trainers: Accelerate's FSDP2 replaces parameters, the HF Trainer calls a factory; and on two
+ranks the run of one process with the joined batch, their clipping included; and a resumed run."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from processes import run_processes
+from processes import FSDP2_RUNS, run_processes
 
 for trainer in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(trainer)  # an optional session installs the trainers
@@ -17,9 +18,7 @@ from opt_config import OptimizerConfig  # noqa: E402
 from opt_scheduler import as_lr_scheduler, cosine  # noqa: E402
 from opt_stack.adapters import DeferredOptimizer, StackFactory  # noqa: E402
 
-needs_fsdp2 = pytest.mark.skipif(
-    not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only"
-)
+needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 
 
 @needs_fsdp2
@@ -68,3 +67,34 @@ def test_the_trainer_trains_gpt2_with_muon_and_resumes_bit_for_bit(tmp_path: Pat
     assert "transformer.h.0.mlp.c_fc.weight" in names
     assert "transformer.wte.weight" not in names
     assert [group["lr"] for group in groups] == pytest.approx([1e-3 if with_schedule else 0.0] * len(groups))
+
+
+# Two halves of a batch are summed in another order than its rows at once: a few roundings a step.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+FSDP2: dict[str, Any] = {"fsdp2": True}
+ON_TWO_RANKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "accelerate, ddp": (trainer_ranks.with_accelerate, {}),
+    "accelerate, fsdp2": (trainer_ranks.with_accelerate, FSDP2),
+    "accelerate, fsdp2, rank 0 loads": (trainer_ranks.with_accelerate, {**FSDP2, "rank_0_loads": True}),
+    "accelerate, fsdp2, saved before the first step": (trainer_ranks.with_accelerate, {**FSDP2, "saved_at": 0}),
+    "accelerate, with our wrapper": (trainer_ranks.accelerate_with_our_wrapper, {}),
+    "lightning, ddp": (trainer_ranks.with_lightning, {"fsdp2": False}),
+    "lightning, fsdp2": (trainer_ranks.with_lightning, FSDP2),
+    "HF Trainer, ddp": (trainer_ranks.with_hf_trainer, {"uses_factory": False}),
+    "HF Trainer, factory": (trainer_ranks.with_hf_trainer, {"uses_factory": True}),
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO_RANKS)
+def test_two_ranks_are_one_process_with_the_joined_batch(name: str, tmp_path: Path) -> None:
+    rank_main, options = ON_TWO_RANKS[name]
+    if not FSDP2_RUNS and "accelerate, fsdp2" in name:
+        pytest.skip("this torch runs FSDP2 on GPUs only")
+    alone = trainer_ranks.train_alone()
+    assert min(alone.norms) > 2 * trainer_ranks.MAX_NORM  # so that clipping matters at every step
+    for unbroken, resumed in run_processes(2, trainer_ranks.with_options, rank_main.__name__, tmp_path, options):
+        if unbroken.norms:
+            torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(alone.norms), **CLOSE)
+        for name, weight in alone.weights.items():
+            torch.testing.assert_close(unbroken.weights[name], weight, **CLOSE, msg=name)
+            assert torch.equal(resumed.weights[name], unbroken.weights[name]), name

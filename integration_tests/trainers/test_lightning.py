@@ -38,43 +38,27 @@ class Toy(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def train(folder: Path, *, epochs: int, resume: Path | None = None) -> tuple[Toy, Path]:
-    toy = Toy()
-    trainer = lightning.Trainer(
-        max_epochs=epochs,
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+def fit(toy: Toy, *, epochs: int = 1, resume: Path | None = None, save: Path | None = None, **options: Any) -> Toy:
+    """Epochs of ten batches."""
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = lightning.Trainer(max_epochs=epochs, accelerator="cpu", **quiet, **options)
     rows = torch.randn(2 * STEPS_PER_EPOCH, 4, generator=torch.Generator().manual_seed(1))
     trainer.fit(toy, DataLoader(TensorDataset(rows), batch_size=2), ckpt_path=resume)
-    saved = folder / f"{epochs}.ckpt"
-    trainer.save_checkpoint(saved)
-    return toy, saved
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return toy
 
 
 def test_a_resumed_run_is_the_run_never_stopped(tmp_path: Path) -> None:
-    unbroken, _ = train(tmp_path, epochs=2)
-    first, saved = train(tmp_path, epochs=1)
-    second, _ = train(tmp_path, epochs=2, resume=saved)
+    options, saved = {"default_root_dir": tmp_path}, tmp_path / "saved.ckpt"
+    unbroken, first = fit(Toy(), epochs=2, **options), fit(Toy(), save=saved, **options)
+    second = fit(Toy(), epochs=2, resume=saved, **options)
     assert len(unbroken.used) == 2 * STEPS_PER_EPOCH
     assert first.used + second.used == unbroken.used
     for name, weight in unbroken.state_dict().items():
         assert torch.equal(second.state_dict()[name], weight), name
     fresh = Toy().state_dict()
     assert all((unbroken.state_dict()[name] != weight).any() for name, weight in fresh.items())
-
-
-def fit(toy: Toy, **options: Any) -> Toy:
-    """One epoch of ten batches."""
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **quiet, **options)
-    rows = torch.randn(2 * STEPS_PER_EPOCH, 4, generator=torch.Generator().manual_seed(1))
-    trainer.fit(toy, DataLoader(TensorDataset(rows), batch_size=2))
-    return toy
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
