@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -39,29 +40,12 @@ FOLDERS = ("packages/*/tests", "kernels/tests", "integration_tests")
 CHUNK_S = 30  # of tests that one process runs, as recorded
 CALLERS_S = 240  # of tests that call the module, for one fault; the others come with the rest
 HANGS = "a run that does not end"
-COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mod,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.BitOr: ast.BitAnd,
-    ast.BitAnd: ast.BitOr,
-}
+_PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+COMPARED: dict[Any, Any] = dict([*_PAIRS, *((b, a) for a, b in _PAIRS)])
+COMPUTED: dict[Any, Any] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mod,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
 SYMMETRIC = {"max", "min", "isinstance", "issubclass", "getattr", "hasattr", "setattr", "cast", "TypeVar", "equal"}
 
 
@@ -102,7 +86,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Call(args=[first, second, *rest]) if _can_swap(new):
             new.args = [second, first, *rest]
             yield "swapped arguments", new
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if not _types_only(test):
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) if "TYPE_CHECKING" not in ast.unparse(
+            test
+        ):
             yield "negated condition", ast.UnaryOp(ast.Not(), test)
         case ast.Slice(lower=lower, upper=upper) if lower is not None or upper is not None:
             edge = "upper" if upper is not None else "lower"
@@ -111,13 +97,9 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _can_swap(call: ast.Call) -> bool:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     same = ast.dump(call.args[0]) == ast.dump(call.args[1])
     return not same and name not in SYMMETRIC and not any(isinstance(arg, ast.Starred) for arg in call.args)
-
-
-def _types_only(test: ast.expr) -> bool:
-    return "TYPE_CHECKING" in ast.unparse(test)
 
 
 def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -133,9 +115,7 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def faults_in(source: str, file: str) -> list[Fault]:
     """All faults of a file."""
-    lines = [0]
-    for line in source.splitlines(keepends=True):
-        lines.append(lines[-1] + len(line.encode()))
+    lines = [0, *accumulate(len(line.encode()) for line in source.splitlines(keepends=True))]
     text, found = source.encode(), []
     for node in runtime_nodes(ast.parse(source)):
         for kind, new in changes(node):
@@ -158,9 +138,9 @@ def draw(root: Path, seed: int, number: int, package: str = "*") -> Fault:
     files = sorted(root.glob(f"packages/{package}/src/**/*.py"))
     while True:
         (path,) = random_.choices(files, weights=[file.stat().st_size for file in files])
-        by_kind: dict[str, list[Fault]] = {}
+        by_kind = defaultdict(list)
         for fault in faults_in(path.read_text(), str(path.relative_to(root))):
-            by_kind.setdefault(fault.kind, []).append(fault)
+            by_kind[fault.kind].append(fault)
         if by_kind:
             return random_.choice(by_kind[random_.choice(sorted(by_kind))])
 
@@ -185,13 +165,11 @@ class Calls:
     def order(self, fault: Fault, function: str) -> tuple[list[str], list[str]]:
         """Test files: those that call the function or its module, those that most likely notice first; and the rest."""
         called = self.callers.get(fault.file, {})
-        near = sorted(
-            called,
-            key=lambda test: (
-                bool(function) and function not in called[test],
-                (1 + self.seconds[test]) / len(called[test]),
-            ),
-        )
+
+        def cost(test: str) -> tuple[bool, float]:
+            return bool(function) and function not in called[test], (1 + self.seconds[test]) / len(called[test])
+
+        near = sorted(called, key=cost)
         until, taken = 0, 0.0
         while until < len(near) and taken < CALLERS_S:
             taken += self.seconds[near[until]]
@@ -349,10 +327,9 @@ class Search:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first fault")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="faults at a time")
+    numbers_of = {"count": (100, "faults"), "first": (0, "number of the first fault"), "seed": (0, "of the draw")}
+    for name, (default, explained) in {**numbers_of, "jobs": (2, "faults at a time")}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=explained)
     parser.add_argument("--package", default="*", help="only of packages of this name, which may have a *")
     parser.add_argument("--minutes", type=float, default=170, help="no fault is begun later than this")
     parser.add_argument("--record", type=Path, default=ROOT / ".nox" / "planted")

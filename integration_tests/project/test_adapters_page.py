@@ -42,15 +42,11 @@ def test_the_added_lines_of_the_diff_are_in_the_code_that_runs(title: str, num_a
 
 
 def test_the_lines_for_lightning_return_muon_and_its_schedule() -> None:
-    names: dict[str, Any] = {
-        name: getattr(importlib.import_module(package), name)
-        for package, names in {
-            "opt_stack": ("OptimizerConfig", "get_optimizer"),
-            "opt_scheduler": ("as_lr_scheduler", "cosine"),
-        }.items()
-        for name in names
-    }
-    exec(lines_to_write("Lightning"), names)
+    names: dict[str, Any] = {}
+    imports = (
+        "from opt_stack import OptimizerConfig, get_optimizer\nfrom opt_scheduler import as_lr_scheduler, cosine\n"
+    )
+    exec(imports + lines_to_write("Lightning"), names)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     made = names["configure_optimizers"](model)
     train(model, made["optimizer"])
@@ -63,11 +59,8 @@ def test_the_lines_for_lightning_return_muon_and_its_schedule() -> None:
 def test_the_plugin_gives_axolotls_trainer_an_optimizer_of_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = type("BasePlugin", (), {"post_trainer_create": lambda self, cfg, trainer: None})  # 0.21.0
-    for name, module in {
-        "axolotl": ModuleType("axolotl"),
-        "axolotl.integrations": ModuleType("x"),
-        base.__name__: base,
-    }.items():
+    outer = {name: ModuleType(name) for name in ("axolotl", "axolotl.integrations")}
+    for name, module in {**outer, base.__name__: base}.items():
         monkeypatch.setitem(sys.modules, name, module)
     names: dict[str, Any] = {}
     exec(lines_to_write("Axolotl"), names)

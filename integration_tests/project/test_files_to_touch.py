@@ -20,49 +20,32 @@ class Edit(NamedTuple):
     new: str
 
 
-RULE = '''
-"""Signed descent: p <- p - lr sign(g)."""
-
-from typing import Any
-
+RULE = '''"""Signed descent: p <- p - lr sign(g)."""
 from opt_kernels.formulas import Formula, Number, sign
-
 
 def scalars(*, lr: float, weight_decay: float) -> dict[str, float]:
     return {"lr": lr, "decay": 1 - lr * weight_decay}
 
-
-def update(p: Any, g: Any, *, lr: Any, decay: Any) -> Any:
+def update(p, g, *, lr, decay):
     return p * decay - lr * sign(g)
 
-
-SIGNED = Formula(
-    name="signed", title="Signed", states=(), numbers=(Number("lr", 1e-3), Number("weight_decay", 0.0)),
-    scalars=scalars, update=update,
-)
+NUMBERS = (Number("lr", 1e-3), Number("weight_decay", 0.0))
+SIGNED = Formula(name="signed", title="Signed", states=(), numbers=NUMBERS, scalars=scalars, update=update)
 '''
-LAYOUT = '''
-"""Flat shards in the order of the forward."""
-
+LAYOUT = '''"""Flat shards in the order of the forward."""
 from opt_distributed.layout import flat_layout
-
 
 def forward_layout(params, **sizes):
     return flat_layout(list(reversed(list(params))), **sizes)
 '''
-WIRE = '''
-"""Gathers the gradients of all ranks, and sums them in rank order."""
-
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
+WIRE = '''"""Gathers the gradients of all ranks, and sums them in rank order."""
 NUM_USED = []
 
-
-@dataclass(frozen=True)
 class SumInOrder:
-    comm: Any
-    is_staged: ClassVar[bool] = True
+    is_staged = True
+
+    def __init__(self, comm):
+        self.comm = comm
 
     def stages(self, full, shard):
         gathered = full.new_empty(self.comm.size * full.numel())
@@ -70,56 +53,45 @@ class SumInOrder:
         full.copy_(gathered.view(self.comm.size, -1).sum(0))
         NUM_USED.append(1)
 '''
+CAUTIOUS = "@dataclass(frozen=True, slots=True)\nclass CautiousUpdate(Hook):"
+HALF = "@dataclass(frozen=True, slots=True)\nclass HalfDecay(Hook):\n    decays: ClassVar[bool] = True\n\n\n"
+HALF_PARTS = """    from opt_kernels.hooks.values import HalfDecay
+    match hook:
+        case HalfDecay():
+            return _Parts("1 - 0.5 * lr * weight_decay", kept="hook_p * hook_scalar")
+"""
+KIND = """from opt_config import FlatShards
+from opt_distributed.layout.forward import forward_layout
+
+FORWARD = LayoutKind(
+    name="forward order", plan=forward_layout, is_sharded=True, cuts=True,
+    applies=lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards),
+)
+LAYOUTS = (AS_IT_CAME, REPLICATED, FORWARD, """
+SENT = "    from opt_distributed.buffers.in_order import SumInOrder\n\n    return SumInOrder(axes.dp)\n"
+WIRES, FIELD = "    return SumEverywhere(", "    grad_norm_skip_threshold: float = math.inf\n"
 ADDITIONS = {
     "an elementwise rule": (
         Edit("opt_kernels/formulas/signed.py", "", RULE),
         Edit("opt_kernels/formulas/registry.py", '    "adam", "sgd",', '    "adam", "sgd", "signed",'),
     ),
     "a hook around updates": (
-        Edit(
-            "opt_kernels/hooks/values.py",
-            "@dataclass(frozen=True, slots=True)\nclass CautiousUpdate(Hook):",
-            "@dataclass(frozen=True, slots=True)\nclass HalfDecay(Hook):\n    decays: ClassVar[bool] = True\n\n\n"
-            "@dataclass(frozen=True, slots=True)\nclass CautiousUpdate(Hook):",
-        ),
-        Edit(
-            "opt_kernels/hooks/compose.py",
-            "    match hook:\n",
-            "    from opt_kernels.hooks.values import HalfDecay\n\n    match hook:\n        case HalfDecay():\n"
-            '            return _Parts("1 - 0.5 * lr * weight_decay", kept="hook_p * hook_scalar")\n',
-        ),
+        Edit("opt_kernels/hooks/values.py", CAUTIOUS, HALF + CAUTIOUS),
+        Edit("opt_kernels/hooks/compose.py", "    match hook:\n", HALF_PARTS),
     ),
     "a layout": (
         Edit("opt_distributed/layout/forward.py", "", LAYOUT),
-        Edit(
-            "opt_distributed/buffers/planner.py",
-            "LAYOUTS = (AS_IT_CAME, REPLICATED, ",
-            "from opt_config import FlatShards\nfrom opt_distributed.layout.forward import forward_layout\n\n"
-            "FORWARD = LayoutKind(\n"
-            '    name="forward order", plan=forward_layout, is_sharded=True, cuts=True,\n'
-            "    applies=lambda sharding, meta, needs_whole: isinstance(sharding, FlatShards),\n)\n"
-            "LAYOUTS = (AS_IT_CAME, REPLICATED, FORWARD, ",
-        ),
+        Edit("opt_distributed/buffers/planner.py", "LAYOUTS = (AS_IT_CAME, REPLICATED, ", KIND),
     ),
     "another way to send gradients": (
         Edit("opt_distributed/buffers/in_order.py", "", WIRE),
-        Edit(
-            "opt_distributed/buffers/wires.py",
-            "    return SumEverywhere(",
-            "    from opt_distributed.buffers.in_order import SumInOrder\n\n    return SumInOrder(axes.dp)\n"
-            "    return SumEverywhere(",
-        ),
+        Edit("opt_distributed/buffers/wires.py", WIRES, SENT + WIRES),
     ),
     "a field of the configuration": (
-        Edit(
-            "opt_config/optimizer_config.py",
-            "    grad_norm_skip_threshold: float = math.inf\n",
-            "    clip_factor: float = 1.0\n    grad_norm_skip_threshold: float = math.inf\n",
-        ),
+        Edit("opt_config/optimizer_config.py", FIELD, "    clip_factor: float = 1.0\n" + FIELD),
         Edit("opt_stack/build.py", "max_norm=config.clip_grad", "max_norm=config.clip_grad * config.clip_factor"),
     ),
 }
-
 PROGRAM = """
 import torch
 from opt_distributed import run_threads

@@ -21,10 +21,8 @@ def test_scaled():
 
 def test_every_kind_of_fault_is_found_and_changes_what_runs() -> None:
     faults = plant_faults.faults_in(SOURCE, "x.py")
-    assert {fault.kind for fault in faults} == {
-        *("comparison", "arithmetic", "constant", "dropped statement", "swapped arguments", "negated condition"),
-        "slice",
-    }
+    kinds = "comparison, arithmetic, constant, dropped statement, swapped arguments, negated condition, slice"
+    assert {fault.kind for fault in faults} == {*kinds.split(", ")}
     for fault in faults:
         changed = plant_faults.planted(SOURCE, fault)
         assert changed != SOURCE
