@@ -1,21 +1,123 @@
 """Megatron-Bridge's call of `provide`, on chunks in Megatron-Core's own wrapper, with its groups and its scheduler."""
 
+import io
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import Job, run_jobs
+from torch import Tensor, nn
 
 pytest.importorskip("megatron.core")  # `nox -s megatron` installs it
 
-import bridge_ranks
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 
-from opt_stack import ConfigError, OptimizerConfig, OptimizerParamScheduler, get_optimizer
+import opt_stack
+from opt_stack import ConfigError, Optimizer, OptimizerConfig, get_optimizer
 from opt_stack.adapters.megatron_bridge import StackOptimizerConfig
+
+STEPS, LR, WIDTH = 6, 1e-2, 8
+BASE: dict[str, Any] = {"lr": LR, "min_lr": LR / 10, "weight_decay": 0.1, "clip_grad": 0.5}
+SCHEDULE: dict[str, Any] = {
+    "init_lr": 0.0, "max_lr": LR, "min_lr": LR / 10, "lr_warmup_steps": 2, "lr_decay_steps": STEPS,
+    "lr_decay_style": "linear", "start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": STEPS, "wd_incr_style": "constant",
+}  # fmt: skip
+
+
+class Trained(NamedTuple):
+    weights: dict[str, Tensor]
+    norms: list[float]
+    rates: list[float]
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    numbers = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    for param in model.parameters():
+        param.data = torch.randn(param.shape, generator=numbers) / 2
+    return model.to(dtype)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def initialize() -> None:
+    torch.cuda.current_device = lambda: torch.device("cpu")  # Megatron-Core's buffers ask for it
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+
+
+def wrap(model: nn.Module, **fields: Any) -> nn.Module:
+    transformer = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, bucket_size=20, **fields)
+    return DistributedDataParallel(transformer, config, model)  # type: ignore[no-any-return]
+
+
+def build(chunk: nn.Module, **settings: Any) -> tuple[Optimizer, Any]:
+    """Do what `setup_optimizer` of Megatron-Bridge 0.6.2 does."""
+    config = StackOptimizerConfig(**{**BASE, **settings})
+    optimizer = config.provide(
+        model_chunks=[chunk],
+        config_overrides=get_standard_config_overrides(config),
+        use_gloo_process_groups=False,
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    return optimizer, OptimizerParamScheduler(optimizer, **SCHEDULE)
+
+
+def iterate(chunk: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) -> tuple[list[float], list[float]]:
+    """Do what `train_step` of Megatron-Bridge 0.6.2 does."""
+    norms, rates = [], []
+    for step in steps:
+        chunk.zero_grad_buffer()  # type: ignore[operator]
+        optimizer.zero_grad()
+        rows = batch(step).chunk(dist.get_world_size())[dist.get_rank()]
+        loss = chunk(rows.to(next(chunk.parameters()).dtype)).float().square().mean()
+        optimizer.scale_loss(loss).backward()
+        chunk.finish_grad_sync()  # type: ignore[operator]  # as finalize_model_grads does
+        update_successful, grad_norm, _ = optimizer.step()
+        assert update_successful
+        assert optimizer.get_loss_scale().item() == 1.0
+        norms.append(grad_norm)
+        rates.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(increment=1)
+    return norms, rates
+
+
+def trained(settings: dict[str, Any]) -> tuple[Trained, Trained]:
+    """An unbroken run, and one that resumes from a state dict after half of the steps."""
+    initialize()
+    dtype = torch.bfloat16 if settings.get("bf16") else torch.float32
+    model = make_model(dtype)
+    chunk = wrap(model)
+    optimizer, scheduler = build(chunk, **settings)
+    norms, rates = iterate(chunk, optimizer, scheduler, range(STEPS // 2))
+    saved = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, optimizer, scheduler)], saved)
+    after = iterate(chunk, optimizer, scheduler, range(STEPS // 2, STEPS))
+    other = make_model(dtype)
+    other_chunk = wrap(other)
+    other_optimizer, other_scheduler = build(other_chunk, **settings)
+    saved.seek(0)
+    of_model, of_optimizer, of_scheduler = torch.load(saved, weights_only=False)
+    other.load_state_dict(of_model)
+    other_optimizer.load_state_dict(of_optimizer)
+    other_scheduler.load_state_dict(of_scheduler)
+    resumed = iterate(other_chunk, other_optimizer, other_scheduler, range(STEPS // 2, STEPS))
+    return (Trained(model.state_dict(), norms + after[0], rates + after[1]), Trained(other.state_dict(), *resumed))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {"adam": {}, "muon": {"optimizer": "muon"}, "bf16": {"bf16": True}}
 
@@ -24,44 +126,32 @@ SETTINGS: dict[str, dict[str, Any]] = {"adam": {}, "muon": {"optimizer": "muon"}
 def one_rank() -> Any:
     before = torch.cuda.current_device
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    bridge_ranks.initialize()
+    initialize()
     yield
-    bridge_ranks.parallel_state.destroy_model_parallel()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     torch.cuda.current_device = before
 
 
-def train_plain(settings: dict[str, Any]) -> bridge_ranks.Trained:
+def train_plain(settings: dict[str, Any]) -> Trained:
     """The whole batch on one rank, without Megatron-Core."""
-    model = bridge_ranks.make_model(torch.bfloat16 if "bf16" in settings else torch.float32)
-    optimizer = get_optimizer(OptimizerConfig(**{**bridge_ranks.SETTINGS, **settings}), [model])
-    scheduler = OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=bridge_ranks.LR,
-        min_lr=bridge_ranks.LR / 10,
-        lr_warmup_steps=2,
-        lr_decay_steps=bridge_ranks.STEPS,
-        lr_decay_style="linear",
-        start_wd=0.1,
-        end_wd=0.1,
-        wd_incr_steps=bridge_ranks.STEPS,
-        wd_incr_style="constant",
-    )
+    model = make_model(torch.bfloat16 if "bf16" in settings else torch.float32)
+    optimizer = get_optimizer(OptimizerConfig(**{**BASE, **settings}), [model])
+    scheduler = opt_stack.OptimizerParamScheduler(optimizer, **SCHEDULE)
     norms, rates = [], []
-    for step in range(bridge_ranks.STEPS):
-        rows = bridge_ranks.batch(step).to(next(model.parameters()).dtype)
+    for step in range(STEPS):
+        rows = batch(step).to(next(model.parameters()).dtype)
         model(rows).float().square().mean().backward()
         norms.append(optimizer.step().grad_norm)
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.zero_grad()
         scheduler.step(increment=1)
-    return bridge_ranks.Trained(model.state_dict(), norms, rates)
+    return Trained(model.state_dict(), norms, rates)
 
 
 @pytest.fixture(scope="module")
 def of_two_ranks() -> dict[str, list[Any]]:
-    jobs = {name: Job(bridge_ranks.trained, (settings,)) for name, settings in SETTINGS.items()}
+    jobs = {name: Job(trained, (settings,)) for name, settings in SETTINGS.items()}
     return run_jobs(2, jobs)
 
 
@@ -74,7 +164,7 @@ def test_two_ranks_train_as_one_process_with_the_joined_batch_and_resume(
     tolerance = {"rtol": 2**-6, "atol": 2**-7} if name == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
     for unbroken, resumed in of_two_ranks[name]:
         assert unbroken.rates == pytest.approx(expected.rates)
-        assert resumed.norms == unbroken.norms[bridge_ranks.STEPS // 2 :]
+        assert resumed.norms == unbroken.norms[STEPS // 2 :]
         torch.testing.assert_close(torch.tensor(unbroken.norms), torch.tensor(expected.norms), **tolerance)
         for key, weight in expected.weights.items():
             torch.testing.assert_close(unbroken.weights[key], weight, **tolerance, msg=key)
@@ -106,9 +196,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_would_lose_gradients_or_state_is_refused(
     one_rank: None, of_wrapper: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
-    chunk = bridge_ranks.wrap(bridge_ranks.make_model(), **of_wrapper)
+    chunk = wrap(make_model(), **of_wrapper)
     with pytest.raises(ConfigError, match=message):
-        bridge_ranks.build(chunk, **settings)
+        build(chunk, **settings)
 
 
 @dataclass
@@ -126,7 +216,7 @@ def test_a_field_that_exists_only_in_megatron_core_is_refused_unless_it_has_its_
 def test_keys_of_megatron_core_choose_the_same_parameters(one_rank: None) -> None:
     predicate = ParamPredicate(name="vectors", fn=lambda param: param.dim() == 1)
     optimizer = StackOptimizerConfig(lr=0.1).provide(
-        bridge_ranks.wrap(bridge_ranks.make_model()),
+        wrap(make_model()),
         {ParamKey(name="*2.weight"): {"wd_mult": 0.5}, ParamKey(predicate=predicate): {"wd_mult": 0.25}},
     )
     found = {id.name: group["wd_mult"] for group in optimizer.param_groups for id in group["param_ids"]}
@@ -134,14 +224,14 @@ def test_keys_of_megatron_core_choose_the_same_parameters(one_rank: None) -> Non
 
 
 def test_chunks_of_two_wrappers_are_refused(one_rank: None) -> None:
-    chunks = [bridge_ranks.wrap(bridge_ranks.make_model()), bridge_ranks.make_model()]
+    chunks = [wrap(make_model()), make_model()]
     with pytest.raises(ConfigError, match=r"model chunk 0 is in Megatron-Core's .* and model chunk 1 is a Sequential"):
         StackOptimizerConfig(lr=0.1).provide(chunks)
 
 
 def test_tensors_of_megatron_cores_sharded_checkpoints_are_refused(one_rank: None) -> None:
-    model = bridge_ranks.make_model()
-    optimizer = StackOptimizerConfig(lr=0.1).provide([bridge_ranks.wrap(model)])
+    model = make_model()
+    optimizer = StackOptimizerConfig(lr=0.1).provide([wrap(model)])
     state = {name: ShardedTensor.from_rank_offsets(name, param) for name, param in model.named_parameters()}
     with pytest.raises(ValueError, match=r"sharded tensors of Megatron-Core; .* set checkpoint.ckpt_format='torch'"):
         optimizer.sharded_state_dict({"model": state})

@@ -4,23 +4,142 @@ from typing import Any
 
 import pytest
 import torch
-from processes import Job, run_jobs
+import torch.distributed as dist
+from processes import Job, refusal, run_jobs
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 for package in ("torchtitan", "triton", "tyro", "spmd_types"):  # it imports triton and does not require it
     pytest.importorskip(package)
 
-import titan_ranks  # noqa: E402
-from titan_ranks import CONFIGS  # noqa: E402
-from torch import nn  # noqa: E402
+from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
+from torchtitan.distributed import parallel_dims, utils  # noqa: E402
 
 from opt_config import ConfigError, OptimizerConfig  # noqa: E402
 from opt_stack import list_optimizers  # noqa: E402
 from opt_stack.adapters.torchtitan import StackOptimizers  # noqa: E402
 
-RULES = {
-    name: OptimizerConfig(optimizer=name, muon_fp32_matmul_prec="highest", **titan_ranks.BASE)
-    for name in list_optimizers()
+
+def container(config: OptimizerConfig, *parts: nn.Module, **options: Any) -> StackOptimizers:
+    return StackOptimizers.Config(stack=config, **options).build(model_parts=list(parts))
+
+
+# --- what a rank does, with torchtitan's meshes, clipping, schedules and checkpoints ----------------------------------
+
+STEPS, SAVED_AT = 5, 3
+NO_OTHER_AXES = {"cp": 1, "tp": 1, "pp": 1, "ep": 1}
+BASE: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "clip_grad": 0.0}
+CONFIGS = {
+    "adamw": OptimizerConfig(**BASE),
+    "muon": OptimizerConfig(optimizer="muon", muon_fp32_matmul_prec="highest", **BASE),
+    "bf16": OptimizerConfig(bf16=True, **BASE),
+    "remainders": OptimizerConfig(bf16=True, use_precision_aware_optimizer=True, store_param_remainders=True, **BASE),
+    "bf16 moments": OptimizerConfig(
+        bf16=True, use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, **BASE
+    ),
 }
+
+
+class Net(nn.Module):
+    """Matrices whose rows two ranks cannot share equally, and vectors."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.layers = nn.ModuleDict({"0": nn.Linear(6, 5), "1": nn.Linear(5, 7, bias=False)})
+        for param in self.parameters():
+            nn.init.normal_(param, generator=generator)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """By FSDP2 over torchtitan's own mesh, where there are ranks: shards on two of them, and replicas of these."""
+    if dist.is_initialized():
+        parallel_dims.device_type = "cpu"
+        replicas, axes = dist.get_world_size() // 2, ["dp_replicate", "dp_shard"]
+        dims = parallel_dims.ParallelDims(dp_replicate=replicas, dp_shard=2, world_size=2 * replicas, **NO_OTHER_AXES)
+        fully_shard(model, mesh=dims.get_mesh(axes[-dims.dp_replicate_enabled - 1 :]))
+    return model
+
+
+class Run:
+    """The objects that torchtitan's trainer builds, with a model whose gradients are known."""
+
+    def __init__(self, config: OptimizerConfig, folder: str = "", *, seed: int = 0) -> None:
+        self.dtype = torch.bfloat16 if config.bf16 else torch.float32
+        self.model = sharded(Net(seed).to(self.dtype))
+        self.optimizers = StackOptimizers.Config(stack=config).build(model_parts=[self.model])
+        self.schedulers = LRSchedulersContainer.Config(warmup_steps=2).build(
+            optimizers=self.optimizers, training_steps=STEPS
+        )
+        self.checkpointer = CheckpointManager.Config(
+            enable=bool(folder), interval=1, initial_load_model_only=False, keep_latest_k=0
+        ).build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={},
+            sd_adapter=None,
+            base_folder=folder,
+        )
+
+    def train(self, steps: range) -> "Run":
+        for step in steps:
+            grads = dict(sharded(Net(100 + step).to(self.dtype)).named_parameters())
+            for name, param in self.model.named_parameters():
+                param.grad = grads[name].detach()
+            utils.clip_grad_norm_(list(self.model.parameters()), 1.0, foreach=True)
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
+        return self
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: whole(param) for name, param in self.model.named_parameters()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    return found.full_tensor() if isinstance(found, DTensor) else found.clone()
+
+
+def finished(config: OptimizerConfig) -> dict[str, Tensor]:
+    return Run(config).train(range(STEPS)).weights()
+
+
+def saved(config: OptimizerConfig, folder: str) -> list[str]:
+    """Save a checkpoint, and return the keys of state in it that is neither a DTensor nor a scalar."""
+    run = Run(config, folder).train(range(SAVED_AT))
+    run.checkpointer.save(SAVED_AT)
+    state = run.optimizers.state_dict()
+    return [k for k, v in state.items() if isinstance(v, Tensor) and v.dim() and not isinstance(v, DTensor)]
+
+
+def resumed(config: OptimizerConfig, folder: str) -> dict[str, Tensor]:
+    """The weights of another model that loaded the checkpoint."""
+    run = Run(config, folder, seed=50)
+    assert run.checkpointer.load(SAVED_AT)
+    return run.train(range(SAVED_AT, STEPS)).weights()
+
+
+def saved_or_refused(config: OptimizerConfig, folder: str) -> list[str] | str:
+    """As `saved`, or the message of the error that the container meets when it is built."""
+    message = refusal(lambda: Run(config))
+    return saved(config, folder) if message == "built" else message
+
+
+def refusals() -> tuple[str, str]:
+    """The messages where plain parameters have flat shards of state, and where each rank is a pipeline stage."""
+    flat = OptimizerConfig(use_distributed_optimizer=True, **BASE)
+    stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
+    return refusal(lambda: container(flat, Net(0))), refusal(lambda: container(CONFIGS["adamw"], stage))
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+RULES = {name: OptimizerConfig(optimizer=name, muon_fp32_matmul_prec="highest", **BASE) for name in list_optimizers()}
 HYBRID = ("adamw", "muon")
 
 
@@ -29,32 +148,30 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Two ranks save and load; one process saves what two load, and loads what two and four saved."""
     folder = tmp_path_factory.mktemp("titan")
     for kind, config in CONFIGS.items():
-        titan_ranks.saved(config, str(folder / f"alone {kind}"))
-    two = {f"save {kind}": Job(titan_ranks.saved, (config, str(folder / kind))) for kind, config in CONFIGS.items()}
+        saved(config, str(folder / f"alone {kind}"))
+    two = {f"save {kind}": Job(saved, (config, str(folder / kind))) for kind, config in CONFIGS.items()}
     for kind, config in CONFIGS.items():
-        two[f"resumed {kind}"] = Job(titan_ranks.resumed, (config, str(folder / kind)))
-        two[f"from alone {kind}"] = Job(titan_ranks.resumed, (config, str(folder / f"alone {kind}")))
-    two |= {f"save {name}": Job(titan_ranks.saved_or_refused, (RULES[name], str(folder / name))) for name in RULES}
-    two["refusals"] = Job(titan_ranks.refusals)
+        two[f"resumed {kind}"] = Job(resumed, (config, str(folder / kind)))
+        two[f"from alone {kind}"] = Job(resumed, (config, str(folder / f"alone {kind}")))
+    two |= {f"save {name}": Job(saved_or_refused, (RULES[name], str(folder / name))) for name in RULES}
+    two["refusals"] = Job(refusals)
     results = run_jobs(2, two)
-    hybrid = {
-        f"hybrid {kind}": Job(titan_ranks.saved, (CONFIGS[kind], str(folder / f"hybrid {kind}"))) for kind in HYBRID
-    }
+    hybrid = {f"hybrid {kind}": Job(saved, (CONFIGS[kind], str(folder / f"hybrid {kind}"))) for kind in HYBRID}
     results |= run_jobs(4, hybrid)
     for kind in CONFIGS:
-        results[f"alone {kind}"] = [titan_ranks.resumed(CONFIGS[kind], str(folder / kind))]
+        results[f"alone {kind}"] = [resumed(CONFIGS[kind], str(folder / kind))]
     for kind in HYBRID:
-        results[f"hybrid {kind}"] = [titan_ranks.resumed(CONFIGS[kind], str(folder / f"hybrid {kind}"))]
+        results[f"hybrid {kind}"] = [resumed(CONFIGS[kind], str(folder / f"hybrid {kind}"))]
     for name in RULES:
         if not isinstance(results[f"save {name}"][0], str):
-            results[f"alone {name}"] = [titan_ranks.resumed(RULES[name], str(folder / name))]
+            results[f"alone {name}"] = [resumed(RULES[name], str(folder / name))]
     return results
 
 
 def assert_close(found: list[dict[str, torch.Tensor]], config: OptimizerConfig, *, units: float) -> None:
     """Norms and products of gathered matrices are summed in another order on other ranks: some units of rounding."""
     tolerance = units * torch.finfo(torch.bfloat16 if config.bf16 else torch.float32).eps
-    expected = titan_ranks.finished(config)
+    expected = finished(config)
     for weights in found:
         for name, weight in expected.items():
             torch.testing.assert_close(weights[name], weight, rtol=tolerance, atol=tolerance)
@@ -76,6 +193,7 @@ def test_replicas_of_shards_save_what_one_process_loads(worlds: dict[str, list[A
 @pytest.mark.parametrize("name", RULES)
 def test_each_rule_is_saved_so_that_one_process_resumes_or_is_refused(worlds: dict[str, list[Any]], name: str) -> None:
     on_ranks = worlds[f"save {name}"]
+    assert isinstance(on_ranks[0], str) == (name in ("soap", "soap_muon"))
     if isinstance(on_ranks[0], str):
         assert on_ranks == [on_ranks[0]] * 2
         assert "each rank keeps a different part of the state" in on_ranks[0]
@@ -84,22 +202,13 @@ def test_each_rule_is_saved_so_that_one_process_resumes_or_is_refused(worlds: di
     assert_close(worlds[f"alone {name}"], RULES[name], units=64)
 
 
-def test_which_rules_are_refused_on_two_ranks(worlds: dict[str, list[Any]]) -> None:
-    refused = {name for name in RULES if isinstance(worlds[f"save {name}"][0], str)}
-    assert refused == {"soap", "soap_muon"}
-
-
 def test_flat_shards_of_plain_parameters_and_pipeline_stages_are_refused_on_every_rank(
     worlds: dict[str, list[Any]],
 ) -> None:
     first, second = worlds["refusals"]
     assert first == second
-    assert "each rank keeps a different part of the state" in first["flat shards"]
-    assert "is trained on rank 0 only" in first["stages"]
-
-
-def container(config: OptimizerConfig, *parts: nn.Module, **options: Any) -> StackOptimizers:
-    return StackOptimizers.Config(stack=config, **options).build(model_parts=list(parts))
+    assert "each rank keeps a different part of the state" in first[0]
+    assert "is trained on rank 0 only" in first[1]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +236,14 @@ def test_parts_of_one_pipeline_rank_are_saved_under_their_own_names() -> None:
         container(CONFIGS["adamw"], nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
 
 
-def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_trained() -> None:
-    model, loaded = (titan_ranks.Net(seed).bfloat16() for seed in (0, 1))
+def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_saved_and_trained() -> None:
+    model, loaded = (Net(seed).bfloat16() for seed in (0, 1))
     optimizers = container(CONFIGS["bf16"], model)
+    model.load_state_dict(loaded.state_dict())
+    state = optimizers.state_dict()
+    for name, param in loaded.named_parameters():
+        torch.testing.assert_close(state[f"state.{name}.fp32_param"], param.float(), rtol=0, atol=0)
+    optimizers = container(CONFIGS["bf16"], model := Net(0).bfloat16())
     model.load_state_dict(loaded.state_dict())
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
@@ -138,17 +252,8 @@ def test_weights_that_the_trainer_loads_after_the_optimizer_was_built_are_traine
         torch.testing.assert_close(param, loaded.get_parameter(name), rtol=0.01, atol=0)  # one step of weight decay
 
 
-def test_weights_that_the_trainer_loads_are_saved_before_the_first_step() -> None:
-    model, loaded = (titan_ranks.Net(seed).bfloat16() for seed in (0, 1))
-    optimizers = container(CONFIGS["bf16"], model)
-    model.load_state_dict(loaded.state_dict())
-    state = optimizers.state_dict()
-    for name, param in loaded.named_parameters():
-        torch.testing.assert_close(state[f"state.{name}.fp32_param"], param.float(), rtol=0, atol=0)
-
-
 def test_a_checkpoint_of_another_grouping_or_rule_is_refused_and_changes_nothing() -> None:
-    model = titan_ranks.Net(0)
+    model = Net(0)
     optimizers = container(CONFIGS["adamw"], model)
     state = optimizers.state_dict()
     before = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
