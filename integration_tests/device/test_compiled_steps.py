@@ -80,7 +80,7 @@ def of_wrapped(comm: Comm, backend: Backend, **wrapping: Any) -> Found:
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
         product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
-        found += [product, *(part.clone() for buffer in chunk.synced_buffers for part in buffer.results())]
+        found += [product, *(bucket.result.clone() for bucket in chunk.grad_sync.buckets)]
         results.append(tuple(result))
         chunk.zero_grad_buffer()
         optimizer.zero_grad()

@@ -17,6 +17,9 @@ from opt_distributed.layout import Layout, ParamShape, flat_layout, whole_layout
 from opt_paramgroups import ParamId
 
 Config = DistributedDataParallelConfig
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
+SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
+WHOLE = {**SHARDED, "bucket_size": 128}
 NUM_STEPS = 3
 LR = 0.5
 

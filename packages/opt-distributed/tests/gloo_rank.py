@@ -44,8 +44,10 @@ def backward(loss: Tensor) -> None:
 def descend(ddp: DistributedDataParallel) -> None:
     """A plain gradient step on what this rank owns, published as a step does."""
     for buffer in ddp.synced_buffers:
-        for index, result in enumerate(buffer.results()):
-            shard_of(buffer.memory, index, buffer.axes.dp.rank).add_(result, alpha=-0.1)
+        for index in range(len(buffer.plan.layout.buckets)):
+            shard_of(buffer.memory, index, buffer.axes.dp.rank).add_(
+                buffer.memory.result(index, buffer.axes.dp.rank), alpha=-0.1
+            )
         buffer.publish_()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.main_grad import begin_accumulation, bind_main_grad, main_grad, take_grad_
+from opt_distributed.buffers.main_grad import bind_main_grad, main_grad, take_grad_
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending, Sizes
@@ -353,8 +353,6 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     param.grad = torch.ones(1)
     take_grad_(param, "param")
     assert main_grad(param).item() == expected
-    begin_accumulation(param, main_grad(param))
-    assert not param.grad_added_to_main_grad
 
 
 NUM_BUCKETS = 4

@@ -247,7 +247,7 @@ def test_gradients_accumulate_and_travel_in_the_chosen_dtype(numbers: Dtypes) ->
         assert main_grad(next(model.parameters())).dtype is numbers.kept
         backward(ddp(torch.full((1, 32), 2.0**-9 if comm.rank else 1.0, dtype=torch.bfloat16)).sum())
         ddp.finish_grad_sync()
-        (result,) = ddp.synced_buffers[0].results()
+        result = ddp.grad_sync.buckets[0].result
         # The mean of 1 and 2^-9 is 0.5 + 2^-10: it has 10 bits, and so is 0.5 in bf16.
         assert set(result.tolist()) == {0.5 + 2.0**-10 if numbers.kept is torch.float32 else 0.5}
         return [call.num_bytes for call in recording.calls if call.kind in ("reduce_scatter", "all_to_all")]

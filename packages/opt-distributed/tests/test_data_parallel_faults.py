@@ -210,7 +210,7 @@ def test_a_backward_that_raised_leaves_no_trace_after_zero_grad_buffer() -> None
             ddp.zero_grad_buffer()
             backward(ddp(torch.ones(1, 4)).sum())
             ddp.finish_grad_sync()
-            return [result.clone() for result in ddp.synced_buffers[0].results()]
+            return [bucket.result.clone() for bucket in ddp.grad_sync.buckets]
 
         before = step()
         ddp.zero_grad_buffer()
@@ -336,5 +336,5 @@ def test_gradients_without_memory_are_refused_until_it_is_back() -> None:
     ddp.restore_grad_buffers()
     backward(ddp(torch.ones(1, 4)).sum())
     ddp.finish_grad_sync()
-    (result,) = ddp.synced_buffers[0].results()
+    result = ddp.grad_sync.buckets[0].result
     assert set(result.tolist()) == {0.0, 1.0}

@@ -269,7 +269,7 @@ def test_ranks_with_different_graphs_reduce_the_same_buckets_in_the_same_order(o
             x = torch.ones(1, WIDTH, requires_grad=True)
             backward(ddp(x, order).sum())
             ddp.finish_grad_sync()
-            found.append(torch.cat([result.clone() for result in ddp.synced_buffers[0].results()]))
+            found.append(torch.cat([bucket.result.clone() for bucket in ddp.grad_sync.buckets]))
             ddp.zero_grad_buffer()
         return found
 

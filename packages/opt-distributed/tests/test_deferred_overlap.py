@@ -5,6 +5,9 @@ More orders at night.
 
 import pytest
 from deferred_training import (
+    OVERLAP,
+    SHARDED,
+    WHOLE,
     Config,
     Program,
     are_equal,
@@ -17,9 +20,6 @@ from deferred_training import (
 from tiers import NIGHT
 
 NUM_ORDERS = 50 if NIGHT else 4
-OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
-SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
-WHOLE = {**SHARDED, "bucket_size": 128}
 
 # Program and number of optimizer instances.
 PROGRAMS: dict[str, tuple[Program, int]] = {

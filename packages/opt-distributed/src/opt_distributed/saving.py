@@ -288,8 +288,15 @@ def _values(unit: Unit, piece: OwnedPiece, saved: Mapping[str, Any]) -> dict[str
 
 def sharded_piece(unit: Unit, piece: OwnedPiece, param: ShardedParam) -> dict[str, ShardedBase]:
     """Describe the tensors of a piece, which share the live memory if possible, under the key of `param`."""
-    param = replace(param, replica_id=_replica_of(param.replica_id, piece))
-    part, whole = _narrowed(param, piece), _whole(param, piece)
+    if piece.replica is not None:  # by convention (pipeline, tensor, data); a shard has no replicas in its instance
+        id, at = param.replica_id, piece.replica
+        param = replace(param, replica_id=(*id[:-1], at) if isinstance(id, tuple) else at)
+    part, whole = param, _whole(param, piece)
+    if not piece.is_whole:
+        if isinstance(param, ShardedTensor):
+            part = param.flat(None, piece.of_param.start, piece.of_param.stop)
+        else:
+            part = replace(param, data=None, flattened_range=piece.of_param)
     described = {STEP: make_sharded_state(part, torch.tensor(piece.step, dtype=torch.int64), STEP, PerParam())}
     for spec in kept_states(unit, piece):
         key = spec.name + (SPLIT_MARK + piece.matrix.split_name if _is_by_part(spec, piece) else "")
@@ -340,15 +347,6 @@ def take_loaded_(unit: Unit, piece: OwnedPiece, loaded: Mapping[str, Tensor]) ->
     _set_(unit, piece, loaded.get(MAIN), state, extra, step=step, is_decoded=True)
 
 
-def _narrowed(param: ShardedParam, piece: OwnedPiece) -> ShardedParam:
-    """The description of the parameter, narrowed to the piece."""
-    if piece.is_whole:
-        return param
-    if isinstance(param, ShardedTensor):
-        return param.flat(None, piece.of_param.start, piece.of_param.stop)
-    return replace(param, data=None, flattened_range=piece.of_param)
-
-
 def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
     """The description of the block that is one matrix to the rule and contains the piece.
 
@@ -371,16 +369,6 @@ def _whole(param: ShardedParam, piece: OwnedPiece) -> ShardedTensor | None:
         replica_id=param.replica_id if stage.counts(piece.id) else 1,
         may_repeat=param.may_repeat and stage.counts(piece.id),
     )
-
-
-def _replica_of(replica_id: Any, piece: OwnedPiece) -> Any:
-    """The replica id of the piece, by convention (pipeline, tensor, data).
-
-    A shard has no data-parallel replicas in its own optimizer instance.
-    """
-    if piece.replica is None:
-        return replica_id
-    return (*replica_id[:-1], piece.replica) if isinstance(replica_id, tuple) else piece.replica
 
 
 def _saved_spec(spec: StateSpec, piece: OwnedPiece) -> SavedSpec:

@@ -13,7 +13,6 @@ from opt_distributed.buffers.main_grad import (
     UnusableGradientError,
     adopt_main_grad_,
     bind_main_grad,
-    is_rebound,
 )
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
@@ -161,11 +160,6 @@ class GradBucket:
         return self._missing == 0
 
     @property
-    def lacks_gradient(self) -> bool:
-        """Whether a parameter received no gradient in the last microbatch."""
-        return self.arrivals.keys() != set(self.ids)
-
-    @property
     def result(self) -> Tensor:
         """A view of this rank's reduced gradients: its shard, or the whole bucket if every rank has all of them."""
         if self.memory.reduces_everywhere:
@@ -268,7 +262,9 @@ class GradBucket:
         if self.reduction.scale_after != 1.0:
             self.result.mul_(self.reduction.scale_after)
         self.state = BucketState.REDUCED
-        rebound = [id for id, view in self.views.items() if is_rebound(self.memory.params[id], view)]
+        rebound = [
+            id for id, view in self.views.items() if getattr(self.memory.params[id], "main_grad", None) is not view
+        ]
         if rebound:
             self.problem = self.problem or UnusableGradientError(
                 f"main_grad of {rebound[0]} was replaced while its bucket was being reduced; call finish_grad_sync() "
@@ -283,16 +279,6 @@ class GradBucket:
         self.problem = self.checks = None
         self.arrivals = {}
         self._missing = len(self.ids)
-
-    def check_reduces_everywhere(self) -> None:
-        """Raise GradientError if the gradients cannot be reduced on every rank, because they were reduced to shards."""
-        if self.memory.layout.num_shards == 1 or self.memory.reduces_everywhere:
-            return
-        if self.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
-            raise GradientError(
-                f"force_all_reduce=True, but {self.name} was reduced to shards already; pass it to the first "
-                "finish_grad_sync() of the iteration, and do not call start_grad_sync() before"
-            )
 
     def scale_(self, factor: float | Tensor) -> None:
         """Multiply the gradients; after the reduction, only the result on this rank.
@@ -336,10 +322,6 @@ class GradBucket:
             raise GradientError(
                 "the gradients' memory was freed by offload_grad_buffers(); call restore_grad_buffers() first"
             )
-
-    def learn(self) -> None:
-        """Expect as many gradients as arrived this time; one for a parameter that received none."""
-        self.expected = {id: max(self.arrivals.get(id, 0), 1) for id in self.ids}
 
     def _land(self) -> None:
         flight, self._flight = self._flight, None

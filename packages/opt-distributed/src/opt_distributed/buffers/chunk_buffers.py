@@ -110,11 +110,6 @@ class SyncedBuffer:
         found._together = [other.memory for other in buffers if other.plan.is_expert == self.plan.is_expert]
         return found
 
-    def results(self) -> Iterator[Tensor]:
-        """This rank's part of the reduced gradients: a view for each bucket."""
-        for index in range(len(self.plan.layout.buckets)):
-            yield self.memory.result(index, self.axes.dp.rank)
-
 
 def agree_on(families: Sequence[tuple[Axes, Mapping[str, str]]], error: Exception | None, everyone: Comm) -> None:
     """Raise on all ranks of the model if one of them has an error, or facts differ between replicas.

@@ -14,7 +14,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed.buffers.bucket import BucketState, GradBucket
 from opt_distributed.buffers.chunk_buffers import ChunkSpec, SyncedBuffer, make_buffers, sharding_of
 from opt_distributed.buffers.grad_sync import GradSync, grad_hook, share_order
-from opt_distributed.buffers.main_grad import begin_accumulation, bind_main_grad
+from opt_distributed.buffers.main_grad import bind_main_grad
 from opt_distributed.buffers.param_sync import Gathers, ParamBucket, ParamSync, UseHooks, share_gather_order
 from opt_distributed.buffers.stored import broadcast_replicas_, check_untrained, describe_stored, not_trained
 from opt_distributed.comm.collectives import agreed
@@ -161,7 +161,7 @@ class DistributedDataParallel(nn.Module):
         """Call the module's forward. Reads of parameters wait for pending gathers."""
         # One rank may evaluate alone, without `torch.no_grad()`; training in evaluation mode is noted in backward.
         if self.module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.grad_sync.note_forward()
+            self.grad_sync.has_run = True  # its backward may launch buckets on this rank or another
         if self._use_hooks is None and self.param_sync.is_pending:  # after disable_forward_pre_hook(param_sync=False)
             self.param_sync.wait()
         return self.module(*args, **kwargs)
@@ -229,7 +229,8 @@ class DistributedDataParallel(nn.Module):
             buffer.sums.zero_()
         for bucket in self.grad_sync.buckets:
             for id, accumulator in bucket.accumulators.items():
-                begin_accumulation(self._params[id], accumulator)
+                self._params[id].grad = None  # a failed backward may have left it
+                bind_main_grad(self._params[id], accumulator)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`zero_grad_buffer`, for callers that treat the wrapper as any module; gradients stay in their buffers."""
@@ -321,9 +322,7 @@ class DistributedDataParallel(nn.Module):
         """Wait for pending gathers of parameters. Need not be called before a forward of this wrapper."""
         self.param_sync.wait()
 
-    def free_overlap_buffers(self) -> None:
-        """Complete pending gathers and free their scratch memory, for example before a checkpoint is written."""
-        self.param_sync.wait()
+    free_overlap_buffers = finish_param_sync  # Megatron-Core's name, for example before a checkpoint is written
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Let gathers complete in the step until hooks are enabled again.

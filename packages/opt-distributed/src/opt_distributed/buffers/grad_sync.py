@@ -72,7 +72,21 @@ class LaunchOrder:
 
         Another rank may keep a model alive that this one has dropped, and so launch nothing early.
         """
-        return self.any_may_launch_early and self._has_its_groups_alone()
+        if not self.any_may_launch_early:
+            return False
+        others = _others(self.chunks)
+        if others and not self._has_warned:
+            self._has_warned = True
+            gc.collect()  # unused models may be alive, because hooks and parameters form reference cycles
+            others = _others(self.chunks)
+            if others:
+                warnings.warn(
+                    f"overlap_grad_reduce=True: {len(others)} more wrapped model chunks reduce over the same process "
+                    "groups, so that reductions start in finish_grad_sync() rather than in backward; pass the chunks "
+                    "of one model to one get_optimizer call, or to opt_distributed.share_launch_order",
+                    stacklevel=2,
+                )
+        return not others
 
     @property
     def any_may_launch_early(self) -> bool:
@@ -108,21 +122,6 @@ class LaunchOrder:
         chunk.before_launch()
         self._previous = chunk.buckets[index]
         self._previous.launch(chunk.iteration)
-
-    def _has_its_groups_alone(self) -> bool:
-        others = _others(self.chunks)
-        if others and not self._has_warned:
-            self._has_warned = True
-            gc.collect()  # unused models may be alive, because hooks and parameters form reference cycles
-            others = _others(self.chunks)
-            if others:
-                warnings.warn(
-                    f"overlap_grad_reduce=True: {len(others)} more wrapped model chunks reduce over the same process "
-                    "groups, so that reductions start in finish_grad_sync() rather than in backward; pass the chunks "
-                    "of one model to one get_optimizer call, or to opt_distributed.share_launch_order",
-                    stacklevel=2,
-                )
-        return not others
 
 
 def share_order(chunks: Iterable["GradSync"]) -> None:
@@ -188,7 +187,7 @@ class GradSync:
         self.large_grads = [LargeGrads() for _ in self._families]
         self._bucket_of = {id: index for index, bucket in enumerate(self.buckets) for id in bucket.ids}
         self._completed: dict[int, int] = {}  # in this iteration: buckets, and how many were complete before
-        self._has_run = False  # whether a pass of this iteration may have launched buckets on some rank
+        self.has_run = False  # whether a pass of this iteration may have launched buckets on some rank
         self._finished = False
         self._refused: list[UnusableGradientError] = []  # in this iteration, because gradients are too large
         self.keys = tuple(self._key(index) for index in range(len(self.buckets)))
@@ -216,14 +215,15 @@ class GradSync:
             self.is_last_microbatch = before
 
     def take(self, id: ParamId, param: nn.Parameter, accumulator: Tensor) -> None:
-        """Add a gradient that autograd left to its accumulator, and note that it is there.
+        """Add a gradient that autograd left to its accumulator. In the last microbatch, launch buckets that are ready.
 
         A gradient that cannot be used is dropped: `finish` raises, after the reductions that other ranks take part in.
 
         Raises:
             GradientError: a gradient of this parameter may not be added now.
         """
-        bucket = self.buckets[self._bucket_of[id]]
+        index = self._bucket_of[id]
+        bucket = self.buckets[index]
         bucket.check_accumulating(id)
         adopt_main_grad_(param, accumulator, str(id))
         try:
@@ -231,23 +231,12 @@ class GradSync:
         except SparseGradientError as error:
             param.grad = None
             bucket.problem = bucket.problem or error
-        self._note(id)
-
-    def note_forward(self) -> None:
-        """Note a forward pass, whose backward may launch buckets on this rank or another."""
-        self._has_run = True
-
-    def _note(self, id: ParamId) -> None:
-        """Note that a gradient was added to the buffer. In the last microbatch, launch buckets that are ready."""
-        if not self.is_last_microbatch:
-            return
-        self._has_run = True
-        index = self._bucket_of[id]
-        bucket = self.buckets[index]
-        bucket.note(id)
-        if bucket.is_complete:
-            self._completed.setdefault(index, len(self._completed))
-            self.launch_order.launch_ready()
+        if self.is_last_microbatch:
+            self.has_run = True
+            bucket.note(id)
+            if bucket.is_complete:
+                self._completed.setdefault(index, len(self._completed))
+                self.launch_order.launch_ready()
 
     def start(self) -> None:
         """Launch every bucket, complete or not, as soon as all buckets before it are launched."""
@@ -265,7 +254,12 @@ class GradSync:
         """
         buckets = [bucket for chunk in self.launch_order.chunks for bucket in chunk.buckets]
         for bucket in buckets:
-            bucket.check_reduces_everywhere()
+            is_to_shards = bucket.memory.layout.num_shards > 1 and not bucket.memory.reduces_everywhere
+            if is_to_shards and bucket.state in (BucketState.IN_FLIGHT, BucketState.REDUCED):
+                raise GradientError(
+                    f"force_all_reduce=True, but {bucket.name} was reduced to shards already; pass it to the first "
+                    "finish_grad_sync() of the iteration, and do not call start_grad_sync() before"
+                )
         for bucket in buckets:
             bucket.memory.reduces_everywhere = bucket.memory.layout.num_shards > 1
 
@@ -297,33 +291,27 @@ class GradSync:
         """Begin an iteration, in which gradients may accumulate again. Waits for pending reductions.
 
         If the gradients of the last iteration are dropped without a reduction, buckets may have been launched on this
-        rank but not on another, so that all buckets must be launched first.
+        rank but not on another, so that all buckets must be launched first. If only this rank drops an iteration, its
+        reductions met those of the next iteration on other ranks, whose gradients are wrong. The exchange that compares
+        what is dropped then meets the exchange of their step, which fails before it updates anything.
 
         Raises:
             GradientError: another rank drops another iteration.
         """
-        if self._has_run and self.launch_order.any_may_launch_early:
+        if self.has_run and self.launch_order.any_may_launch_early:
             self.launch_order.launch_through(self)
-            self._check_dropped()
+            for axes in self._axes:
+                dropped = from_all_replicas(axes, (self.number, self.iteration))
+                if any(other != dropped[0] for other in dropped):
+                    raise GradientError(
+                        f"ranks dropped the gradients of different iterations (chunk, iteration): {dropped}; run every "
+                        "training forward on all ranks, and evaluate on one rank with model.eval() or torch.no_grad()"
+                    )
         for index in self.order:
             self.buckets[index].begin()
         self.iteration += self._finished
         self._refused = []
-        self._completed, self._finished, self._has_run, self.is_started = {}, False, False, False
-
-    def _check_dropped(self) -> None:
-        """Compare between replicas which iteration is dropped.
-
-        If only this rank drops one, its reductions met those of the next iteration on other ranks, whose gradients are
-        wrong. This exchange then meets the exchange of their step, which fails before it updates anything.
-        """
-        for axes in self._axes:
-            dropped = from_all_replicas(axes, (self.number, self.iteration))
-            if any(other != dropped[0] for other in dropped):
-                raise GradientError(
-                    f"ranks dropped the gradients of different iterations (chunk, iteration): {dropped}; run every "
-                    "training forward on all ranks, and evaluate on one rank with model.eval() or torch.no_grad()"
-                )
+        self._completed, self._finished, self.has_run, self.is_started = {}, False, False, False
 
     def _judge(self) -> None:
         """Refuse buckets whose checks say so, the same on all ranks. The host waits once for all of them."""
@@ -348,12 +336,13 @@ class GradSync:
         """Agree with the replicas of each family when its buckets are complete, and which ones may lack a gradient."""
         keys = list(self.keys)
         for bucket in self.buckets:
-            bucket.learn()
+            bucket.expected = {id: max(bucket.arrivals.get(id, 0), 1) for id in bucket.ids}
         for family, axes in zip(self._families, self._axes, strict=True):
-            seen = [(self._completed.get(at, len(keys)) / len(keys), self.buckets[at].lacks_gradient) for at in family]
+            lacks = {at: self.buckets[at].arrivals.keys() != set(self.buckets[at].ids) for at in family}
+            seen = [(self._completed.get(at, len(keys)) / len(keys), lacks[at]) for at in family]
             reports: list[list[tuple[float, bool]]] = from_all_replicas(axes, seen)
             for index, per_rank in zip(family, zip(*reports, strict=True), strict=True):
-                keys[index] = self._key(index, time=per_rank[0][0], is_late=any(lacks for _, lacks in per_rank))
+                keys[index] = self._key(index, time=per_rank[0][0], is_late=any(is_late for _, is_late in per_rank))
         self.keys = tuple(keys)
         self._has_to_learn = False
         self.launch_order.sort()

@@ -38,17 +38,6 @@ def main_grad(param: nn.Parameter) -> Tensor:
     return view
 
 
-def begin_accumulation(param: nn.Parameter, view: Tensor) -> None:
-    """Bind `view` again; reset the flag of fused kernels, and ``param.grad``, which a failed backward may have left."""
-    param.grad = None
-    bind_main_grad(param, view)
-
-
-def is_rebound(param: nn.Parameter, view: Tensor) -> bool:
-    """Whether ``param.main_grad`` is a tensor other than the view of the buffer."""
-    return getattr(param, "main_grad", None) is not view
-
-
 @torch.no_grad()
 def adopt_main_grad_(param: nn.Parameter, view: Tensor, name: str) -> None:
     """If the caller bound another tensor to ``param.main_grad``, copy it to `view`, and bind `view` again.

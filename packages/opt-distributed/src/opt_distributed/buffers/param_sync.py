@@ -207,7 +207,8 @@ class UseHooks:
             module._parameters = AwaitedParams(module._parameters, sync)
         self._handles: list[RemovableHandle] = []
         for module, is_block in _with_blocks(model):
-            below = _params_below(module)
+            elsewhere = (param for inner in module.modules() for param in _held_elsewhere(inner))
+            below = list(dict.fromkeys([*module.parameters(), *elsewhere]))
             first = below if is_block else list(_held_elsewhere(module))
             self._handles.append(module.register_forward_pre_hook(_Wait(sync, first, below)))
 
@@ -259,12 +260,6 @@ def _with_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
             yield child, True
         else:
             yield from _with_blocks(child)
-
-
-def _params_below(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of a module and its submodules, and those in other attributes of these."""
-    own = list(module.parameters())
-    return list(dict.fromkeys([*own, *(param for one in module.modules() for param in _held_elsewhere(one))]))
 
 
 def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:

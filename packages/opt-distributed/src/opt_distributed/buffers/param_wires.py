@@ -113,7 +113,13 @@ def move_fp8_in(
     if len(recipes) > 1:
         raise StorageError(f"fp8 parameters have the recipes {', '.join(recipes)}; use one for all of them")
     run = next((recipe.run for recipe in recipes.values()), 0)
-    _check_runs(layout, run)
+    chunks = (bucket.chunk_bounds(layout.num_shards) for bucket in layout.buckets)
+    starts = (*(at for bounds in chunks for at in bounds[:2]), *(slot.start for slot in layout.slots()))
+    if run and any(start % run for start in starts):  # counted from the buffer's start, and from that of each parameter
+        raise StorageError(
+            f"the layout cuts runs of {run} elements that share a scale; make it with a "
+            f"shard_multiple that is a multiple of {run}"
+        )
     codes = allocate(layout.numel, dtype=torch.uint8, device=device)
     scales = allocate(layout.numel // run, dtype=torch.uint8, device=device) if run else None
     for slot in layout.slots():
@@ -129,17 +135,6 @@ def check_gathered_in_fp8(config: DistributedDataParallelConfig, metas: Mapping[
         raise StorageError(
             f"{stored[0]} (and {len(stored) - 1} more) is stored in fp8, but fp8_param_gather=False; set it to True: "
             "parameters that are sharded in fp8 are gathered in fp8"
-        )
-
-
-def _check_runs(layout: Layout, run: int) -> None:
-    """Check that cuts are multiples of `run`, counted from the buffer's start and from that of each parameter."""
-    chunks = (bucket.chunk_bounds(layout.num_shards) for bucket in layout.buckets)
-    starts = (*(at for bounds in chunks for at in bounds[:2]), *(slot.start for slot in layout.slots()))
-    if run and any(start % run for start in starts):
-        raise StorageError(
-            f"the layout cuts runs of {run} elements that share a scale; make it with a "
-            f"shard_multiple that is a multiple of {run}"
         )
 
 

@@ -5,8 +5,8 @@ with other parts of the same model.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -79,12 +79,30 @@ class ReducedGrads:
         Raises:
             CollectiveError: a collective failed, or exceeded the timeout of its group.
         """
-        with self._scratch_memory(), _all_finished() as flights:
+        flights: deque[InFlight] = deque()
+        for scratch in self._scratch:
+            self._queues.take_back_(scratch)
+            scratch.zero_()  # padding is zero
+        try:
             for index, places in enumerate(self._places):
                 if self._scratch and index >= len(self._scratch):
                     flights.popleft().finish()  # of the bucket that used this scratch before
-                _fill_(places, grads)
-                flights.append(self._start(index))
+                there = {id: grad for id in places if (grad := grads[id]) is not None}
+                for id in places.keys() - there:
+                    places[id].zero_()
+                if there:
+                    torch._foreach_copy_([places[id] for id in there], list(there.values()))
+                wire = to_owners(self._wire, self.layout.buckets[index], self.axes.dp)
+                stages, what = wire.stages(self._buckets[index], self._results[index]), f"gradient bucket {index}"
+                flights.append(InFlight(stages, what, device=self._queues, is_staged=wire.is_staged))
+            while flights:
+                flights.popleft().finish()
+        finally:
+            for flight in flights:  # after an error, before their memory is freed
+                with suppress(CollectiveError):
+                    flight.finish()
+            for scratch in self._scratch:
+                self._queues.release_(scratch)
 
     def piece(self, id: ParamId, of_param: slice) -> Tensor:
         """Return the sum for these flat elements of a parameter, which this rank owns; in its shape if they are all.
@@ -93,46 +111,6 @@ class ReducedGrads:
         """
         shape = self._shapes[id]
         return self._pieces[id].view(shape) if of_param == slice(0, shape.numel()) else self._pieces[id]
-
-    def _start(self, index: int) -> InFlight:
-        wire = to_owners(self._wire, self.layout.buckets[index], self.axes.dp)
-        stages = wire.stages(self._buckets[index], self._results[index])
-        return InFlight(stages, f"gradient bucket {index}", device=self._queues, is_staged=wire.is_staged)
-
-    @contextmanager
-    def _scratch_memory(self) -> Iterator[None]:
-        """Allocate the scratch buckets inside, with zeros, so that padding is zero."""
-        for scratch in self._scratch:
-            self._queues.take_back_(scratch)
-            scratch.zero_()
-        try:
-            yield
-        finally:
-            for scratch in self._scratch:
-                self._queues.release_(scratch)
-
-
-@contextmanager
-def _all_finished() -> Iterator[deque[InFlight]]:
-    """Wait at the end for all reductions in the deque, even if one fails: afterwards their memory is freed."""
-    flights: deque[InFlight] = deque()
-    try:
-        yield flights
-        while flights:
-            flights.popleft().finish()
-    finally:
-        for flight in flights:
-            with suppress(CollectiveError):
-                flight.finish()
-
-
-def _fill_(places: Mapping[ParamId, Tensor], grads: Grads) -> None:
-    """Write the gradients to `places`, and zeros where a gradient is None."""
-    there = [id for id in places if grads[id] is not None]
-    for id in places.keys() - there:
-        places[id].zero_()
-    if there:
-        torch._foreach_copy_([places[id] for id in there], [grad for id in there if (grad := grads[id]) is not None])
 
 
 class Part(NamedTuple):

@@ -26,7 +26,7 @@ from opt_paramgroups import ParamId, ParamMeta, describe, describe_untrained, pa
 CHUNK_NUMEL = 1 << 20  # elements that a checksum widens to 64 bits at a time
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 / golden ratio, odd, as a signed 64-bit number
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DTYPE, _DEVICE = attrgetter("dtype"), attrgetter("device")
+_DTYPE, _DEVICE, _STOP = attrgetter("dtype"), attrgetter("device"), attrgetter("stop")
 
 Params = Mapping[ParamId, nn.Parameter]
 Metas = Mapping[ParamId, ParamMeta]
@@ -107,31 +107,27 @@ def check_apart(params: Mapping[ParamId, Tensor], others: Iterable[tuple[str, Te
     for name, tensor, is_param in named:
         stored = _stored(tensor)
         if stored is not None:
-            found.setdefault(stored.device, []).append(_range(name, stored, is_param=is_param))
+            last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride(), strict=True))
+            stop = stored.data_ptr() + (last + 1) * stored.element_size()
+            found.setdefault(stored.device, []).append(_Range(stored.data_ptr(), stop, name, is_param))
     for ranges in found.values():
-        for one, other in _overlaps(sorted(ranges)):
-            raise StorageError(
-                f"{one.name} and {other.name} share memory; tie parameters by using one nn.Parameter twice, not by "
-                "views"
-            )
+        furthest = furthest_param = _Range(0, 0, "", False)
+        for span in sorted(ranges):
+            before = furthest if span.is_param else furthest_param  # one of the two is a parameter
+            if span.start < before.stop:
+                raise StorageError(
+                    f"{before.name} and {span.name} share memory; tie parameters by using one nn.Parameter twice, "
+                    "not by views"
+                )
+            furthest = max(furthest, span, key=_STOP)
+            if span.is_param:
+                furthest_param = max(furthest_param, span, key=_STOP)
 
 
 def not_trained(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The frozen parameters and the buffers of a module, with their names."""
     yield from nn.Module.named_buffers(module)
     yield from (named for named in nn.Module.named_parameters(module) if not named[1].requires_grad)
-
-
-def _overlaps(ranges: Iterable[_Range]) -> Iterator[tuple[_Range, _Range]]:
-    """Pairs of overlapping ranges, at least one of which is a parameter, given all ranges by their start."""
-    furthest = furthest_param = _Range(0, 0, "", False)
-    for one in ranges:
-        before = furthest if one.is_param else furthest_param
-        if one.start < before.stop:
-            yield before, one
-        furthest = max(furthest, one, key=lambda it: it.stop)
-        if one.is_param:
-            furthest_param = max(furthest_param, one, key=lambda it: it.stop)
 
 
 def _stored(tensor: Tensor) -> Tensor | None:
@@ -141,12 +137,6 @@ def _stored(tensor: Tensor) -> Tensor | None:
     found = tensor.detach()
     found = found.to_local() if isinstance(found, DTensor) else found
     return found if found.layout is torch.strided and not found.is_meta and found.numel() else None
-
-
-def _range(name: str, stored: Tensor, *, is_param: bool) -> _Range:
-    last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.stride(), strict=True))
-    start = stored.data_ptr()
-    return _Range(start, start + (last + 1) * stored.element_size(), name, is_param)
 
 
 class Moved:
@@ -276,18 +266,14 @@ def checksums(tensors: Mapping[Key, Tensor]) -> dict[Key, int]:
     found = dict.fromkeys(tensors, 0)
     for device, ids in by_device.items():
         longest = min(CHUNK_NUMEL, max(1, *(tensors[id].numel() for id in ids)))
-        weights = _odd_weights(longest, device)
+        # Pseudo-random odd numbers, so that no simple pattern of differences cancels.
+        weights = torch.arange(longest, device=device).mul_(_GOLDEN)
+        weights ^= weights >> 29
+        weights *= _GOLDEN
+        weights ^= weights >> 32
+        weights.mul_(2).add_(1)
         found.update(zip(ids, torch.stack([_checksum(tensors[id], weights) for id in ids]).tolist(), strict=True))
     return found
-
-
-def _odd_weights(numel: int, device: torch.device) -> Tensor:
-    """(numel,) int64: pseudo-random odd numbers, so that no simple pattern of differences cancels."""
-    weights = torch.arange(numel, device=device).mul_(_GOLDEN)
-    weights ^= weights >> 29
-    weights *= _GOLDEN
-    weights ^= weights >> 32
-    return weights.mul_(2).add_(1)
 
 
 def _checksum(tensor: Tensor, weights: Tensor) -> Tensor:

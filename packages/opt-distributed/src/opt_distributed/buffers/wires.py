@@ -147,16 +147,23 @@ class InFlight:
     neither the host nor compute waits between two stages.
     """
 
+    _pending: Pending | None  # the present stage; None after the last
+
     def __init__(self, stages: Iterator[Pending], what: str, *, device: Device = _HOST, is_staged: bool = False):
         self._stages = stages
         self._what = what
         self._device = device
         self._done: Event | None = None  # of all stages
-        self._pending: Pending | None = None
-        if device.is_asynchronous and is_staged:
-            self._queue_all()
-        else:
-            self._pending = self._next()
+        if not (device.is_asynchronous and is_staged):
+            self._next()
+            return
+        side = device.side_stream()
+        side.wait_event(device.current_stream().record_event())
+        with device.on(side):
+            self._next()
+            while self._pending is not None:
+                self.advance()
+        self._done = side.record_event()
 
     def advance(self) -> None:
         """Wait for the present stage and start the next. Does nothing if all are complete or queued.
@@ -164,13 +171,10 @@ class InFlight:
         Raises:
             CollectiveError: the stage failed, or exceeded the timeout of its group.
         """
-        if self._pending is None:
-            return
-        try:
-            self._pending.wait()
-        except Exception as error:
-            raise CollectiveError(f"{self._what}: {error}") from error
-        self._pending = self._next()
+        if self._pending is not None:
+            with naming(self._what):
+                self._pending.wait()
+            self._next()
 
     def finish(self) -> None:
         """Wait for all stages. On an asynchronous device, the current stream waits instead of the host."""
@@ -180,21 +184,10 @@ class InFlight:
             self._device.current_stream().wait_event(self._done)
             self._done = None
 
-    def _queue_all(self) -> None:
-        side = self._device.side_stream()
-        side.wait_event(self._device.current_stream().record_event())
-        with self._device.on(side):
-            self._pending = self._next()
-            while self._pending is not None:
-                self.advance()
-        self._done = side.record_event()
-
     @torch.no_grad()
-    def _next(self) -> Pending | None:
-        try:
-            return next(self._stages, None)
-        except Exception as error:
-            raise CollectiveError(f"{self._what}: {error}") from error
+    def _next(self) -> None:
+        with naming(self._what):
+            self._pending = next(self._stages, None)
 
 
 def wire_of(config: DistributedDataParallelConfig, axes: Axes, *, num_shards: int) -> Wire:

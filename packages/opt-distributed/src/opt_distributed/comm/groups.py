@@ -65,12 +65,32 @@ class ProcessGroups:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh) -> "ProcessGroups":
-        """The groups of a mesh with named axes that spans the world; see `AXES`. Collective.
+        """The groups of a mesh with named axes that spans the world; see `AXES`. Collective: all ranks call it.
+
+        Dense parameters are replicated over the data, context and expert axes, experts over the data and context axes.
+        Experts are cut over the tensor axis as dense parameters are.
 
         Raises:
             ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
         """
-        return cls(**groups_of_mesh(mesh))
+        root = root_of(mesh)
+        if problem := mesh_problem(root):
+            raise problem
+        data = [axis for axis in names_of(root) if axis in DATA_AXES]
+        return cls(
+            dp=_along(root, *data, "ep"),
+            dp_cp=_along(root, *data, "ep", "cp"),
+            expt_dp=_along(root, *data, "cp"),
+            mp=_along(root, "tp", "pp"),
+            tp_ep_pp=_along(root, "tp", "ep", "pp"),
+            tp=_along(root, "tp"),
+            expt_tp=_along(root, "tp"),
+            pp=_along(root, "pp"),
+            cp=_along(root, "cp"),
+            ep=_along(root, "ep"),
+            embd=_ends_of(_along(root, "pp")),
+            intra_dist_opt=dist.group.WORLD,
+        )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -112,35 +132,6 @@ REDUCED_AXES = frozenset({*DATA_AXES, "cp", "ep"})
 root_of: Callable[[DeviceMesh], DeviceMesh] = (
     DeviceMesh._get_root_mesh if hasattr(DeviceMesh, "_get_root_mesh") else device_mesh._mesh_resources.get_root_mesh
 )
-
-
-def groups_of_mesh(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
-    """The process groups by role of a mesh that spans the world. Collective: every rank of the world calls it.
-
-    Dense parameters are replicated over the data, context and expert axes, experts over the data and context axes.
-    Experts are cut over the tensor axis as dense parameters are.
-
-    Raises:
-        ProcessGroupError: an axis has no name or an unknown one, or the mesh does not span the world.
-    """
-    root = root_of(mesh)
-    if problem := mesh_problem(root):
-        raise problem
-    data = [axis for axis in names_of(root) if axis in DATA_AXES]
-    return {
-        "dp": _along(root, *data, "ep"),
-        "dp_cp": _along(root, *data, "ep", "cp"),
-        "expt_dp": _along(root, *data, "cp"),
-        "mp": _along(root, "tp", "pp"),
-        "tp_ep_pp": _along(root, "tp", "ep", "pp"),
-        "tp": _along(root, "tp"),
-        "expt_tp": _along(root, "tp"),
-        "pp": _along(root, "pp"),
-        "cp": _along(root, "cp"),
-        "ep": _along(root, "ep"),
-        "embd": _ends_of(_along(root, "pp")),
-        "intra_dist_opt": dist.group.WORLD,
-    }
 
 
 def mesh_problem(mesh: DeviceMesh) -> ProcessGroupError | None:
@@ -193,8 +184,20 @@ def replicas_outside(param: Tensor, replicas: Sequence[Comm], *, name: str) -> t
         if is_outside(comm, mesh):
             outside.append(comm)
         elif group is not None and not set(dist.get_process_group_ranks(group)) <= _ranks(mesh):
-            return _along_root(mesh, name)
-    return tuple(outside)
+            break
+    else:
+        return tuple(outside)
+    # The groups along the data axes of the root over which the mesh does not extend.
+    root = root_of(mesh)
+    left_out, names = _axes_outside(root, mesh), names_of(root)
+    unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
+    if unknown or root.size() != dist.get_world_size():
+        raise ProcessGroupError(
+            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}), "
+            "and it is unknown whether the others hold replicas of it; slice its mesh from one over the whole world, "
+            f"with axes named from {', '.join(AXES)}, and pass that as mesh=..."
+        )
+    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
 
 
 def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
@@ -209,20 +212,6 @@ def tensor_peers_outside(param: Tensor, peers: Comm) -> tuple[Comm, ...]:
     named = dict(enumerate(names_of(root)))
     axes = [axis for axis in _axes_outside(root, mesh) if named.get(axis) in TENSOR_PARALLEL_AXES]
     return tuple(TorchComm(root.get_group(axis)) for axis in axes)
-
-
-def _along_root(mesh: DeviceMesh, name: str) -> tuple[Comm, ...]:
-    """The groups along the data axes of the root over which the mesh does not extend."""
-    root = root_of(mesh)
-    left_out, names = _axes_outside(root, mesh), names_of(root)
-    unknown = [axis for axis in left_out if not names or names[axis] not in AXES]
-    if unknown or root.size() != dist.get_world_size():
-        raise ProcessGroupError(
-            f"parameter {name!r} is a DTensor on {mesh.size()} of the world's {dist.get_world_size()} ranks ({mesh}), "
-            "and it is unknown whether the others hold replicas of it; slice its mesh from one over the whole world, "
-            f"with axes named from {', '.join(AXES)}, and pass that as mesh=..."
-        )
-    return tuple(TorchComm(root.get_group(axis)) for axis in left_out if names[axis] in REDUCED_AXES)
 
 
 def _axes_outside(root: DeviceMesh, mesh: DeviceMesh) -> list[int]:

@@ -101,14 +101,22 @@ def roles_of(groups: ProcessGroups | None, *, sharded: bool, has_experts: bool =
         groups.require("intra_dp_cp", "intra_expt_dp", because="with several optimizer instances")
     _check_sizes(groups)
     inter = comm_of(groups.inter_dist_opt)
-    known = peers_of(groups)
+    known, instance = peers_of(groups), None if groups.intra_dist_opt is None else comm_of(groups.intra_dist_opt)
     dense = Axes(dp=comm_of(groups.first_of("intra_dp_cp", "dp_cp", "dp")), tp=comm_of(groups.tp), inter=inter)
+    if groups.intra_dist_opt is None:  # statistics are summed over a group that has every rank of the model once
+        ranks = dense.num_replicas * _size(groups.mp)
+        if ranks not in (1, everyone.size):
+            raise ProcessGroupError(
+                f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of "
+                "these ranks, over which norms are summed"
+            )
+        instance = Alone() if ranks == 1 else None
     return Roles(
         dense=dense,
         expert=Axes(dp=comm_of(groups.first_of("intra_expt_dp", "expt_dp")), tp=comm_of(groups.expt_tp), inter=inter),
         everyone=everyone,
         ep=comm_of(groups.ep),
-        instance=_instance(groups, dense, everyone),
+        instance=instance,
         embedding=known.get("embd"),
         positions=known.get("pos_embd"),
         pp=known.get("pp"),
@@ -158,19 +166,6 @@ def _check_sizes(groups: ProcessGroups) -> None:
                 f"pg_collection has {whole} of {size} ranks, but {sizes}; the first must be the product of the others "
                 "(None stands for one rank)"
             )
-
-
-def _instance(groups: ProcessGroups, dense: Axes, everyone: Comm) -> Comm | None:
-    """The group over which statistics are summed: it must contain every rank of the model once."""
-    if groups.intra_dist_opt is not None:
-        return comm_of(groups.intra_dist_opt)
-    ranks = dense.num_replicas * _size(groups.mp)
-    if ranks in (1, everyone.size):
-        return Alone() if ranks == 1 else None
-    raise ProcessGroupError(
-        f"dp and mp make up {ranks} of the world's {everyone.size} ranks; pass intra_dist_opt, the group of these "
-        "ranks, over which norms are summed"
-    )
 
 
 def world() -> Comm:

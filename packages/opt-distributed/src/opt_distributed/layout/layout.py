@@ -178,7 +178,27 @@ class Layout:
     def __post_init__(self) -> None:
         end = 0
         for index, bucket in enumerate(self.buckets):
-            _check_bucket(bucket, index=index, start=end, num_shards=self.num_shards)
+            where, num_shards, cuts = f"bucket {index} [{bucket.start}, {bucket.stop})", self.num_shards, bucket.cuts
+            if bucket.start != end:
+                raise LayoutError(f"{where} must start at {end}, where the bucket before it ends")
+            if bucket.numel % num_shards:
+                raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
+            if cuts and (
+                len(cuts) != num_shards + 1
+                or cuts[0] != end
+                or list(cuts) != sorted(cuts)
+                or not bucket.extent_numel <= cuts[-1] - end <= bucket.numel
+            ):
+                raise LayoutError(
+                    f"{where} has cuts {cuts} for {num_shards} shards; pass where each shard starts, in ascending "
+                    "order from the bucket's start, and where the last one ends, after the last slot"
+                )
+            if not bucket.slots:
+                raise LayoutError(f"{where} holds no parameter; leave it out")
+            for slot in bucket.slots:
+                if not end <= slot.start <= slot.stop <= bucket.stop:
+                    raise LayoutError(f"slot {slot} in {where} is outside the bucket or overlaps the slot before it")
+                end = slot.stop
             end = bucket.stop
         ids = [slot.id for slot in self.slots()]
         if len(set(ids)) != len(ids):
@@ -341,28 +361,3 @@ def _overlaps(start: int, stop: int, bounds: Sequence[int]) -> list[int]:
     for index in range(bisect_right(bounds, start) - 1, min(bisect_left(bounds, stop), len(numels))):
         numels[index] = min(stop, bounds[index + 1]) - max(start, bounds[index])
     return numels
-
-
-def _check_bucket(bucket: Bucket, *, index: int, start: int, num_shards: int) -> None:
-    where = f"bucket {index} [{bucket.start}, {bucket.stop})"
-    if bucket.start != start:
-        raise LayoutError(f"{where} must start at {start}, where the bucket before it ends")
-    if bucket.numel % num_shards:
-        raise LayoutError(f"{where} does not divide into {num_shards} equal shards; pad its end")
-    if bucket.cuts and (
-        len(bucket.cuts) != num_shards + 1
-        or bucket.cuts[0] != start
-        or list(bucket.cuts) != sorted(bucket.cuts)
-        or not bucket.extent_numel <= bucket.cuts[-1] - start <= bucket.numel
-    ):
-        raise LayoutError(
-            f"{where} has cuts {bucket.cuts} for {num_shards} shards; pass where each shard starts, in ascending order "
-            "from the bucket's start, and where the last one ends, after the last slot"
-        )
-    if not bucket.slots:
-        raise LayoutError(f"{where} holds no parameter; leave it out")
-    end = bucket.start
-    for slot in bucket.slots:
-        if not end <= slot.start <= slot.stop <= bucket.stop:
-            raise LayoutError(f"slot {slot} in {where} is outside the bucket or overlaps the slot before it")
-        end = slot.stop

@@ -13,7 +13,7 @@ dim, after the axes before it. So ranks whose coordinates share a prefix store o
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from heapq import heapify, heappop, heapreplace
+from heapq import heappop, heapreplace
 from itertools import accumulate, product
 from math import prod
 from typing import NamedTuple
@@ -216,10 +216,15 @@ class ComputeLayout:
 
     def __post_init__(self) -> None:
         for slot in self.slots:
-            if len(slot.matrix.dims) != len(self.sizes):
-                raise LayoutError(f"{slot.matrix.id} is cut along dims {slot.matrix.dims} by {len(self.sizes)} axes")
-            if self.computes is Computes.JOINT:
-                self._check_equal(slot.matrix)
+            matrix = slot.matrix
+            if len(matrix.dims) != len(self.sizes):
+                raise LayoutError(f"{matrix.id} is cut along dims {matrix.dims} by {len(self.sizes)} axes")
+            parts = product(*map(range, self.sizes)) if self.computes is Computes.JOINT else ()
+            if len({matrix.block(self.sizes, at).shape for at in parts}) > 1:
+                raise LayoutError(
+                    f"{matrix.id} of shape {matrix.shape} does not divide into {self.sizes} equal parts along dims "
+                    f"{matrix.dims}, as muon_tp_mode='distributed' needs; pad it, or set muon_tp_mode='duplicated'"
+                )
 
     @property
     def num_ranks(self) -> int:
@@ -234,18 +239,6 @@ class ComputeLayout:
         """The block of ``slot`` that is one matrix to the rule at ``at``: all of it, except that kept axes cut it."""
         return self.block(slot, at[: self.kept] if self.computes.gathers else at)
 
-    def computes_at(self, slot: ComputeSlot, at: Coordinate) -> bool:
-        """Whether the rank at ``at`` runs the rule on ``slot`` or on its part of it."""
-        return slot.owner is None or slot.owner == at[self.kept :]
-
-    def _check_equal(self, matrix: SplitMatrix) -> None:
-        for at in product(*map(range, self.sizes)):
-            if matrix.block(self.sizes, at).shape != matrix.block(self.sizes, (0,) * len(at)).shape:
-                raise LayoutError(
-                    f"{matrix.id} of shape {matrix.shape} does not divide into {self.sizes} equal parts along dims "
-                    f"{matrix.dims}, as muon_tp_mode='distributed' needs; pad it, or set muon_tp_mode='duplicated'"
-                )
-
 
 def compute_layout(
     matrices: Iterable[SplitMatrix], *, sizes: tuple[int, ...], computes: Computes, kept: int = 0
@@ -259,17 +252,11 @@ def compute_layout(
         LayoutError: as `ComputeLayout`.
     """
     given = tuple(matrices)
-    owners = _deal(given, sizes[kept:]) if computes is Computes.OWNER else {}
+    owners: dict[ParamId, Coordinate] = {}
+    if computes is Computes.OWNER:
+        ranks = [(0, at) for at in product(*map(range, sizes[kept:]))]  # a heap, as all are equal
+        for matrix in sorted(given, key=lambda matrix: update_cost(matrix.shape), reverse=True):
+            cost, owners[matrix.id] = ranks[0]
+            heapreplace(ranks, (cost + update_cost(matrix.shape), owners[matrix.id]))
     slots = tuple(ComputeSlot(matrix=matrix, owner=owners.get(matrix.id)) for matrix in given)
     return ComputeLayout(slots=slots, sizes=sizes, computes=computes, kept=kept)
-
-
-def _deal(matrices: tuple[SplitMatrix, ...], sizes: tuple[int, ...]) -> dict[ParamId, Coordinate]:
-    ranks = [(0, at) for at in product(*map(range, sizes))]
-    heapify(ranks)
-    owners = {}
-    for matrix in sorted(matrices, key=lambda matrix: update_cost(matrix.shape), reverse=True):
-        cost, at = ranks[0]
-        owners[matrix.id] = at
-        heapreplace(ranks, (cost + update_cost(matrix.shape), at))
-    return owners

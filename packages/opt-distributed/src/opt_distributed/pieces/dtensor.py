@@ -56,7 +56,13 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
             "DTensor or the whole tensor, of that shape"
         )
     if not isinstance(tensor, DTensor):
-        return _block_of(tensor.detach(), param)
+        whole, shape = tensor.detach(), local(param).shape
+        if not shape.numel():
+            return whole.new_empty(shape)
+        offset = sharded_like("", param.detach()).global_offset if shape != whole.shape else ()
+        for dim, (start, length) in enumerate(zip(offset, shape)):
+            whole = whole.narrow(dim, start, length)
+        return whole
     if tensor.device_mesh != param.device_mesh:
         raise ValueError(
             f"is on the mesh {tensor.device_mesh}, the parameter on {param.device_mesh}; pass tensor.full_tensor()"
@@ -64,18 +70,6 @@ def local_part(tensor: Tensor, param: Tensor) -> Tensor:
     if tensor.placements != param.placements:
         tensor = tensor.redistribute(placements=param.placements)
     return local(tensor)
-
-
-def _block_of(whole: Tensor, param: DTensor) -> Tensor:
-    shape = local(param).shape
-    if shape == whole.shape:
-        return whole
-    if not shape.numel():
-        return whole.new_empty(shape)
-    block = sharded_like("", param.detach())
-    for dim, (start, length) in enumerate(zip(block.global_offset, shape, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
 
 
 def part_of_mesh(param: Tensor) -> str:

@@ -145,8 +145,8 @@ class ComputeStage:
         return self._wholes[id]
 
     def computes(self, id: ParamId) -> bool:
-        """Whether this rank runs the rule on the matrix."""
-        return self.layout.computes_at(self._slots[id], self.at)
+        """Whether this rank runs the rule on the matrix, or on its part of it."""
+        return self._slots[id].owner in (None, self.at[self.layout.kept :])
 
     def counts(self, id: ParamId) -> bool:
         """Whether this rank, among those that compute the matrix, is the one that saves its whole state."""
@@ -177,18 +177,17 @@ class ComputeStage:
     def scatter(self, wholes: Parts, *, like: Parts) -> dict[ParamId, Tensor]:
         """Return this rank's part of each matrix in `like`. `wholes` are the matrices that this rank computed."""
         if self._every:
-            return {id: self._part_of(whole, id) for id, whole in wholes.items()}
+            parts = {}
+            for id, whole in wholes.items():
+                part, of = self._parts[id], self._wholes[id]
+                for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
+                    whole = whole.narrow(dim, start - base, length)
+                parts[id] = whole
+            return parts
         blocks = dict(wholes)
         for leg in reversed(self._legs(tuple(like))):
             blocks = leg.part(blocks, next(iter(like.values())))
         return {id: blocks[id] for id in like}
-
-    def _part_of(self, whole: Tensor, id: ParamId) -> Tensor:
-        """A view of this rank's part."""
-        part, of = self._parts[id], self._wholes[id]
-        for dim, (start, base, length) in enumerate(zip(part.offset, of.offset, part.shape)):
-            whole = whole.narrow(dim, start - base, length)
-        return whole
 
     def summed(self, sums: Parts) -> dict[ParamId, Tensor]:
         """Add up `sums`, of any equal shapes, over the ranks that store the parts of a matrix. Once per axis."""

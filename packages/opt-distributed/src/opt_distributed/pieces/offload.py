@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from opt_config import OnHost
-from opt_distributed.comm.device import Device, Event, HostCopy, Stream
+from opt_distributed.comm.device import Device, Event, HostCopy
 from opt_distributed.pieces.piece import Groups, Main, Numbers, OwnedPiece, Ready, Update, make_main
 from opt_paramgroups import ParamId
 
@@ -108,7 +108,10 @@ class HostSide:
         new = [(piece, grad.dtype) for piece, grad in found if (piece.id, grad.dtype) not in self._grads]
         for (piece, dtype), memory in zip(new, self._views(new, pinned=self._placement.pin_grads), strict=True):
             self._grads[piece.id, dtype] = memory
-        stream = self._begin()
+        stream = current = self.device.current_stream()
+        if self._placement.overlap:
+            stream = self.device.side_stream()
+            stream.wait_event(current.record_event())  # after what the compute stream has written so far
         with self.device.on(stream):
             for piece, main, grad in zip(ready.pieces, _mains(ready.pieces), ready.grads, strict=True):
                 self._grads[piece.id, grad.dtype].copy_(grad, non_blocking=self._placement.pin_grads)
@@ -147,15 +150,6 @@ class HostSide:
             {name: float(x) if isinstance(x, Tensor) and x.dim() == 0 else x for name, x in group.items()}
             for group in groups
         ]
-
-    def _begin(self) -> Stream:
-        """The stream for copies, after what the compute stream has written so far."""
-        current = self.device.current_stream()
-        if not self._placement.overlap:
-            return current
-        side = self.device.side_stream()
-        side.wait_event(current.record_event())
-        return side
 
     def _views(self, pieces: Sequence[tuple[OwnedPiece, torch.dtype]], *, pinned: bool) -> list[Tensor]:
         """Allocate one block of host memory for each dtype, split into the shapes of the pieces."""

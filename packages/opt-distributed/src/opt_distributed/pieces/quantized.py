@@ -44,7 +44,9 @@ class QuantizedMain(Main):
         start = present = param.values().view(-1)[of_param]
         if (initial := param.initial()) is not None:
             initial = initial.reshape(-1)[of_param].to(present)
-            start = initial if _stands_for(present, initial) else present
+            # Not if other weights were loaded since: fp8 values are then not what quantising `initial` gives.
+            far = INITIAL_FAR * initial.abs() + (initial.abs().amax() * 2.0**-14 if initial.numel() else 0.0)
+            start = initial if bool(((present - initial).abs() <= far).all()) else present
         is_whole = of_param == slice(0, param.shape.numel())
         copy = start.clone().view(param.shape if is_whole else (-1,))
         return cls(numbers=Numbers.FP32_COPY, target=copy, copy=copy, id=id, param=param, of_param=of_param)
@@ -81,14 +83,6 @@ class QuantizedMain(Main):
         self.target.copy_(self.param.values().view(-1)[self.of_param].view(self.target.shape))
 
 
-def _stands_for(present: Tensor, initial: Tensor) -> bool:
-    """Whether fp8 values may be quantised from `initial`. They are not if other weights were loaded since."""
-    if not initial.numel():
-        return True
-    error = (present - initial).abs()
-    return bool((error <= INITIAL_FAR * initial.abs() + initial.abs().amax() * 2.0**-14).all())
-
-
 class QuantizedSource:
     """Publishes fp8 parameters: quantises what was updated, before the source of their gradients sends codes.
 
@@ -110,8 +104,8 @@ class QuantizedSource:
         return made
 
     @torch.no_grad()
-    def quantize_(self) -> None:
-        """Write scales, and the codes of what this rank has updated. Collective: all ranks of `comm` call it.
+    def publish_(self) -> None:
+        """Write scales, and the codes of what this rank has updated; then publish. Collective over `comm`.
 
         Raises:
             CollectiveError: a peer is lost.
@@ -122,16 +116,16 @@ class QuantizedSource:
             self._reusing.through_grads.stage_({main.id: (main.of_param.start, main.target) for main in self._mains})
             for main in self._mains:
                 main.is_updated, main.skip = False, None
-            return
-        updated = [main for main in self._mains if main.is_updated]
-        if not next(iter(self.params.values())).recipe.run:
-            self._rescale_(updated)
-        for main in updated:
-            main.param.encode_(main.target.reshape(-1), main.of_param.start, skip=main.skip)
-            main.is_updated, main.keeps_scale, main.skip = False, False, None
-        if self.comm.size == 1:
-            for param in self.params.values():
+        else:
+            updated = [main for main in self._mains if main.is_updated]
+            if not next(iter(self.params.values())).recipe.run:
+                self._rescale_(updated)
+            for main in updated:
+                main.param.encode_(main.target.reshape(-1), main.of_param.start, skip=main.skip)
+                main.is_updated, main.keeps_scale, main.skip = False, False, None
+            for param in self.params.values() if self.comm.size == 1 else ():
                 param.finish_()
+        self.inner.publish_()
 
     def _rescale_(self, updated: Sequence[QuantizedMain]) -> None:
         """Compute scales from largest magnitudes over all ranks. Parameters that no rank has updated keep theirs."""
@@ -168,8 +162,3 @@ class QuantizedSource:
     def _reduce_(self, values: Tensor, what: str) -> None:
         with naming(f"{what} of fp8 parameters"):
             self.comm.all_reduce_(values, op=Op.MAX)
-
-    def publish_(self) -> None:
-        """Quantise, then publish."""
-        self.quantize_()
-        self.inner.publish_()

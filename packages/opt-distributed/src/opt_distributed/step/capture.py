@@ -10,7 +10,7 @@ one captures again. Reductions and gathers stay outside, because they overlap wi
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -119,13 +119,9 @@ class CapturedStep:
         for count in counts:
             count.stay_on(self.device)
         grads = [grad for of_unit in ready for grad in of_unit.grads]
-        key = tuple(counts), addresses([*grads, *self._memory, flags]), self._table.frozen, limits
+        addresses = tuple(map(Tensor.data_ptr, [*grads, *self._memory, flags]))
+        key = tuple(counts), addresses, self._table.frozen, limits
         return self._work(lambda: work(ready, flags, self._table.groups), key)
-
-
-def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """The present addresses of these tensors."""
-    return tuple(map(Tensor.data_ptr, tensors))
 
 
 def _in_fixed_memory(ready: Ready, copies: dict[int, Tensor]) -> Ready:

@@ -6,7 +6,6 @@ The guards that every step has stand here: gradients that must not be used, para
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 from weakref import ref
@@ -263,16 +262,36 @@ class UsableGroups(Refusal):
         for index, group in enumerate(groups if self._built else ()):
             seen, present = self._seen[index], (len(group), *map(group.get, self._watched[index]))
             if len(seen) != len(present) or not all(map(is_, seen, present)):
-                built = self._built[index]
-                for problem in chain(_problems(built, group), self._without_effect(index, group)):
-                    raise GroupError(f"group {built.get('name', index)!r}: {problem}")
+                for problem in self._problems(index, group):
+                    raise GroupError(f"group {self._built[index].get('name', index)!r}: {problem}")
                 self._seen[index] = present
         for index in self.rules:
             check_rate(groups[index])
 
-    def _without_effect(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
-        """Yield why weight decay or betas that were changed would have no effect."""
+    def _problems(self, index: int, group: Mapping[str, Any]) -> Iterator[str]:
         built, changed = self._built[index], {}
+        for name in built:
+            if name not in group:
+                yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
+        for name in (*FIXED, CHOICES):
+            if group.get(name) != built.get(name):
+                yield (
+                    f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which "
+                    "has no effect; build another optimizer, with config_overrides, and load this one's state_dict"
+                )
+        for name in FIELDS:
+            if name in group and name not in built:
+                read = ", ".join(name for name in FIELDS if name in built)
+                yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
+            if name in group and name in built and not _has_form_of(group[name], built[name]):
+                yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
+        for name in _FLAGS:
+            if name in group and group[name] is not built.get(name, False):
+                yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
+        for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
+            if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
+                choices = built[CHOICES]
+                yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {choices}"
         for name in (WEIGHT_DECAY, "betas"):
             value = group.get(name)
             on_device = isinstance(value, Tensor) and value.device.type != "cpu"
@@ -281,7 +300,7 @@ class UsableGroups(Refusal):
         if changed and index in self.rules:
             try:
                 check_unread(self.rules[index], changed)
-            except NumberError as error:
+            except NumberError as error:  # they would have no effect
                 yield str(error)
 
     def accept_loaded(self, groups: Groups) -> None:
@@ -292,30 +311,6 @@ class UsableGroups(Refusal):
             for name in (WEIGHT_DECAY, "betas"):
                 if name in group and name in built and _has_form_of(group[name], built[name]):
                     built[name] = group[name]
-
-
-def _problems(built: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
-    for name in built:
-        if name not in group:
-            yield f"it has no entry {name!r} any more; groups keep the entries that they were built with"
-    for name in (*FIXED, CHOICES):
-        if group.get(name) != built.get(name):
-            yield (
-                f"{name}={group.get(name)!r} was set after the optimizer was built with {built.get(name)!r}, which has "
-                "no effect; build another optimizer, with config_overrides, and load this one's state_dict"
-            )
-    for name in FIELDS:
-        if name in group and name not in built:
-            read = ", ".join(name for name in FIELDS if name in built)
-            yield f"{name}={group[name]!r} was added, but its rule does not read it; it reads {read}"
-        if name in group and name in built and not _has_form_of(group[name], built[name]):
-            yield f"{name}={group[name]!r} was set where the optimizer was built with {built[name]!r}"
-    for name in _FLAGS:
-        if name in group and group[name] is not built.get(name, False):
-            yield f"{name}={group[name]!r} was set after the optimizer was built, which has no effect"
-    for name, _, chosen in (text.partition("=") for text in built.get(CHOICES, ())):
-        if name in group and name not in built and name not in _FLAGS and repr(group[name]) != chosen:
-            yield f"{name}={group[name]!r} was added, but it was chosen when the optimizer was built: {built[CHOICES]}"
 
 
 def _has_form_of(value: Any, built: Any) -> bool:

@@ -23,7 +23,7 @@ from opt_distributed.comm import device as devices
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.pieces.offload import HostMain
 from opt_distributed.pieces.piece import OwnedPiece, Ready
-from opt_distributed.pieces.sources import BufferedGrads, Source
+from opt_distributed.pieces.sources import BufferedGrads, is_sparse
 from opt_distributed.step import verdict
 from opt_distributed.step.outcome import Outcome
 from opt_kernels.rules import Needs
@@ -205,8 +205,13 @@ class TensorSums:
         if self._pieces:
             self._entries += [(-2, self._pieces[0].count.next()), (-1, 1.0)]
         if len(self.replicas_of) > 1:
-            sources = [source for family in self._stepper.families for source in family.sources]
-            squares = [square for source in sources for square in _local_squares(source)]
+            squares: list[Tensor] = []  # of this rank's gradients before the reduction, where they are known
+            for source in (source for family in self._stepper.families for source in family.sources):
+                if isinstance(source, SyncedBuffer):
+                    squares += (source.memory.local_squares or {}).values()
+                elif isinstance(source, BufferedGrads):
+                    grads = [p.grad for p in source.params.values() if p.grad is not None and not is_sparse(p.grad)]
+                    squares += [verdict.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
             self._entries += [(self._rank_at, square) for square in squares]
             self._entries += [(self._rank_at + 1, 1.0)] if squares else []
 
@@ -311,13 +316,3 @@ def _weights(piece: OwnedPiece) -> Tensor:
 
 def _square(value: Tensor) -> Tensor:
     return verdict.grad_stats([value.detach()], count_zeros=False).sum_of_squares
-
-
-def _local_squares(source: Source) -> list[Tensor]:
-    """Sums of squares of this rank's gradients before the reduction, if they are known."""
-    if isinstance(source, SyncedBuffer):
-        return list((source.memory.local_squares or {}).values())
-    if not isinstance(source, BufferedGrads):
-        return []
-    grads = [p.grad for p in source.params.values() if p.grad is not None and p.grad.layout is torch.strided]
-    return [verdict.grad_stats(grads, count_zeros=False).sum_of_squares] if grads else []
