@@ -112,20 +112,14 @@ def _in_processes(rng: random.Random, setup: Setup) -> Setup:
     return dataclasses.replace(setup, groups_none=is_world and rng.random() < 0.5)
 
 
-def _has_rows(shape: tuple[int, ...]) -> bool:
-    return bool(shape) and 0 not in shape
-
-
-def _vector(param: Param) -> Param:
-    return Param(name=param.name, number=param.number, shape=(4,), left_out=param.left_out, frozen=param.frozen)
-
-
 def _laid_out(case: Case) -> Case:
     """The case, with a model that FSDP2 takes: no experts, no scalars, no module that runs twice."""
     params = tuple(
-        dataclasses.replace(param, uses=1, over_tp=None, tied=False) if _has_rows(param.shape) else _vector(param)
-        for param in case.params
-        if param.expert is None
+        dataclasses.replace(p, uses=1, over_tp=None, tied=False)
+        if p.shape and 0 not in p.shape
+        else Param(name=p.name, number=p.number, shape=(4,), left_out=p.left_out, frozen=p.frozen)
+        for p in case.params
+        if p.expert is None
     )
     if not any(is_trained(param) for param in params):
         params = (dataclasses.replace(params[0], frozen=False, left_out=False), *params[1:])
@@ -273,14 +267,11 @@ def _param(rng: random.Random, number: int, numbers: str, setup: Setup, *, is_ex
 def _overrides(rng: random.Random, case: Case) -> Any:
     if rng.random() < 0.2 and not any(param.left_out for param in case.params):
         return None
-    found = []
-    for param in case.params:
-        if is_trained(param) and rng.random() < 0.25:
-            found.append((param.name, (_override(rng, case, param),)))
-    return tuple(found)
+    trained = [param for param in case.params if is_trained(param)]
+    return tuple((param.name, (_override(rng, case),)) for param in trained if rng.random() < 0.25)
 
 
-def _override(rng: random.Random, case: Case, param: Param) -> tuple[str, Any]:
+def _override(rng: random.Random, case: Case) -> tuple[str, Any]:
     choices: list[tuple[str, Any]] = [("max_lr", 0.005), ("wd_mult", 0.0), ("wd_mult", 0.5), ("clip_grad", False)]
     # Every matrix rule names the rule of what it leaves out, and narrow moments are Adam's.
     if case.rule not in (*MATRIX_RULES, "adam_l2") and case.numbers != "bf16_narrow":
@@ -314,12 +305,9 @@ def _bad(rng: random.Random, case: Case) -> Iterator[Bad]:
             continue
         step = rng.randrange(case.steps)
         grid, microbatch = case.setup_at(step).grid, rng.randrange(case.setup_at(step).microbatches)
-        ranks = [
-            rank
-            for rank, place in enumerate(grid.places())
-            if cases.is_held(param, place, grid)
-            and cases.is_used(case, param, step=step, microbatch=microbatch, replica=cases.replica_of(param, place))
-        ]
+        at = {"step": step, "microbatch": microbatch}
+        places = [(rank, place) for rank, place in enumerate(grid.places()) if cases.is_held(param, place, grid)]
+        ranks = [r for r, place in places if cases.is_used(case, param, replica=cases.replica_of(param, place), **at)]
         if ranks:
             value = rng.choice((float("inf"), float("-inf"), float("nan")))
             yield Bad(step=step, param=param.name, rank=rng.choice(ranks), value=value, microbatch=microbatch)

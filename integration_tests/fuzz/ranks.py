@@ -2,10 +2,9 @@
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from threading import BrokenBarrierError
-from typing import Any
+from typing import Any, NamedTuple
 
 import processes
 import torch
@@ -21,8 +20,7 @@ from opt_distributed.comm.threads import ThreadComm, World
 TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(NamedTuple):
     """The exception that a rank raised, as it can be sent between processes and printed."""
 
     kind: str
@@ -33,14 +31,9 @@ class Failed:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failed":
-        last = traceback.extract_tb(error.__traceback__)[-4:]
-        return cls(
-            kind=type(error).__name__,
-            text=str(error),
-            where=" < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reversed(last)),
-            is_consequence=_is_consequence(error),
-            is_refusal=isinstance(error, ValueError),
-        )
+        last = reversed(traceback.extract_tb(error.__traceback__)[-4:])
+        where = " < ".join(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in last)
+        return cls(type(error).__name__, str(error), where, _is_consequence(error), isinstance(error, ValueError))
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text} ({self.where})"
@@ -167,11 +160,9 @@ class LateComm:
         self.broadcast_, self.allocate, self.gather_objects = inner.broadcast_, inner.allocate, inner.gather_objects
 
     def all_reduce_(self, x: Tensor, *, op: Op = Op.SUM, async_op: bool = False) -> Pending:
-        if not async_op:
-            return self.inner.all_reduce_(x, op=op)
-        result = x.detach().clone()
+        result = x.detach().clone() if async_op else x
         self.inner.all_reduce_(result, op=op)
-        return _Delivery(x, result)
+        return _Delivery(x, result) if async_op else DONE
 
     def reduce_scatter_(self, shard: Tensor, full: Tensor, *, async_op: bool = False) -> Pending:
         result = torch.empty_like(shard)
@@ -181,35 +172,31 @@ class LateComm:
         return _Delivery(shard, result) if async_op else DONE
 
     def all_gather_(self, full: Tensor, shard: Tensor, *, async_op: bool = False) -> Pending:
-        if not async_op:
-            return self.inner.all_gather_(full, shard)
-        result = torch.empty_like(full)
+        result = torch.empty_like(full) if async_op else full
         self.inner.all_gather_(result, shard)
-        kept = shard.detach().clone()
-        pending = _Delivery(full, result)
+        if not async_op:
+            return DONE
+        kept, pending = shard.detach().clone(), _Delivery(full, result)
         shard.copy_(kept)  # a rank's own part stays readable while it is sent
         return pending
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, sizes: Sizes | None = None, async_op: bool = False) -> Pending:
-        if not async_op:
-            return self.inner.all_to_all_(out, x, sizes=sizes)
-        result = torch.empty_like(out)
+        result = torch.empty_like(out) if async_op else out
         self.inner.all_to_all_(result, x, sizes=sizes)
-        return _Delivery(out, result)
+        return _Delivery(out, result) if async_op else DONE
 
 
 class _Delivery:
     """A result on its way to `target`."""
 
     def __init__(self, target: Tensor, result: Tensor):
-        self.target, self.result = target, result
-        self.has_arrived = False
+        self.target, self.result, self.has_arrived = target, result, False
         _poison_(target)
 
+    @torch.no_grad()
     def wait(self) -> None:
         if not self.has_arrived:
-            with torch.no_grad():
-                self.target.copy_(self.result)
+            self.target.copy_(self.result)
             self.has_arrived = True
 
 

@@ -103,51 +103,44 @@ def backward(model: nn.Module, grid: Grid, step: int) -> None:
             model(grads_of(step, grid.dp.rank, grid.tp.rank, micro)).backward()
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize(
+    ("wrapped", "fields"), [(False, SPREADS[s]) for s in SPREADS] + [(True, w) for w in WRAPPED.values()]
+)
 @pytest.mark.parametrize("mark", MARKS)
-def test_the_step_completes_the_gradients_of_plain_modules(mark: str, spread: str) -> None:
-    """Also of a parameter that only one rank uses, in one step; and again in a step on the same gradients."""
+def test_gradients_of_copies_are_completed_once_or_the_step_is_refused(
+    mark: str, wrapped: bool, fields: dict[str, Any]
+) -> None:
+    """A step completes those of plain modules; `finalize_model_grads` those of a wrapper, also if it is called twice.
+
+    Also of a parameter that only one rank uses, in one step; and again in a step on the same gradients.
+    """
 
     def rank_main(grid: Grid) -> tuple[dict[str, Tensor], list[float]]:
-        (net,), optimizer = made(grid, mark, **SPREADS[spread])
-        norms = []
-        for step in range(STEPS):
-            backward(net, grid, step)
-            norms.append(optimizer.step().grad_norm)
-            weights = {name: param.detach().clone() for name, param in net.named_parameters()}
-            assert [optimizer.step().grad_norm for _ in range(2 * (step == STEPS - 1))] in ([], norms[-1:] * 2)
-            optimizer.zero_grad()
-        return weights, norms
-
-    check(mark, run_grid(rank_main), unused=True)
-
-
-@pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.parametrize("mark", MARKS)
-def test_finalize_sums_once_and_a_step_without_it_is_refused_on_every_rank(mark: str, wrapped: str) -> None:
-    """With the groups of the wrapper, also if it is called twice. A refused step may follow after the call."""
-
-    def rank_main(grid: Grid) -> tuple[dict[str, Tensor], list[float]]:
-        (model,), optimizer = made(grid, mark, wrapped=True, **WRAPPED[wrapped])
-        norms = []
+        (model,), optimizer = made(grid, mark, wrapped=wrapped, **fields)
+        net, norms = model.module if wrapped else model, []
         for step in range(STEPS):
             backward(model, grid, step)
             before = [param.detach().clone() for param in model.parameters()]
-            with pytest.raises(RuntimeError, match=rf"is marked {mark}[^$]*call opt_stack\.finalize_model_grads"):
-                optimizer.step() if step else optimizer.prepare_grads()  # it was called for the step before only
-            assert all(map(torch.equal, model.parameters(), before))
-            for _ in range(2):
-                finalize_model_grads([model])
+            if wrapped:
+                with pytest.raises(RuntimeError, match=rf"is marked {mark}[^$]*call opt_stack\.finalize_model_grads"):
+                    optimizer.step() if step else optimizer.prepare_grads()  # it was called for the step before only
+                assert all(map(torch.equal, model.parameters(), before))
+                for _ in range(2):
+                    finalize_model_grads([model])
             norms.append(optimizer.step().grad_norm)
+            if wrapped:
+                model.finish_param_sync()
+            weights = {name: param.detach().clone() for name, param in net.named_parameters()}
+            if step == STEPS - 1 and not wrapped:
+                assert [optimizer.step().grad_norm for _ in range(2)] == norms[-1:] * 2
             optimizer.zero_grad()
-        model.finish_param_sync()
-        weights = {name: param.detach().clone() for name, param in model.module.named_parameters()}
-        backward(model, grid, 0)
-        model.mark_finalized()
-        assert optimizer.step().success
+        if wrapped:
+            backward(model, grid, 0)
+            model.mark_finalized()
+            assert optimizer.step().success
         return weights, norms
 
-    check(mark, run_grid(rank_main), unused=False)
+    check(mark, run_grid(rank_main), unused=not wrapped)
 
 
 def test_chunks_with_copies_are_finalized_in_one_call() -> None:

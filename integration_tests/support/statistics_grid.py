@@ -44,23 +44,15 @@ def run_grid(rank_main: Callable[[Place], Any], *, tp: int, ep: int, etp: int, s
     """Megatron-Core's order of ranks: tensor-parallel ranks are neighbours, then data-parallel ones; experts divide the
     same ranks into expert-tensor-parallel neighbours, expert-parallel and expert-data-parallel ones."""
 
-    def grid(inner: int, middle: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-        outer = size // inner // middle
-        at = [[[o * middle * inner + m * inner + i for i in range(inner)] for m in range(middle)] for o in range(outer)]
-        inners = [at[o][m] for o in range(outer) for m in range(middle)]
-        outers = [[at[o][m][i] for o in range(outer)] for m in range(middle) for i in range(inner)]
-        middles = [[at[o][m][i] for m in range(middle)] for o in range(outer) for i in range(inner)]
-        return inners, middles, outers
+    def groups(key: Callable[[int], Any]) -> dict[int, ThreadComm]:
+        return comms_of([[r for r in range(size) if key(r) == k] for k in dict.fromkeys(map(key, range(size)))])
 
-    tps, dps, _ = grid(tp, size // tp)
-    etps, eps, edps = grid(etp, ep)
-    tp_of, dp_of, edp_of, etp_of = comms_of(tps), comms_of(dps), comms_of(edps), comms_of(etps)
-    expert_of = {rank: group.index(rank) for group in eps for rank in group}
+    tps, dps = groups(lambda r: r // tp), groups(lambda r: r % tp)
+    etps, edps = groups(lambda r: r // etp), groups(lambda r: r % (etp * ep))
 
     def start(comm: ThreadComm) -> Any:
         rank = comm.rank
-        place = Place(tp_of[rank], dp_of[rank], edp_of[rank], etp_of[rank], (expert_of[rank],), comm)
-        return rank_main(place)
+        return rank_main(Place(tps[rank], dps[rank], edps[rank], etps[rank], (rank // etp % ep,), comm))
 
     return run_threads(size, start)
 
