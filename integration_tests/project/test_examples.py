@@ -19,7 +19,7 @@ def torchrun(name: str, *options: object, ranks: int = 2) -> str:
 
 def test_every_example_is_run_by_some_test() -> None:
     ran_here = set(re.findall(r'torchrun\("(\w+\.py)"', Path(__file__).read_text()))
-    # Imported by the others; tested in test_quickstart.py, test_leaderboard.py and test_which_numbers.py.
+    # Imported by the others; tested in test_quickstart.py and test_leaderboard.py.
     imported = {"char_gpt.py", "progress.py", "leaderboard_table.py"}
     tested = {"quickstart.py", "leaderboard.py", "which_numbers.py"}
     assert {path.name for path in EXAMPLES.glob("*.py")} == ran_here | imported | tested

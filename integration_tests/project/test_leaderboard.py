@@ -1,9 +1,12 @@
-"""The leaderboard: every contender trains, all are tuned with the same effort, and the table says what was found."""
+"""The leaderboard and "which numbers should I use": everything trains, finished runs are kept, contenders are tuned
+with the same effort, and the tables say what was found.
+"""
 
+import importlib.util
+import json
 import math
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,9 +15,23 @@ from leaderboard_table import differ
 pytestmark = pytest.mark.nightly
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch, *, dim: int) -> Any:
+    """A fresh copy of the example, on a model and a budget of a second."""
+    spec: Any = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module: Any = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    module.STEPS, module.WARMUP, module.EVAL_EVERY, module.BATCH = 4, 2, 2, 2
+    module.MODEL = {"dim": dim, "depth": 1, "num_heads": 2}
+    return module
+
+
 @pytest.fixture
-def board(small_example: Callable[..., ModuleType]) -> ModuleType:
-    board = small_example("leaderboard", dim=16)
+def board(monkeypatch: pytest.MonkeyPatch) -> Any:
+    board = loaded("leaderboard", monkeypatch, dim=16)
     board.STEPS, board.WARMUP = 64, 0.1
     return board
 
@@ -35,7 +52,7 @@ def finish(board: Any, contender: Any, directory: Path, best: tuple[float, float
     return board.Results(contender, directory)
 
 
-def test_every_contender_trains_with_rates_for_hidden_matrices_and_for_the_rest(board: ModuleType) -> None:
+def test_every_contender_trains_with_rates_for_hidden_matrices_and_for_the_rest(board: Any) -> None:
     for contender in board.CONTENDERS:
         found = board.train(board.Run(contender, (contender.lr, contender.rest_lr), board.STEPS, 0))
         assert found["curve"][-1][0] == board.STEPS, contender.name
@@ -50,7 +67,7 @@ def test_every_contender_trains_with_rates_for_hidden_matrices_and_for_the_rest(
 
 @pytest.mark.parametrize("best", [(1.0, 1.0), (3.0, 1 / 3), (1 / 9, 9.0)])
 def test_all_pairs_of_the_grid_are_tried_and_halved_to_a_quarter_of_the_length(
-    board: ModuleType, tmp_path: Path, best: tuple[float, float]
+    board: Any, tmp_path: Path, best: tuple[float, float]
 ) -> None:
     rule = contender(board)
     results = finish(board, rule, tmp_path, best)
@@ -60,7 +77,7 @@ def test_all_pairs_of_the_grid_are_tried_and_halved_to_a_quarter_of_the_length(
     assert [(found["run"]["seed"], found["run"]["steps"]) for found in full] == [(0, 64), (1, 64), (2, 64)]
 
 
-def test_finished_runs_are_not_repeated_and_a_diverged_one_is_never_the_best(board: ModuleType, tmp_path: Path) -> None:
+def test_finished_runs_are_not_repeated_and_a_diverged_one_is_never_the_best(board: Any, tmp_path: Path) -> None:
     rule, diverged = contender(board), {"curve": [(2, math.nan)], "state_bytes": 8.0}
     board.Results(rule, tmp_path).add(board.Run(rule, (1.0, 1.0), 2, 0), diverged)
     assert board.best_rates(rule, finish(board, rule, tmp_path, (1.0, 1.0))) != (1.0, 1.0)
@@ -71,7 +88,7 @@ def test_finished_runs_are_not_repeated_and_a_diverged_one_is_never_the_best(boa
         board.work((rule, tmp_path, 3))
 
 
-def test_rules_that_seeds_cannot_tell_apart_share_places(board: ModuleType, tmp_path: Path) -> None:
+def test_rules_that_seeds_cannot_tell_apart_share_places(board: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     board.CONTENDERS = [contender(board, name) for name in ("AdamW", "near", "far", "not run")]
     for rule, best in zip(board.CONTENDERS, (1.05, 1.051, 1.5)):
@@ -93,3 +110,23 @@ def test_rules_that_seeds_cannot_tell_apart_share_places(board: ModuleType, tmp_
     # Deviations of 0.05, three seeds: t = 0.1 / (0.05 * sqrt(2/3)) = 2.449 < 2.776, and 0.2 gives 4.899.
     assert not differ([1.0, 1.05, 1.1], [1.1, 1.15, 1.2])
     assert differ([1.0, 1.05, 1.1], [1.2, 1.25, 1.3])
+
+
+def test_every_format_trains_and_its_bytes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    example = loaded("which_numbers", monkeypatch, dim=32)
+    example.train_missing(tmp_path)
+    monkeypatch.setattr(example, "train", lambda mode, seed: pytest.fail(f"{mode} was finished"))
+    example.train_missing(tmp_path)
+    example.report(tmp_path, tmp_path)
+    recorded = json.loads((tmp_path / "numbers.json").read_text())
+    rows = {row["mode"]: row for row in recorded["rows"]}
+    assert [*rows] == [*example.MODES]
+    assert rows["fp32"]["weight_bytes"] == 4
+    assert rows["fp32"]["state_bytes"] == pytest.approx(8, abs=0.1)
+    assert rows["bf16, 16-bit remainders"]["state_bytes"] == pytest.approx(10, abs=0.1)
+    # The linear layers' weights take a byte; embeddings and norms, half of this small model, two.
+    assert 1 < rows["fp8 (tensorwise), fp32 mains"]["weight_bytes"] < 2
+    assert all(math.isfinite(loss) for row in rows.values() for _, loss in row["curve"])
+    assert "| fp32 | 4.00 | 8.00 |" in (tmp_path / "numbers.md").read_text()
+    assert (tmp_path / "numbers.svg").read_text().startswith("<?xml")
