@@ -1,5 +1,5 @@
-"""The factory on several ranks: one verdict for all, ranks without parameters, files written once, identical groups; a rank
-that raises."""
+"""The factory on several ranks: one verdict for all, ranks without parameters or that raise, files written once,
+identical groups."""
 
 import json
 import math
