@@ -1,8 +1,5 @@
 """Parameters, gradients and steps for tests of drop-in optimizers."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -13,16 +10,16 @@ MATRIX_NAMES = [*matrix_catalogue.__all__]
 NAMES = [*catalogue.__all__, *MATRIX_NAMES]
 
 
-def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+def parameter(*shape, seed=0, dtype=torch.float32):
     values = torch.randn(shape or (6, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return nn.Parameter(values.to(dtype))
 
 
-def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def params_of(optimizer):
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def step(optimizer: torch.optim.Optimizer, *seeds: int, in_place: bool = False) -> list[Tensor]:
+def step(optimizer, *seeds, in_place=False):
     """The weights after a step with the gradients of each of these seeds."""
     params = params_of(optimizer)
     for seed in seeds:
@@ -37,19 +34,19 @@ def step(optimizer: torch.optim.Optimizer, *seeds: int, in_place: bool = False) 
     return [param.detach().clone() for param in params]
 
 
-def built(name: str, params: Any, **options: Any) -> Any:
+def built(name, params, **options):
     """The drop-in of this name; matrix rules with Adam for other parameters."""
     always = {"scalar_optimizer": "adam"} if name in MATRIX_NAMES else {}
     return getattr(optim, name)(params, **{**always, **options})
 
 
-def states_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def states_of(optimizer):
     return [tensor for param in params_of(optimizer) for tensor in optimizer.state[param].values()]
 
 
-def same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+def same(some, others):
     """Whether tensors have the same elements, NaNs among them, and everything else is equal."""
     return all(
         torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) if isinstance(a, Tensor) else a == b
-        for a, b in zip(one, other, strict=True)
+        for a, b in zip(some, others, strict=True)
     )

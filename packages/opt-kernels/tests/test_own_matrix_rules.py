@@ -4,22 +4,13 @@ import copy
 import pickle
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from opt_kernels import (
-    MatrixError,
-    Number,
-    NumberError,
-    RuleStateError,
-    StateDictError,
-    StateKind,
-    StateSpec,
-    WholeMatrices,
-)
+from opt_kernels import MatrixError, Number, RuleStateError, StateDictError, StateKind, StateSpec, WholeMatrices
+from opt_kernels.formulas import NumberError
 from opt_kernels.matrices.access import assign_
 from opt_kernels.optim import drop_in
 from opt_kernels.rules import init_state
@@ -35,19 +26,17 @@ class LowRank(WholeMatrices):
     numbers = (Number("momentum", 0.9, low=0.0, below=1.0), Number("gain", 2.0, low=1.0))
 
     @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        shapes: dict[str, tuple[Any, ...]] = {
-            "left": ("m", self.rank), "right": ("n", self.rank), "gram": (self.rank, self.rank),
-        }  # fmt: skip
+    def state_specs(self):
+        shapes = {"left": ("m", self.rank), "right": ("n", self.rank), "gram": (self.rank, self.rank)}
         shaped = (StateSpec(name=name, kind=StateKind.SHAPED, shape=shape) for name, shape in shapes.items())
         return (StateSpec(name="total", whole=True), *shaped)
 
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main):
         state = super().init_state(main)
         state["right"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
         return state
 
-    def transform_(self, tasks: Any, inputs: Tensor, skip: Tensor | None) -> Tensor:
+    def transform_(self, tasks, inputs, skip):
         found = []
         for (hyper, work), grad in zip(tasks, inputs):
             values = moved(work.state, grad, hyper.momentum, hyper.own["gain"])
@@ -56,7 +45,7 @@ class LowRank(WholeMatrices):
         return torch.stack(found)
 
 
-def moved(state: Any, grad: Tensor, momentum: float, gain: float) -> dict[str, Tensor]:
+def moved(state, grad, momentum, gain):
     total = momentum * state["total"] + grad
     left = torch.linalg.qr(total @ state["right"]).Q
     right = gain * nn.functional.normalize(total.mT @ left, dim=-2)
@@ -66,12 +55,12 @@ def moved(state: Any, grad: Tensor, momentum: float, gain: float) -> dict[str, T
 LowRankOptimizer = drop_in(LowRank, lr=0.1, rank=2)
 
 
-def model() -> nn.Module:
+def model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
 
 
-def train_(of: nn.Module, optimizer: Any, steps: range) -> None:
+def train_(of, optimizer, steps):
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for param in of.parameters():
@@ -79,22 +68,18 @@ def train_(of: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.step()
 
 
-def test_a_drop_in_takes_the_steps_of_its_equation() -> None:
+def test_a_drop_in_takes_the_steps_of_its_equation():
     trained, plain = model(), model()
     optimizer = LowRankOptimizer(trained, gain=1.5, weight_decay=0.1, scalar_optimizer="adam", betas=(0.8, 0.9))
-    train_(trained, optimizer, range(1, 4))
     others = torch.optim.AdamW([p for p in plain.parameters() if p.dim() == 1], 0.1, (0.8, 0.9), weight_decay=0.1)
     states = {}
     for param in (p for p in plain.parameters() if p.dim() == 2):
         m, n = param.shape
         states[param] = {"total": torch.zeros(m, n), "right": torch.eye(n, 2), "gram": torch.zeros(2, 2)}
     for step in range(1, 4):
-        generator = torch.Generator().manual_seed(step)
-        for param in plain.parameters():
-            param.grad = torch.randn(param.shape, generator=generator)
-        others.step()
+        train_(trained, optimizer, [step])
+        train_(plain, others, [step])
         for param, state in states.items():
-            assert param.grad is not None
             state.update(moved(state, param.grad, 0.9, 1.5))
             param.data.mul_(1 - 0.1 * 0.1).sub_(0.1 * state["left"] @ state["right"].mT)
     for param, want in zip(trained.parameters(), plain.parameters(), strict=True):
@@ -103,19 +88,18 @@ def test_a_drop_in_takes_the_steps_of_its_equation() -> None:
             torch.testing.assert_close(optimizer.state[param][name], value)
 
 
-def test_it_is_copied_saved_and_resumed() -> None:
+def test_it_is_copied_saved_and_resumed():
     trained, resumed = model(), model()
     optimizer, other = (LowRankOptimizer(of, scalar_optimizer="lion") for of in (trained, resumed))
     train_(trained, optimizer, range(1, 4))
     resumed.load_state_dict(trained.state_dict())
-    other.load_state_dict(pickle.loads(pickle.dumps(copy.deepcopy(optimizer).state_dict())))
-    assert (LowRankOptimizer.__module__, LowRankOptimizer.__qualname__) == (__name__, "LowRankOptimizer")  # for pickle
+    other.load_state_dict(pickle.loads(pickle.dumps(copy.deepcopy(optimizer))).state_dict())
     for of, with_ in ((trained, optimizer), (resumed, other)):
         train_(of, with_, range(4, 6))
     assert all(map(torch.equal, trained.parameters(), resumed.parameters()))
 
 
-def test_a_stack_has_the_states_of_each_of_its_matrices() -> None:
+def test_a_stack_has_the_states_of_each_of_its_matrices():
     stack = nn.Parameter(torch.randn(3, 6, 5))
     optimizer = LowRankOptimizer([{"params": [stack], "use_matrix_rule": True}], rank=4)
     stack.grad = torch.randn_like(stack)
@@ -124,30 +108,27 @@ def test_a_stack_has_the_states_of_each_of_its_matrices() -> None:
     assert shapes == {"total": (3, 6, 5), "left": (3, 6, 4), "right": (3, 5, 4), "gram": (3, 4, 4)}
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
+def test_options_that_are_not_allowed_are_refused_by_name():
+    for options, error, message in (
         ({"gain": 0.5}, NumberError, "gain=0.5 is not allowed; pass a number of at least 1"),
         ({"rank": 2, "lr": -1.0}, NumberError, "lr=-1.0 is not allowed"),
         ({"ranks": 2}, TypeError, "ranks"),
         ({}, MatrixError, "'0.bias' of shape (5,) is not a matrix"),
         ({"rank": 0}, ValueError, "state 'left' with shape=('m', 0)"),
-    ],
-    ids=lambda case: str(case)[:12],
-)
-def test_options_that_are_not_allowed_are_refused_by_name(
-    options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=re.escape(message)):
-        LowRankOptimizer(model(), **options)
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            LowRankOptimizer(model(), **options)
     with pytest.raises(TypeError, match="pass a Formula, or a class of matrix rules"):
-        drop_in(LowRank())  # type: ignore[call-overload]
+        drop_in(LowRank())
     with pytest.raises(NumberError, match="ranks=2: rule 'LowRank' has no such option"):
         drop_in(LowRank, ranks=2)
+    for shape in ((), ("m", "k"), ("m", 0), ("n", 2.0), ("n", True)):
+        with pytest.raises(ValueError, match="pass a tuple of 'm'"):
+            StateSpec(name="left", kind=StateKind.SHAPED, shape=shape)
 
 
 class Wrong(LowRank):
-    def init_state(self, main: Tensor) -> dict[str, Tensor]:
+    def init_state(self, main):
         state = super().init_state(main)
         match self.rank:
             case 1:
@@ -160,24 +141,22 @@ class Wrong(LowRank):
 
 
 WrongOptimizer = drop_in(Wrong)
-WRONG = [
-    (1, "'right' of '0.weight' of shape (5, 6) has shape (1, 6) and torch.float32, but rule 'low_rank' declares "
-        "torch.float32 of shape (6, 1)"),
-    (2, "'gram' of '0.weight' of shape (5, 6) has shape (2, 2) and torch.float64, but rule 'low_rank' declares "
-        "torch.float32 of shape (2, 2)"),
-    (3, "'left' of '0.weight' of shape (5, 6) is missing, but rule 'low_rank' declares torch.float32 of shape (5, 3)"),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rank", "message"), WRONG)
-def test_a_wrong_state_is_refused_by_the_name_of_its_parameter(rank: int, message: str) -> None:
-    with pytest.raises(RuleStateError, match=re.escape(f"state {message}")):
-        WrongOptimizer(model(), rank=rank, scalar_optimizer="adam")
-    with pytest.raises(RuleStateError, match=r"of layer\.weight"):
-        init_state(Wrong(rank=rank), torch.zeros(5, 6), NOT_SPLIT, of="layer.weight")
+def test_a_wrong_state_is_refused_by_the_name_of_its_parameter():
+    for rank, name, found, declared in (
+        (1, "right", "has shape (1, 6) and torch.float32", "torch.float32 of shape (6, 1)"),
+        (2, "gram", "has shape (2, 2) and torch.float64", "torch.float32 of shape (2, 2)"),
+        (3, "left", "is missing", "torch.float32 of shape (5, 3)"),
+    ):
+        message = f"state {name!r} of '0.weight' of shape (5, 6) {found}, but rule 'low_rank' declares {declared}"
+        with pytest.raises(RuleStateError, match=re.escape(message)):
+            WrongOptimizer(model(), rank=rank, scalar_optimizer="adam")
+        with pytest.raises(RuleStateError, match=r"of layer\.weight"):
+            init_state(Wrong(rank=rank), torch.zeros(5, 6), NOT_SPLIT, of="layer.weight")
 
 
-def test_a_wrong_state_is_refused_where_it_enters_later() -> None:
+def test_a_wrong_state_is_refused_where_it_enters_later():
     rule, main = LowRank(), torch.randn(5, 6)
     state = {**rule.init_state(main), "right": torch.zeros(3, 6)}
     with pytest.raises(RuleStateError, match=r"'right' of a parameter of shape \(5, 6\) has shape \(3, 6\)"):
@@ -192,9 +171,3 @@ def test_a_wrong_state_is_refused_where_it_enters_later() -> None:
     del saved["state"][0]["right"]
     with pytest.raises(StateDictError, match=r"'right' of '0.weight' of shape \(5, 6\) is missing"):
         optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize("shape", [(), ("m", "k"), ("m", 0), ("n", 2.0), ("n", True)])
-def test_a_shape_that_no_matrix_has_is_refused(shape: Any) -> None:
-    with pytest.raises(ValueError, match="pass a tuple of 'm'"):
-        StateSpec(name="left", kind=StateKind.SHAPED, shape=shape)

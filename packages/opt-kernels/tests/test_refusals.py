@@ -1,15 +1,14 @@
 """What drop-in optimizers and rules refuse when they are built, by name and with what to do instead."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import pytest
 import torch
 from drop_ins import NAMES, parameter, step
-from torch import Tensor, nn
+from torch import nn
 
 from opt_kernels import BackendError, MatrixError, optim
+from opt_kernels.backends.dispatch import Backend
 from opt_kernels.codecs import CodecError
 from opt_kernels.formulas import NumberError
 from opt_kernels.hooks import RelativeUpdate
@@ -18,9 +17,8 @@ from opt_kernels.optim import on_device
 from opt_kernels.quantized import QuantizedTensor
 from opt_kernels.rules import SGD, AdaptiveMuonRule, Lines, Lion, MuonRule, SecondMoment, SOAPMuonRule, SOAPRule
 
-HALF = {"dtype": torch.bfloat16}
 # A class, options, the error and its message.
-OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+OPTIONS = [
     ("AdamW", {"optim_bits": 8}, TypeError, r"AdamW: .*'optim_bits'\. optim_bits: exp_avg_dtype=torch.int8, exp_avg"),
     ("Muon", {"percentile_clipping": 5}, TypeError, r"Muon: .*'percentile_clipping'\. percentile_clipping: max_norm"),
     ("AdEMAMix", {"alhpa": 1.0}, TypeError, "unexpected keyword argument 'alhpa'"),
@@ -36,14 +34,12 @@ OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     # numbers
     ("AdEMAMix", {"betas": (0.9, 1.0, 0.9)}, NumberError, "pass 3 numbers of at least 0 and below 1"),
     ("Adan", {"betas": (0.9, 0.99)}, NumberError, r"betas=\(0.9, 0.99\) are not allowed; pass 3"),
-    ("AdEMAMix", {"alpha": -1.0}, NumberError, "alpha=-1.0 is not allowed; pass a"),
     ("AdEMAMix", {"alpha": math.nan}, NumberError, "alpha=nan is not allowed"),
     ("MARSAdamW", {"gamma": "0.1"}, NumberError, "gamma='0.1' is not allowed; pass a number of at least 0"),
     ("SGD", {"max_norm": -1.0}, ValueError, "max_norm=-1.0"),
     # choices
     ("AdamW", {"order": "apex"}, NumberError, "order='apex' is not allowed; pass 'torch' or 'te'"),
     ("Muon", {"scale_mode": "spectrum"}, ValueError, "'spectrum' is not a ScaleMode"),
-    ("Muon", {"coefficient_type": "oal"}, ValueError, "'oal' is not a CoefficientType"),
     ("Muon", {"scalar_optimizer": "sgd"}, ValueError, "scalar_optimizer='sgd' is unknown"),
     ("Muon", {"adjust_lr_fn": "spectral"}, ValueError, "'original', 'match_rms_adamw' or None"),
     ("Muon", {"adjust_lr_fn": "original", "scale_mode": "spectral"}, ValueError, "set only one of them"),
@@ -54,12 +50,10 @@ OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("NorMuon", {"lines": "row"}, ValueError, "'row' is not a Lines"),
     ("NAMO", {"weight_decay_method": "l2"}, ValueError, "NAMO with L2 weight decay"),
     ("SOAP", {"order": "megatrom"}, ValueError, "'megatrom' is not a Order"),
-    ("SOAP", {"orthonormalization": "qr"}, ValueError, "'qr' is not a Orthonormalization"),
     ("Muon", {"scalar_options": {"exp_avg_dtype": torch.int8}}, ValueError, "without scalar_optimizer"),
     ("Muon", {"scalar_optimizer": "lion", "scalar_options": {"exp_avg_sq_dtype": torch.uint8}}, ValueError,
      r"exp_avg_sq_dtype=torch\.uint8: rule 'lion' has no such option; allowed are exp_avg_dtype"),
     # backends
-    ("Muon", {"backend": "cpp"}, BackendError, "'reference', 'torch', 'triton', or None"),
     ("AdaptiveMuon", {"backend": "cpp"}, BackendError, "'reference', 'torch', 'triton', or None"),
     ("SOAP", {"backend": "triton"}, BackendError, "pass one of 'reference', 'torch', or None"),
     ("AdamW", {"backend": "cuda"}, BackendError, "backend='cuda' is unknown"),
@@ -67,30 +61,25 @@ OPTIONS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "error", "message"), OPTIONS)
-def test_an_illegal_option_is_refused(name: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_an_illegal_option_is_refused(name, options, error, message):
     with pytest.raises(error, match=message):
         getattr(optim, name)([parameter(3, 3)], **options)
 
 
-# Numbers and keys of a group are refused from the constructor, from a group, and from one that is added.
-OF_GROUPS: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        (name, options, f"{message} not allowed; pass ")
-        for name in ("Muon", "SOAP", "NorMuon", "NAMO", "AdamW")
-        for options, message in (
-            ({"lr": "1e-3"}, "lr='1e-3' is"), ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is"),
-            ({"lr": -1.0}, r"lr=-1\.0 is"), ({"lr": math.inf}, "lr=inf is"),
-            ({"weight_decay": None}, "weight_decay=None is"), ({"weight_decay": math.inf}, "weight_decay=inf is"),
-            ({"betas": 0.9}, "betas=0.9 is"), ({"betas": (0.9,)}, r"betas=\(0.9,\) are"),
-        )
-    ),
+NUMBERS = [
+    ({"lr": "1e-3"}, "lr='1e-3' is"), ({"lr": torch.ones(2)}, r"lr=tensor\(\[1., 1.\]\) is"), ({"lr": -1.0}, "lr=-1"),
+    ({"lr": math.inf}, "lr=inf is"), ({"weight_decay": None}, "weight_decay=None is"),
+    ({"weight_decay": math.inf}, "weight_decay=inf is"), ({"betas": 0.9}, "betas=0.9 is"),
+    ({"betas": (0.9,)}, r"betas=\(0.9,\) are"),
+]  # fmt: skip
+OF_GROUPS = [
+    *((name, *case) for name in ("Muon", "SOAP", "NorMuon", "NAMO", "AdamW") for case in NUMBERS),
     ("AdEMAMix", {"alpha": -2.0}, r"alpha=-2.0 is not allowed"),
     ("SGD", {"eps": 0.9}, "0.9"),
     ("SGD", {"nesterov": True}, "nesterov=True"),
     # `use_muon: False` of other implementations was dropped, and embeddings were orthogonalised.
     ("Muon", {"use_muon": False}, r"use_muon=False .* Did you mean 'use_matrix_rule'\?"),
     ("AdamW", {"bets": (0.9, 0.99)}, r"bets=\(0.9, 0.99\) .* Did you mean 'betas'\?"),
-    ("SGD", {"weight_deacy": 0.0}, r"Did you mean 'weight_decay'\?"),
     ("AdamW", {"momentum": 0.9}, r"momentum=0.9 .* allowed are amsgrad, betas, "),
     ("Muon", {"algorithm": "adamw"}, "algorithm='adamw'"),
     ("AdamW", {"amsgrad": True}, "build it with amsgrad=True"),
@@ -101,11 +90,11 @@ OF_GROUPS: list[tuple[str, dict[str, Any], str]] = [
     ("Muon", {"num_heads": 5}, r"num_heads=5 does not divide the 6 rows of a parameter of shape \(6, 4\)"),
     ("Muon", {"split_sizes": (5, 6)}, r"split_sizes=\(5, 6\) are not positive numbers that make up the 6 rows"),
     ("Muon", {"num_heads": 3, "split_rows": (1, 1)}, r"split_rows=\(1, 1\) and num_heads=3: set only one of them"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "options", "message"), OF_GROUPS)
-def test_a_number_or_key_of_a_group_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_a_number_or_key_is_refused_from_the_constructor_a_group_and_one_that_is_added(name, options, message):
     """Matrix optimizers raised a TypeError without a name, or failed in the first step."""
     build = getattr(optim, name)
     if options.keys() <= {"lr", "weight_decay", "betas", "alpha"}:
@@ -119,20 +108,15 @@ def test_a_number_or_key_of_a_group_is_refused(name: str, options: dict[str, Any
     assert len(optimizer.param_groups) == 1
 
 
-def expanded() -> Tensor:
-    return torch.ones(1, 4).expand(6, 4)
-
-
-PARAMETERS: list[tuple[str, dict[str, Any], Callable[[], Tensor], str]] = [
+PARAMETERS = [
     ("AdamW", {}, lambda: torch.ones(6, 4)[:, ::2], "holes, overlapping"),
-    ("SGD", {}, expanded, "make it contiguous"),
+    ("SGD", {}, lambda: torch.ones(1, 4).expand(6, 4), "make it contiguous"),
     ("Lion", {}, lambda: torch._neg_view(torch.ones(3)), "negative bit"),
     ("AdamW", {}, lambda: QuantizedTensor.of(torch.ones(3)), "QuantizedTensor.*fp8_recipe"),
     ("Muon", {}, lambda: QuantizedTensor.of(torch.ones(3, 4)), "not in memory of its own"),
     ("AdamW", {}, lambda: torch.ones(3, dtype=torch.complex64), "view_as_real"),
     ("Muon", {}, lambda: torch.ones(2, 3, 4), r"shape \(2, 3, 4\) is not a matrix for Muon"),
-    ("Muon", {}, lambda: torch.ones(24), r"shape \(24,\) is not a matrix for Muon; set scalar_optimizer"),
-    ("SOAP", {}, lambda: torch.ones(3), r"shape \(3,\) is not a matrix for SOAP"),
+    ("SOAP", {}, lambda: torch.ones(3), r"shape \(3,\) is not a matrix for SOAP; set scalar_optimizer"),
     ("SOAP", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states; pass float32 param"),
     ("AdaptiveMuon", {}, lambda: torch.ones(3, 3).double(), r"torch\.float64, but .* keeps float32 states"),
     ("AdamW", {"mains": "remainder"}, lambda: torch.ones(3).half(), "pass mains='float32'"),
@@ -143,14 +127,12 @@ PARAMETERS: list[tuple[str, dict[str, Any], Callable[[], Tensor], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "param", "message"), PARAMETERS)
-def test_a_parameter_that_no_step_could_update_is_refused(
-    name: str, options: dict[str, Any], param: Callable[[], Tensor], message: str
-) -> None:
+def test_a_parameter_that_no_step_could_update_is_refused(name, options, param, message):
     with pytest.raises(ValueError, match=message):
         getattr(optim, name)([nn.Parameter(param())], **options)
 
 
-def test_a_matrix_that_is_refused_is_named() -> None:
+def test_a_matrix_that_is_refused_is_named():
     net = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 4))
     with pytest.raises(MatrixError, match=r"'0\.bias' of shape \(24,\) is not a matrix for Muon"):
         optim.Muon(net)
@@ -161,13 +143,10 @@ def test_a_matrix_that_is_refused_is_named() -> None:
             optim.Muon([{"params": [parameter(7)], **group}])
 
 
-NO_EFFECT: list[tuple[str, dict[str, Any], str]] = [
+SCALAR = {"scalar_optimizer": "lion", "scalar_options": {"stochastic_rounding": True}}
+NO_EFFECT = [
     ("AdamW", {"stochastic_rounding": True}, "stochastic_rounding=True has no effect"),
-    (
-        "Muon",
-        {"scalar_optimizer": "lion", "scalar_options": {"stochastic_rounding": True}},
-        "stochastic_rounding=True ",
-    ),
+    ("Muon", SCALAR, "stochastic_rounding=True "),
     ("SGD", {"lr": 0.1, "mains": "remainder"}, "mains='remainder' has no effect"),
     ("Lion", {"mains": "float32"}, "mains='float32' has no effect: all parameters are torch.fl"),
     ("Muon", {"scalar_optimizer": "adam", "mains": "remainder"}, "mains='remainder' ha"),
@@ -175,16 +154,16 @@ NO_EFFECT: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), NO_EFFECT)
-def test_a_setting_that_no_parameter_can_feel_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_a_setting_that_affects_no_parameter_is_refused(name, options, message):
     wide = [parameter(2, 3), parameter(3)]
     with pytest.raises(ValueError, match=message):
         getattr(optim, name)(wide, **options)
-    getattr(optim, name)([*wide, parameter(3, dtype=torch.bfloat16)], **options)  # another parameter feels it
+    getattr(optim, name)([*wide, parameter(3, dtype=torch.bfloat16)], **options)  # it affects another parameter
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Muon"])
-def test_a_parameter_given_twice_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_a_parameter_given_twice_is_refused(name):
     """torch.optim warns and updates it twice; one fused sweep would race with itself."""
     param = parameter(3, 3)
     with pytest.raises(ValueError, match=r"parameter 1 of a group, of shape \(3, 3\), is also parameter 0"):
@@ -195,48 +174,30 @@ def test_a_parameter_given_twice_is_refused(name: str) -> None:
     assert len(optimizer.param_groups) == 1
 
 
-def overlapping() -> list[nn.Parameter]:
-    data = torch.zeros(12)
-    return [nn.Parameter(data[:8]), nn.Parameter(data[6:])]
-
-
-def tied() -> list[nn.Parameter]:
-    data = torch.zeros(4)
-    return [nn.Parameter(data), nn.Parameter(torch.zeros(3)), nn.Parameter(data)]
-
-
-@pytest.mark.parametrize("made", [overlapping, tied])
+@pytest.mark.parametrize("cut", [(slice(8), slice(6, 12)), (slice(4), slice(4, 7), slice(4))])
 @pytest.mark.parametrize("in_groups", [False, True])
-def test_parameters_that_share_memory_are_refused(made: Callable[[], list[nn.Parameter]], in_groups: bool) -> None:
+def test_parameters_that_share_memory_are_refused(cut, in_groups):
     """One of the two updates was lost. Parts of one vector that do not overlap are trained."""
-    params = made()
+    data = torch.zeros(12)
+    params = [nn.Parameter(data[part]) for part in cut]
     with pytest.raises(ValueError, match=r"share memory; tie parameters by using one nn\.Parameter twice"):
         optim.AdamW([{"params": [param]} for param in params] if in_groups else params)
-    data = torch.zeros(12)
     step(optim.AdamW([nn.Parameter(data[:8]), nn.Parameter(data[8:8]), nn.Parameter(data[8:])], lr=0.1), 0)
     assert (data != 0).all()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"hooks": (RelativeUpdate(),)}, "hooks .* which allocate memory in every step"),
-        ({"backend": "torch"}, "a backend that reads numbers on the host; pass backend=None or 'triton'"),
-    ],
-)
-def test_capturable_steps_are_refused_where_they_cannot_be_repeated(
-    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capturable_steps_are_refused_where_they_cannot_be_repeated(monkeypatch):
     monkeypatch.setattr(on_device, "DEVICES", ("cpu",))
-    with pytest.raises(ValueError, match=f"capturable=True with {message}"):
-        optim.AdamW([parameter()], capturable=True, **options)
-    with pytest.raises(ValueError, match="capturable=True with rule 'soap', which reads numbers on the host"):
-        optim.SOAP([parameter()], capturable=True)
+    for cls, options, message in (
+        (optim.AdamW, {"hooks": (RelativeUpdate(),)}, "hooks .* which allocate memory in every step"),
+        (optim.AdamW, {"backend": "torch"}, "a backend that reads numbers on the host; pass backend=None or 'triton'"),
+        (optim.SOAP, {}, "rule 'soap', which reads numbers on the host"),
+    ):
+        with pytest.raises(ValueError, match=f"capturable=True with {message}"):
+            cls([parameter()], capturable=True, **options)
 
 
-def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opt_kernels.backends.dispatch import Backend
-
+def test_a_backend_that_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setenv("OPT_KERNELS_CPP", "0")
     missing = {backend: lambda: False for backend in (Backend.CPP, Backend.TRITON)}
     monkeypatch.setattr("opt_kernels.backends.dispatch._REQUIRED", missing)
@@ -245,25 +206,23 @@ def test_a_backend_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
             optim.AdamW([parameter()], backend=backend)
 
 
-RULES: Mapping[str, Callable[[], object]] = {
+RULES = {
     "int8": lambda: Lion(exp_avg_dtype=torch.uint8),
     "dampening=0.0": lambda: SGD(nesterov=True, dampening=0.1),
     "momentum_buffer=True": lambda: SGD(nesterov=True, momentum_buffer=False),
     "num_ns_steps is 0": lambda: MuonRule(num_ns_steps=0),
     "'bf16' is not a MatmulPrecision; pass one of 'medium', 'high', 'highest'": lambda: MatmulPrecision("bf16"),
-    "lines='cols' with 'adamuon': only 'normuon' has lines": lambda: AdaptiveMuonRule(lines=Lines.COLS),
     "lines='cols' with 'namo'": lambda: AdaptiveMuonRule(second_moment=SecondMoment.NAMO, lines=Lines.COLS),
     "precondition_frequency is 0": lambda: SOAPRule(precondition_frequency=0),
     "shampoo_beta is 1.0": lambda: SOAPRule(shampoo_beta=1.0),
     "power_iterations is 0": lambda: SOAPRule(power_iterations=0),
     "max_precond_dim is 0": lambda: SOAPMuonRule(max_precond_dim=0),
-    "backend='cuda' is unknown": lambda: SOAPRule(backend="cuda"),
     "'cpp' is not available for 'muon'": lambda: MuonRule(backend="cpp"),
     "'cpp' is not available for 'soap'": lambda: SOAPRule(backend="cpp"),
 }
 
 
 @pytest.mark.parametrize("message", RULES)
-def test_an_illegal_rule_is_refused(message: str) -> None:
+def test_an_illegal_rule_is_refused(message):
     with pytest.raises((ValueError, CodecError, BackendError), match=message):
         RULES[message]()
