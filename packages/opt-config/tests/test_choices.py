@@ -32,15 +32,11 @@ PRECISIONS = {
     "remainders off": (AWARE | {"bf16": True, "store_param_remainders": False}, {"params": BF16}),
     "no remainders of fp16 params": (AWARE | {"fp16": True}, {"params": FP16}),
     "no remainders of fp16 mains": (AWARE | {"bf16": True, "main_params_dtype": FP16}, {"params": BF16, "mains": FP16}),
-    "narrow states": (
-        AWARE | {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": FP16},
-        {"exp_avg": torch.uint8, "exp_avg_sq": FP16},
-    ),
-    "bf16 gradients": (
-        AWARE | {"params_dtype": BF16, "main_grads_dtype": BF16},
-        {"params": BF16, "grads": BF16, "remainder": True},
-    ),
-}
+    "narrow states": (AWARE | {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": FP16},
+                      {"exp_avg": torch.uint8, "exp_avg_sq": FP16}),
+    "bf16 gradients": (AWARE | {"params_dtype": BF16, "main_grads_dtype": BF16},
+                       {"params": BF16, "grads": BF16, "remainder": True}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "expected"), PRECISIONS.values(), ids=PRECISIONS)
@@ -50,38 +46,38 @@ def test_precision_follows_the_flags(given, expected):
 
 FLAT, WHOLE = {"use_distributed_optimizer": True}, {"use_layer_wise_distributed_optimizer": True}
 OVERLAP, WITH_STEP = {"overlap_param_gather": True}, {"overlap_param_gather_with_optimizer_step": True}
-FP16_NUMBERS = {"initial_loss_scale": 2**16, "min_loss_scale": 4.0, "loss_scale_window": 50, "hysteresis": 3}
-OFFLOAD = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25, "pin_cpu_grads": False}
+FP16_NUMBERS = {
+    "fp16": True,
+    "initial_loss_scale": 2**16,
+    "min_loss_scale": 4.0,
+    "loss_scale_window": 50,
+    "hysteresis": 3,
+}
+OFFLOAD = {
+    "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25, "pin_cpu_grads": False,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "choice", "expected"),
-    [
-        ({}, "sharding", Replicated()),
-        (FLAT, "sharding", FlatShards(overlap_gather=False, overlap_gather_with_step=False)),
-        (FLAT | OVERLAP, "sharding", FlatShards(overlap_gather=True, overlap_gather_with_step=False)),
-        (FLAT | OVERLAP | WITH_STEP, "sharding", FlatShards(overlap_gather=True, overlap_gather_with_step=True)),
-        (WHOLE, "sharding", WholeParams(overlap_gather=False)),
-        (WHOLE | OVERLAP, "sharding", WholeParams(overlap_gather=True)),
-        ({}, "loss_scaling", NoScale()),
-        ({"bf16": True}, "loss_scaling", NoScale()),
-        ({"fp16": True}, "loss_scaling", DynamicScale(initial=2**32, minimum=1.0, window=1000, hysteresis=2)),
-        (
-            {"fp16": True} | FP16_NUMBERS,
-            "loss_scaling",
-            DynamicScale(initial=2**16, minimum=4.0, window=50, hysteresis=3),
-        ),
-        ({"fp16": True, "loss_scale": 128.0}, "loss_scaling", ConstantScale(scale=128.0)),
-        ({"bf16": True, "loss_scale": 2.0}, "loss_scaling", ConstantScale(scale=2.0)),
-        ({}, "placement", OnDevice()),
-        (
-            OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True},
-            "placement",
-            OnHost(fraction=0.25, overlap=True, pin_grads=False, pin_params=True),
-        ),
-    ],
-    ids=lambda value: str(value)[:60],
-)
+CHOICES = [
+    ({}, "sharding", Replicated()),
+    (FLAT, "sharding", FlatShards(overlap_gather=False, overlap_gather_with_step=False)),
+    (FLAT | OVERLAP, "sharding", FlatShards(overlap_gather=True, overlap_gather_with_step=False)),
+    (FLAT | OVERLAP | WITH_STEP, "sharding", FlatShards(overlap_gather=True, overlap_gather_with_step=True)),
+    (WHOLE, "sharding", WholeParams(overlap_gather=False)),
+    (WHOLE | OVERLAP, "sharding", WholeParams(overlap_gather=True)),
+    ({}, "loss_scaling", NoScale()),
+    ({"bf16": True}, "loss_scaling", NoScale()),
+    ({"fp16": True}, "loss_scaling", DynamicScale(initial=2**32, minimum=1.0, window=1000, hysteresis=2)),
+    (FP16_NUMBERS, "loss_scaling", DynamicScale(initial=2**16, minimum=4.0, window=50, hysteresis=3)),
+    ({"fp16": True, "loss_scale": 128.0}, "loss_scaling", ConstantScale(scale=128.0)),
+    ({"bf16": True, "loss_scale": 2.0}, "loss_scaling", ConstantScale(scale=2.0)),
+    ({}, "placement", OnDevice()),
+    (OFFLOAD, "placement", OnHost(fraction=0.25, overlap=True, pin_grads=False, pin_params=True)),
+]
+
+
+@pytest.mark.parametrize(("given", "choice", "expected"), CHOICES, ids=lambda value: str(value)[:60])
 def test_each_choice_follows_from_the_fields(given, choice, expected):
     assert getattr(OptimizerConfig(**given), choice) == expected
 

@@ -1,7 +1,6 @@
 """What a formula from outside may do that none of ours does: on every backend the bits of the reference."""
 
 import ast
-import math
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Lock
 
@@ -107,7 +106,8 @@ def by_helpers(p, g, *, lr):
 
 
 def by_masks(p, g, *, lr):
-    return where((g > 0) & (p > 0) | (softened(p, KNEE) < SLOPE), p - lr * g, p)
+    choice = where((g > 0) & (p > 0) | (softened(p, KNEE) < SLOPE), p - lr * g, p)
+    return minimum(choice, 0.9) + lr * maximum(p, g) - lr * sign(g)
 
 
 def soft(x, limit):
@@ -120,7 +120,11 @@ IN_TORCH = {
     by_exp_and_log: lambda p, g, lr: p - lr * ((-g.abs()).exp() + (0.75 + g.abs()).log()),
     by_powers: lambda p, g, lr: p - lr * (g.abs() ** 0.25 + (p.abs() + 0.1) ** -0.5 + g**5 + g.abs() ** lr),
     by_helpers: lambda p, g, lr: p - lr * soft(g, 0.75) - soft(p, lr),
-    by_masks: lambda p, g, lr: torch.where((g > 0) & (p > 0) | (soft(p, 0.75) < -0.5), p - lr * g, p),
+    by_masks: lambda p, g, lr: (
+        torch.where((g > 0) & (p > 0) | (soft(p, 0.75) < -0.5), p - lr * g, p).clamp(max=0.9)
+        + lr * torch.maximum(p, g)
+        - lr * g.sign()
+    ),
 }
 
 
@@ -242,24 +246,6 @@ def test_a_backend_that_lacks_a_function_names_it(monkeypatch):
     formula = Formula(name="lacking", states=(), scalars=only_lr, update=by_tanh)
     with pytest.raises(FormulaError, match="the triton backend has no tanh"):
         moved(formula, "triton", {})
-
-
-def test_a_rule_with_counts_is_the_loop_that_it_describes():
-    generator = torch.Generator().manual_seed(0)
-    main = torch.randn(40, generator=generator, dtype=torch.float64)
-    rule = elementwise(RPROP, backend="reference", **{f"{s.name}_dtype": torch.float64 for s in RPROP.states})
-    state, weights = rule.init_state(main), main.tolist()
-    previous, size, flips = [0.0] * 40, [0.1] * 40, [0] * 40
-    for step in range(1, 6):
-        grad = torch.randn(40, generator=generator, dtype=torch.float64)
-        rule.update_([Batch(Hyper(lr=0.1, step=step), [Work(grad=grad, main=main, state=state)])])
-        for i, g in enumerate(grad.tolist()):
-            flipped = g * previous[i] < 0
-            flips[i] += flipped
-            size[i] *= 0.5 if flipped else 1.2 if g * previous[i] > 0 else 1.0
-            previous[i] = 0.0 if flipped else g
-            weights[i] -= 0.0 if flipped else 0.1 * math.copysign(size[i], g) * math.exp(-flips[i] / 3 - abs(g))
-    torch.testing.assert_close(main, torch.tensor(weights, dtype=torch.float64), rtol=1e-14, atol=1e-14)
 
 
 def test_one_thread_parses_at_a_time(monkeypatch):

@@ -72,25 +72,6 @@ def test_a_changed_entry_takes_effect_or_is_refused(name):
             assert_equal(expected, step(optimizer, 3))
 
 
-@pytest.mark.parametrize("entry", SPLITS)
-@pytest.mark.parametrize("name", drop_ins.MATRIX_NAMES)
-def test_a_change_back_of_a_split_takes_effect_or_is_refused(name, entry):
-    optimizer, fresh = built(name), built(name)
-    optimizer.add_param_group({"params": parameters()[:1], entry: SPLITS[entry]})
-    weights = step(optimizer, 2)
-    optimizer.param_groups[1][entry] = entries_of(name)[entry]
-    fresh.add_param_group({"params": [nn.Parameter(weights[2].clone())]})
-    for param, weight in zip(drop_ins.params_of(fresh), weights):
-        param.data.copy_(weight)
-    try:
-        fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    except ValueError:
-        with pytest.raises(ValueError, match=entry):
-            step(optimizer, 3)
-    else:
-        assert_equal(step(optimizer, 3), step(fresh, 3))
-
-
 @ON_NAMES
 def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
     """For a removed entry the default of `Hyper` was used, AdamW's betas for any rule. A third of betas was ignored."""

@@ -89,25 +89,6 @@ def test_hooks_of_muon_are_by_rule():
     assert not torch.isclose(start[1].norm(), got[1].norm(), rtol=1e-4)
 
 
-def test_clipping_and_scaling_go_with_hooks():
-    """`max_norm` and a loss scale change gradients, before hooks see anything."""
-    nets = [model(), model()]
-    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "max_norm": 0.01, "hooks": (ClipUpdateRms(1e-3),)}
-    optimizers = [SGD(net.parameters(), **options) for net in nets]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-    scaler.scale(nets[0](x).square().mean()).backward()
-    scaler.step(optimizers[0])
-    nets[1](x).square().mean().backward()
-    optimizers[1].step()
-    torch.testing.assert_close(weights(nets[0]), weights(nets[1]), rtol=1e-6, atol=1e-7)
-    before = weights(nets[0])
-    nets[0][0].weight.grad.fill_(torch.inf)
-    scaler.update()
-    scaler.step(optimizers[0])
-    assert all(map(torch.equal, weights(nets[0]), before))
-
-
 def saved(optimizer):
     """Its state_dict, through a file."""
     file = io.BytesIO()

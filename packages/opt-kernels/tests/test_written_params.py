@@ -62,31 +62,27 @@ def test_a_step_goes_on_from_written_weights(rule, dtype):
 
 
 @ON_FAST
-def test_elements_that_are_written_with_the_value_they_have_keep_their_main(backend):
-    """Only written elements lose the lower half of their main; a NaN is followed like any other value."""
-    (model, optimizer), (other, undisturbed) = trained(backend=backend), trained(backend=backend)
-    with torch.no_grad():
-        model.weight.copy_(model.weight.clone())
-        model.weight[0] = 2.0
-        model.weight[1, 0] = torch.nan
-    step(model, optimizer, 2)
-    step(other, undisturbed, 2)
-    main, wanted = optimizer.state[model.weight]["main"], undisturbed.state[other.weight]["main"]
-    assert torch.equal(main[2:], wanted[2:])
-    assert torch.equal(main[1, 1:], wanted[1, 1:])
-    assert (main[0] - 2.0).abs().max() < 1e-5
-    assert main[1, 0].isnan()
-
-
-@ON_FAST
 @pytest.mark.parametrize("mains", ["float32", "remainder"])
-def test_a_parameter_that_is_moved_keeps_the_low_bits_of_its_main(backend, mains):
+def test_elements_that_are_moved_or_written_with_their_value_keep_the_low_bits_of_their_main(backend, mains):
+    """Only written elements lose the lower half of their main; a NaN is followed like any other value."""
     (model, optimizer), (other, undisturbed) = (trained(backend=backend, mains=mains) for _ in range(2))
     model.weight.data = model.weight.detach().clone()
     step(model, optimizer, 2)
     step(other, undisturbed, 2)
     assert torch.equal(model.weight, other.weight)
-    assert all(map(torch.equal, optimizer.state[model.weight].values(), undisturbed.state[other.weight].values()))
+    state, wanted = optimizer.state[model.weight], undisturbed.state[other.weight]
+    assert all(map(torch.equal, state.values(), wanted.values()))
+    if mains == "float32":
+        with torch.no_grad():
+            model.weight.copy_(model.weight.clone())
+            model.weight[0] = 2.0
+            model.weight[1, 0] = torch.nan
+        step(model, optimizer, 3)
+        step(other, undisturbed, 3)
+        assert torch.equal(state["main"][2:], wanted["main"][2:])
+        assert torch.equal(state["main"][1, 1:], wanted["main"][1, 1:])
+        assert (state["main"][0] - 2.0).abs().max() < 1e-5
+        assert state["main"][1, 0].isnan()
 
 
 @pytest.mark.parametrize("write", [fill, assign])
@@ -164,18 +160,16 @@ def test_a_model_made_in_inference_mode_is_trained(mains):
 # --- counted writes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, type("Subclass", (torch.Tensor,), {})])
+@pytest.mark.parametrize("kind", [torch.Tensor, type("Subclass", (torch.Tensor,), {})])
 def test_writes_of_the_owner_are_counted_and_those_of_others_noticed(kind):
-    values = torch.zeros(3)
-    tensors = [torch.zeros(()), nn.Parameter(values) if kind is nn.Parameter else values.as_subclass(kind)]
-    known = Writes(tensors)
-    before = [tensor._version for tensor in tensors]
+    tensor = torch.zeros(3).as_subclass(kind)
+    known = Writes([torch.zeros(()), tensor])
+    before = tensor._version
     known.count()
-    assert [tensor._version for tensor in tensors] == [version + 1 for version in before]
+    assert tensor._version == before + 1
     assert known.are_all_own()
     for owned in (known.count, known.accept):
-        with torch.no_grad():
-            tensors[1].add_(1).mul_(2)
+        tensor.add_(1).mul_(2)
         assert not known.are_all_own()
         owned()
         assert known.are_all_own()
