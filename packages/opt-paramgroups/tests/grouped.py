@@ -1,9 +1,7 @@
 """Groups of a model for one configuration, and the names in them."""
 
 from opt_config import OptimizerConfig, ParamKey, ParamPredicate
-from opt_paramgroups import (
-    get_param_groups,
-)
+from opt_paramgroups import get_param_groups
 
 CONFIG = OptimizerConfig(lr=1e-2, min_lr=1e-4, weight_decay=0.1)
 BIAS = ParamKey(name="*.bias")

@@ -1,13 +1,12 @@
 """Small models with the shapes and attributes that groups depend on."""
 
-import torch
 from torch import nn
 
 
 class Attention(nn.Module):
     """Query and key norms, a fused QKV matrix and a projection."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.linear_qkv = nn.Linear(width, 3 * width)
         self.q_layernorm = nn.LayerNorm(width)
@@ -18,7 +17,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and a norm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.attention = Attention(width)
         self.norm = nn.LayerNorm(width)
@@ -27,7 +26,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks and an untied output, marked as in Megatron-Core."""
 
-    def __init__(self, width: int = 4, num_layers: int = 2) -> None:
+    def __init__(self, width=4, num_layers=2):
         super().__init__()
         self.embedding = nn.Embedding(7, width)
         self.layers = nn.ModuleList(Block(width) for _ in range(num_layers))
@@ -39,7 +38,7 @@ class Model(nn.Module):
 class Experts(nn.Module):
     """A router, which all ranks share, and experts, which they do not share."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.router = nn.Linear(width, 2)
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
@@ -47,7 +46,7 @@ class Experts(nn.Module):
             mark(param, allreduce=False)
 
 
-def mark(param: torch.Tensor, **attributes: object) -> torch.Tensor:
+def mark(param, **attributes):
     """Set attributes on a parameter, as Megatron-Core does."""
     for name, value in attributes.items():
         setattr(param, name, value)

@@ -7,20 +7,12 @@ from models import Experts, Model, mark
 from torch import nn
 
 from opt_config import OptimizerConfig, ParamKey
-from opt_paramgroups import (
-    describe,
-    get_param_groups,
-    get_param_groups_and_buffers,
-    matches,
-)
+from opt_paramgroups import describe, get_param_groups, get_param_groups_and_buffers, matches
 
 
 def test_lr_mult_multiplies_both_rates():
     group = groups_of(Model(), {BIAS: {"lr_mult": 0.5}})["*.bias"]
     assert (group["lr"], group["max_lr"], group["min_lr"]) == (5e-3, 5e-3, 5e-5)
-
-
-# --- what is known of the parameters ------------------------------------------------------
 
 
 def test_known_attributes_are_read_from_the_meta():
@@ -51,18 +43,9 @@ def test_matches_is_the_keys_own_answer():
     assert not matches(param, "a.weight", BIAS)
 
 
-# --- groups and buffers -------------------------------------------------------------------
-
-
-def test_plain_modules_have_no_buffers_of_ours():
-    found = get_param_groups_and_buffers([Model()], 0, CONFIG, {}, lambda group: True, "buffers")
-    assert found.buffers == {}
-    assert len(found.param_groups) == 1
-
-
 def test_groups_are_filtered_and_buffers_numbered_from_the_offset():
     class Wrapped(nn.Module):
-        def __init__(self, module: nn.Module, expert_buffers: list[str]) -> None:
+        def __init__(self, module: nn.Module, expert_buffers: list[str]):
             super().__init__()
             self.module = module
             self.expert_parallel_buffers = expert_buffers
@@ -75,10 +58,3 @@ def test_groups_are_filtered_and_buffers_numbered_from_the_offset():
     (group,) = groups
     assert {id.chunk for id in group["param_ids"]} == {3, 4, 5}
     assert all(id.name.startswith("experts.") for id in group["param_ids"])
-
-
-def test_torch_optimizers_take_the_groups():
-    groups = get_param_groups([Model()], CONFIG, None)
-    optimizer = torch.optim.AdamW(groups)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
-    assert [group["name"] for group in optimizer.param_groups] == [group["name"] for group in groups]

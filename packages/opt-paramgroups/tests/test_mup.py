@@ -16,12 +16,7 @@ from opt_paramgroups import (
 
 CONFIG = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8)
 DECOUPLED = OptimizerConfig(lr=1e-2, min_lr=1e-3, adam_eps=1e-8, decoupled_lr=5e-3, decoupled_min_lr=5e-4)
-HIDDEN, EMBEDDING, OUTPUT, NORM = (
-    "layers.0.attention.linear_qkv.weight",
-    "embedding.weight",
-    "output.weight",
-    "layers.0.norm.weight",
-)
+NAMES = ("layers.0.attention.linear_qkv.weight", "output.weight", "embedding.weight", "layers.0.norm.weight")
 
 
 def numbers(model, config, overrides):
@@ -36,42 +31,27 @@ WHOLE, SMALLER, LARGER = (1e-2, 1e-3, None), (1e-2 / 3, 1e-3 / 3, None), (1e-2 *
 SMALLER_EPS = (1e-2 / 3, 1e-3 / 3, 1e-8 / 3)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "hidden", "output", "others"),
-    [
+def test_rates_and_eps_by_rule():
+    for optimizer, hidden, output, others in (
         ("adam", SMALLER_EPS, SMALLER_EPS, WHOLE),
         ("sgd", WHOLE, WHOLE, LARGER),
         ("lion", SMALLER, SMALLER, WHOLE),
         ("muon", WHOLE, SMALLER, WHOLE),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_rates_and_eps_by_rule(optimizer, hidden, output, others):
-    found = numbers(Model(num_layers=1), CONFIG, get_mup_config_overrides(CONFIG, 3, optimizer))
-    assert (found[HIDDEN], found[OUTPUT], found[EMBEDDING], found[NORM]) == (hidden, output, others, others)
+    ):
+        found = numbers(Model(num_layers=1), CONFIG, get_mup_config_overrides(CONFIG, 3, optimizer))
+        assert [found[name] for name in NAMES] == [hidden, output, others, others], optimizer
+        assert get_mup_config_overrides(CONFIG, 1.0, optimizer) == {}
+        assert get_mup_config_overrides(OptimizerConfig(), 1, optimizer) == {}
 
 
-DECOUPLED_RATES = (5e-3, 5e-4, None)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "hidden", "output", "norm"),
-    [
+def test_decoupled_rates_stay_and_only_their_eps_is_scaled():
+    for optimizer, hidden, output, norm in (
         ("Adam", (2.5e-3, 2.5e-4, 2.5e-9), (5e-3, 5e-4, 2.5e-9), (1e-2, 1e-3, None)),
-        ("sgd", (1e-2, 1e-3, None), DECOUPLED_RATES, (4e-2, 4e-3, None)),
-    ],
-    ids=["adam", "sgd"],
-)
-def test_decoupled_rates_stay_and_only_their_eps_is_scaled(optimizer, hidden, output, norm):
-    overrides = {**get_standard_config_overrides(DECOUPLED), **get_mup_config_overrides(DECOUPLED, 4, optimizer)}
-    found = numbers(Model(num_layers=1), DECOUPLED, overrides)
-    assert (found[HIDDEN], found[OUTPUT], found[EMBEDDING], found[NORM]) == (hidden, output, DECOUPLED_RATES, norm)
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
-def test_width_one_changes_nothing(optimizer):
-    assert get_mup_config_overrides(CONFIG, 1.0, optimizer) == {}
-    assert get_mup_config_overrides(OptimizerConfig(), 1, optimizer) == {}
+        ("sgd", (1e-2, 1e-3, None), (5e-3, 5e-4, None), (4e-2, 4e-3, None)),
+    ):
+        overrides = {**get_standard_config_overrides(DECOUPLED), **get_mup_config_overrides(DECOUPLED, 4, optimizer)}
+        found = numbers(Model(num_layers=1), DECOUPLED, overrides)
+        assert [found[name] for name in NAMES] == [hidden, output, (5e-3, 5e-4, None), norm], optimizer
 
 
 def test_an_unset_floor_stays_unset():
@@ -79,19 +59,15 @@ def test_an_unset_floor_stays_unset():
     assert all("min_lr" not in override for override in overrides.values())
 
 
-@pytest.mark.parametrize(
-    ("config", "width", "message"),
-    [
+def test_what_cannot_be_scaled_is_refused():
+    for config, width, message in (
         (CONFIG, 0, "muP: width 0: must be greater than 0 and finite"),
         (CONFIG, float("inf"), "muP: width inf: must be greater than 0 and finite"),
         (OptimizerConfig(), 2, "muP: lr=None: muP scales the learning rate; set lr in the OptimizerConfig"),
-    ],
-    ids=["no width", "an infinite width", "no rate"],
-)
-def test_what_cannot_be_scaled_is_refused(config, width, message):
-    with pytest.raises(ConfigError) as caught:
-        get_mup_config_overrides(config, width)
-    assert str(caught.value) == message
+    ):
+        with pytest.raises(ConfigError) as caught:
+            get_mup_config_overrides(config, width)
+        assert str(caught.value) == message
 
 
 def test_by_shape_equals_by_width_if_all_dims_grow_equally():

@@ -27,20 +27,15 @@ def test_biases_and_vectors_are_spared_the_weight_decay():
     assert set(mults.values()) == {0.0, 1.0}
 
 
-@pytest.mark.parametrize("apply_wd_to_qk_layernorm", [False, True])
-def test_a_matrix_called_bias_is_spared_too(apply_wd_to_qk_layernorm):
-    config = OptimizerConfig(apply_wd_to_qk_layernorm=apply_wd_to_qk_layernorm)
+@pytest.mark.parametrize("applies", [False, True])
+def test_a_matrix_called_bias_is_spared_and_qk_layernorm_is_decayed_only_if_requested(applies):
+    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=applies)
     model = nn.ModuleDict({"a": nn.Module()})
     model["a"].register_parameter("bias", nn.Parameter(nn.Linear(2, 2).weight.detach()))
     assert entry_by_name(model, config, None, "wd_mult") == {"a.bias": 0.0}
-
-
-@pytest.mark.parametrize("asked_for", [False, True])
-def test_qk_layernorm_is_decayed_only_if_requested(asked_for):
-    config = OptimizerConfig(lr=1.0, apply_wd_to_qk_layernorm=asked_for)
     mults = entry_by_name(Model(num_layers=1), config, None, "wd_mult")
     of_qk = {mult for name, mult in mults.items() if "q_layernorm." in name or "k_layernorm." in name}
-    assert of_qk == {1.0 if asked_for else 0.0}
+    assert of_qk == {1.0 if applies else 0.0}
     assert mults["layers.0.norm.weight"] == mults["layers.0.attention.linear_qkv.bias"] == 0.0
 
 
@@ -60,33 +55,25 @@ def test_decoupled_lr_that_nothing_takes_is_refused():
         get_param_groups([nn.Linear(2, 2)], OptimizerConfig(lr=1.0, decoupled_lr=0.5), None)
 
 
-@pytest.mark.parametrize(
-    ("config", "scalar"),
-    [
-        (OptimizerConfig(optimizer="muon"), "adam"),
-        (OptimizerConfig(optimizer="muon", muon_scalar_optimizer="lion"), "lion"),
-        (OptimizerConfig(optimizer="adaptive_muon", muon_scalar_optimizer="lion"), "lion"),
-        (OptimizerConfig(optimizer="soap", muon_scalar_optimizer="lion"), "adam"),
-    ],
-    ids=["muon", "muon with lion", "adaptive_muon", "soap"],
-)
-def test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer(config, scalar):
-    model = Model(num_layers=1)
-    rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
-    assert {name for name, rule in rules.items() if rule == config.optimizer} == {
-        "layers.0.attention.linear_qkv.weight",
-        "layers.0.attention.linear_proj.weight",
-    }
-    assert set(rules.values()) == {config.optimizer, scalar}
+MATRICES = {"layers.0.attention.linear_qkv.weight", "layers.0.attention.linear_proj.weight"}
 
 
-@pytest.mark.parametrize(("optimizer", "expected"), [("muon", "adam"), ("soap", "soap")])
-def test_use_muon_is_a_word_with_muon_only(optimizer, expected):
-    model = Model(num_layers=1)
-    mark(model.layers[0].attention.linear_proj.weight, use_muon=False)
-    config = OptimizerConfig(optimizer=optimizer)
-    rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
-    assert rules["layers.0.attention.linear_proj.weight"] == expected
+def test_parameters_other_than_hidden_matrices_use_the_scalar_optimizer():
+    for optimizer, given, scalar in (
+        ("muon", "adam", "adam"), ("muon", "lion", "lion"), ("adaptive_muon", "lion", "lion"), ("soap", "lion", "adam"),
+    ):  # fmt: skip
+        config = OptimizerConfig(optimizer=optimizer, muon_scalar_optimizer=given)
+        rules = entry_by_name(Model(num_layers=1), config, get_matrix_rule_overrides(config), "optimizer")
+        assert {name for name, rule in rules.items() if rule == optimizer} == MATRICES
+        assert set(rules.values()) == {optimizer, scalar}
+
+
+def test_use_muon_has_an_effect_with_muon_only():
+    for optimizer, expected in (("muon", "adam"), ("soap", "soap")):
+        model, config = Model(num_layers=1), OptimizerConfig(optimizer=optimizer)
+        mark(model.layers[0].attention.linear_proj.weight, use_muon=False)
+        rules = entry_by_name(model, config, get_matrix_rule_overrides(config), "optimizer")
+        assert rules["layers.0.attention.linear_proj.weight"] == expected
 
 
 def test_presets_merge():
@@ -113,20 +100,12 @@ def test_layer_decay_of_a_stage_counts_the_whole_models_layers():
     assert rates["layers.0.norm.weight"] == 0.5**9
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
+def test_bad_layer_decay_is_refused():
+    for model, options, message in (
         (Model(num_layers=2), {"decay": 0.0}, "decay=0.0: must be in (0, 1]"),
-        (
-            Model(num_layers=2),
-            {"decay": 0.5, "num_layers": 1},
-            "num_layers=1: must be at least 2, the depth of a param",
-        ),
+        (Model(num_layers=2), {"decay": 0.5, "num_layers": 1}, "num_layers=1: must be at least 2, the depth of a"),
         (nn.Linear(2, 2), {"decay": 0.5, "num_layers": -1}, "num_layers=-1: must be at least 0"),
-    ],
-    ids=["no decay at all", "too few layers", "no layers"],
-)
-def test_bad_layer_decay_is_refused(model, options, message):
-    with pytest.raises(ConfigError) as caught:
-        get_layer_decay_overrides([model], **options)
-    assert str(caught.value).startswith(f"get_layer_decay_overrides: {message}")
+    ):
+        with pytest.raises(ConfigError) as caught:
+            get_layer_decay_overrides([model], **options)
+        assert str(caught.value).startswith(f"get_layer_decay_overrides: {message}")

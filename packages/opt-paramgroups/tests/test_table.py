@@ -22,7 +22,7 @@ from opt_paramgroups.__main__ import main
 CONFIG = OptimizerConfig(optimizer="muon", lr=1e-3, weight_decay=0.1)
 
 
-def rows() -> list[GroupRow]:
+def rows():
     overrides = {**get_standard_config_overrides(CONFIG), **get_matrix_rule_overrides(CONFIG)}
     return group_rows(get_param_groups([Model(width=40), Experts()], CONFIG, overrides))
 
@@ -30,17 +30,9 @@ def rows() -> list[GroupRow]:
 def test_rows_count_what_the_groups_hold():
     default, experts, vectors, _, rest = rows()
     assert default == GroupRow(
-        name="default",
-        optimizer="muon",
-        num_params=5,
-        numel=2 * (120 * 40 + 40 * 40) + 2 * 4,
-        dtypes="float32",
-        lr=1e-3,
-        min_lr=None,
-        weight_decay=0.1,
-        overrides="",
-        first_param="layers.0.attention.linear_qkv.weight",
-    )
+        name="default", optimizer="muon", num_params=5, numel=2 * (120 * 40 + 40 * 40) + 2 * 4, dtypes="float32",
+        lr=1e-3, min_lr=None, weight_decay=0.1, overrides="", first_param="layers.0.attention.linear_qkv.weight",
+    )  # fmt: skip
     assert (experts.name, experts.num_params, experts.numel) == ("default (experts)", 2, 32)
     assert (vectors.optimizer, vectors.weight_decay) == ("adam", 0.0)
     assert rest.first_param == "embedding.weight"
@@ -55,9 +47,8 @@ def test_a_group_without_parameters_has_a_row():
 
 def test_text_is_aligned():
     lines = as_text(rows()).splitlines()
-    assert " ".join(lines[0].split()) == (
-        "name optimizer params numel dtypes lr min lr weight decay overrides first param"
-    )
+    header = "name optimizer params numel dtypes lr min lr weight decay overrides first param"
+    assert lines[0].split() == header.split()
     assert len(lines) == 6
     at = lines[0].index("optimizer")
     assert [line[at:].split()[0] for line in lines[1:]] == ["muon", "muon", "adam", "adam", "adam"]
@@ -108,17 +99,14 @@ def test_the_command_leaves_a_matrix_rule_its_matrices_only(capsys, tmp_path):
     assert counts == {("soap", 4), ("adam", 2), ("adam", 14)}
 
 
-@pytest.mark.parametrize(
-    ("place", "message"),
-    [
+def test_the_command_refuses_what_is_no_model(capsys):
+    for place, message in (
         ("models", "must be module:factory, such as my_project.model:build"),
         ("models:Nothing", "module 'models' has no attribute 'Nothing'"),
         ("no_such_module:f", "No module named 'no_such_module'"),
-    ],
-)
-def test_the_command_refuses_what_is_no_model(capsys, place, message):
-    assert main(["table", place]) == 1
-    assert capsys.readouterr().err.strip() == f"{place!r}: {message}"
+    ):
+        assert main(["table", place]) == 1
+        assert capsys.readouterr().err.strip() == f"{place!r}: {message}"
     assert main(["table", "builtins:dict"]) == 0  # an empty model is one: a table without rows
 
 

@@ -14,7 +14,7 @@ VOCAB, DIM = 11, 4
 class Layer(nn.Module):
     """Hidden matrices; the first has the shape of an embedding of `hidden` entries."""
 
-    def __init__(self, hidden: int = 16) -> None:
+    def __init__(self, hidden=16):
         super().__init__()
         self.up, self.down = nn.Linear(DIM, hidden), nn.Linear(hidden, DIM)
 
@@ -22,7 +22,7 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """A typical model without any attributes."""
 
-    def __init__(self, *, hidden: int = 16, tied: bool = False, head: str = "readout") -> None:
+    def __init__(self, *, hidden=16, tied=False, head="readout"):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCAB, DIM), nn.Embedding(16, DIM)
         self.layers = nn.ModuleList([Layer(hidden)])
@@ -35,7 +35,7 @@ class GPT(nn.Module):
 class Wrapper(nn.Module):
     """Holds a model as data-parallel wrappers do."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self.module = module
 
@@ -43,18 +43,18 @@ class Wrapper(nn.Module):
 class Compiled(nn.Module):
     """Holds a model as torch.compile does, without the seconds that importing it takes."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module):
         super().__init__()
         self._orig_mod = module
 
 
-def recognised(*chunks: nn.Module, **options: object) -> dict[str, bool]:
+def recognised(*chunks, **options):
     """The embeddings and outputs by name, and whether each is a guess."""
-    metas = describe(chunks, **options).values()  # type: ignore[arg-type]
+    metas = describe(chunks, **options).values()
     return {str(meta.id): bool(meta.guess) for meta in metas if meta.is_embedding_or_output}
 
 
-def moved_by_muon(*chunks: nn.Module) -> set[str]:
+def moved_by_muon(*chunks):
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     groups = get_param_groups(chunks, config, get_matrix_rule_overrides(config))
     return {str(id) for group in groups if group["optimizer"] == "muon" for id in group["param_ids"]}
@@ -63,11 +63,7 @@ def moved_by_muon(*chunks: nn.Module) -> set[str]:
 HIDDEN = {"layers.0.up.weight", "layers.0.down.weight"}
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda model: model, Wrapper, Compiled, lambda model: Wrapper(Compiled(model))],
-    ids=["plain", "wrapped", "compiled", "compiled and wrapped"],
-)
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper, Compiled, lambda model: Wrapper(Compiled(model))])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_muon_moves_hidden_matrices_only_though_nothing_is_marked(wrap, device):
     # Embeddings and heads of every stock torch model were orthogonalised, without a word.
@@ -89,12 +85,12 @@ def test_hidden_matrices_are_moved_whatever_their_shape_and_whether_the_head_is_
     assert moved_by_muon(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))) == {"0.weight", "2.weight"}
 
 
-def stage(**modules: nn.Module) -> nn.Module:
+def stage(**modules):
     return nn.ModuleDict(modules)
 
 
 class Named(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pos_embed, self.weights = nn.Parameter(torch.zeros(16, DIM)), nn.Parameter(torch.zeros(16, DIM))
 
@@ -113,11 +109,8 @@ RECOGNISED = {
     "a projection called output": (stage(attention=stage(output=nn.Linear(DIM, DIM)), layer=Layer()), {}),
     "a parameter called as an embedding": (Named(), {"pos_embed": True}),
     **{
-        f"a stage whose head is called {name}": (
-            stage(layer=Layer(), **{name: nn.Linear(DIM, VOCAB)}),
-            {f"{name}.weight": True},
-        )
-        for name in ("lm_head", "output_layer", "head", "unembed", "output")
+        f"a stage whose head is called {n}": (stage(layer=Layer(), **{n: nn.Linear(DIM, VOCAB)}), {f"{n}.weight": True})
+        for n in ("lm_head", "output_layer", "head", "unembed", "output")
     },
 }
 
@@ -129,21 +122,21 @@ def test_embeddings_and_outputs_are_recognised(model, expected):
 
 def test_what_the_model_names_as_its_embeddings_is_taken_at_its_word():
     class HuggingFaceLike(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.table, self.layer, self.odd = nn.Linear(VOCAB, DIM), Layer(), nn.Linear(2 * DIM, VOCAB)
 
-        def get_input_embeddings(self) -> nn.Module:
+        def get_input_embeddings(self):
             return self.table
 
-        def get_output_embeddings(self) -> nn.Module:
+        def get_output_embeddings(self):
             return self.odd
 
     class Bare(HuggingFaceLike):
-        def get_input_embeddings(self) -> nn.Module:
+        def get_input_embeddings(self):
             raise NotImplementedError
 
-        def get_output_embeddings(self) -> None:
+        def get_output_embeddings(self):
             return None
 
     assert recognised(Wrapper(HuggingFaceLike())) == {"table.weight": False, "odd.weight": False}
@@ -176,9 +169,6 @@ def test_decoupled_rates_reach_unmarked_embeddings():
 def test_an_override_of_the_callers_wins_over_the_scalar_optimizer():
     config = OptimizerConfig(optimizer="muon", lr=1e-2)
     overrides = {ParamKey(name="tokens.*"): {"optimizer": "lion"}, **get_matrix_rule_overrides(config)}
-    rule_of = {
-        str(id): group["optimizer"]
-        for group in get_param_groups([GPT()], config, overrides)
-        for id in group["param_ids"]
-    }
+    groups = get_param_groups([GPT()], config, overrides)
+    rule_of = {str(id): group["optimizer"] for group in groups for id in group["param_ids"]}
     assert (rule_of["tokens.weight"], rule_of["positions.weight"]) == ("lion", "adam")
