@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -169,32 +168,23 @@ def test_tiny_gradients_are_clipped_as_torch_clips_them():
     # torch divides by the norm + 1e-6, which norms of this size show.
     param, plain = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
     param.grad, plain.grad = torch.full((4,), 1e-6), torch.full((4,), 1e-6)
-    scale, _, _ = scaling_of([param], found_inf=None, loss_scale=None, max_norm=1e-6)
+    scale, skip, _ = scaling_of([param], found_inf=torch.tensor([1.0]), loss_scale=None, max_norm=1e-6)
     nn.utils.clip_grad_norm_([plain], 1e-6)
     optim.SGD([param], lr=1.0, max_norm=1e-6).step()
     torch.testing.assert_close(param.detach(), -plain.grad, rtol=1e-5, atol=0)
     assert float(scale) == pytest.approx(1 / 3, rel=1e-4)  # with capturable=True
+    assert bool(skip)  # another optimizer or rank found an overflow
+    assert not scaling_of([param], found_inf=torch.tensor([0.0]), loss_scale=None, max_norm=1e-6)[1]
     unclipped = optim.AdamW([param], max_norm=torch.inf)
     unclipped.step()
     assert unclipped.grad_norm == pytest.approx(2e-6)
 
 
-def test_an_overflow_that_the_scaler_found_skips_a_clipped_step():
-    # The local gradient is finite: `found_inf` may come from another optimizer or rank.
-    param = nn.Parameter(torch.ones(4))
-    optimizer: Any = optim.AdamW([param], max_norm=1.0)
-    param.grad = torch.ones(4)
-    for found in (1.0, 0.0):
-        optimizer.found_inf, optimizer.grad_scale = torch.tensor(found), torch.ones(())
-        _, skip, _ = scaling_of([param], found_inf=torch.tensor([found]), loss_scale=None, max_norm=1.0)
-        assert bool(skip) is bool(found)  # with capturable=True
-        optimizer.step()
-        assert torch.equal(param.detach(), torch.ones(4)) is bool(found)
-
-
-def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows():
+@pytest.mark.parametrize("max_norm", [None, 1e9])
+def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows(max_norm):
     ours, theirs = pair(), pair()
-    for params, optimizer in ((ours, optim.AdamW(ours, lr=1e-2)), (theirs, torch.optim.AdamW(theirs, lr=1e-2))):
+    optimizers = optim.AdamW(ours, lr=1e-2, max_norm=max_norm), torch.optim.AdamW(theirs, lr=1e-2)
+    for params, optimizer in zip((ours, theirs), optimizers):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         for number in range(4):
             optimizer.zero_grad()
@@ -204,6 +194,10 @@ def test_the_grad_scaler_folds_its_scale_into_the_update_and_skips_overflows():
             scaler.update()
         assert scaler.get_scale() == 512.0
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    optimizers[0].found_inf, optimizers[0].grad_scale = torch.ones(()), torch.ones(())
+    before = [param.detach().clone() for param in ours]
+    optimizers[0].step()  # the local gradients are finite
+    assert same(before, ours)
 
 
 def test_a_closure_is_run_with_gradients_and_its_loss_returned():

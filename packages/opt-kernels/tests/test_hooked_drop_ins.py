@@ -167,7 +167,8 @@ def zeros(*shape):
 
 SCHEDULE_FREE = elementwise(FORMULAS["schedule_free"], backend="torch")
 OF_DROP_INS = [
-    (lambda: AdamW(zeros(16), weight_decay=0.0, hooks=(Hyperball(),)), "parameter of shape (16,): it is for matrices"),
+    (lambda: AdamW([model()[0].bias], weight_decay=0.0, hooks=(Hyperball(),)),
+     "parameter of shape (16,): it is for matrices"),
     (lambda: AdamW([model()[0].weight], hooks=(Hyperball(),)),
      "weight_decay=0.01: it keeps the norm instead of decaying it; set 0.0"),
     (lambda: AdamW(zeros(4, 4), weight_decay=0.0, hooks=(Hyperball(),)),

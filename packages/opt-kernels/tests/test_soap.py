@@ -126,7 +126,7 @@ def test_steps_follow_the_formula(kind, shape):
     # left to rounding. All in float64, so that what differs is the formula.
     rule, main = RULES[kind], tensor(*shape, seed=99).double()
     formula = ByFormula(rule, main)
-    state = {name: formula.states()[name].clone() for name in rule.init_state(main)}
+    state = {name: value.double().copy_(formula.states()[name]) for name, value in rule.init_state(main).items()}
     for step, grad in enumerate(grads_of(*shape, steps=9), start=2):
         advance(rule, main, state, [grad], first=step)
         formula.step(grad, step)
