@@ -83,18 +83,6 @@ def test_a_name_follows_from_the_keys_and_not_from_the_numbers():
     assert list(groups_of(Model(), one)) == list(groups_of(Model(), other, OptimizerConfig(lr=3.0)))
 
 
-def test_a_wrapped_model_has_the_same_ids():
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-    model = Model()
-    plain = get_param_groups([model], CONFIG, None)
-    wrapped = get_param_groups([Wrapper(Wrapper(model))], CONFIG, None)
-    assert [group["param_ids"] for group in wrapped] == [group["param_ids"] for group in plain]
-
-
 def test_a_module_of_that_name_is_no_wrapper_where_it_has_siblings():
     model = nn.ModuleDict({"module": nn.Linear(2, 2, bias=False), "head": nn.Linear(2, 2, bias=False)})
     assert [id.name for id in parameters_by_id([model])] == ["module.weight", "head.weight"]
