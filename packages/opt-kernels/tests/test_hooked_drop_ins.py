@@ -4,8 +4,6 @@ import copy
 import io
 import logging
 import re
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +24,8 @@ from opt_kernels.hooks import (
 )
 from opt_kernels.optim import SGD, AdamW, Muon
 from opt_kernels.rules import Adam as AdamRule
-from opt_kernels.rules import Needs, SOAPRule, elementwise
-from opt_kernels.works import Batch, Hyper, StateSpec, Work
+from opt_kernels.rules import SOAPRule, elementwise
+from opt_kernels.works import Batch, Hyper, Work
 
 
 def model():
@@ -140,27 +138,6 @@ def test_rows_of_a_convolution_are_centralized():
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strange:
-    """A rule whose step depends on the weights."""
-
-    name: str = "strange"
-    needs: Needs = Needs.ELEMENTS
-    state_specs: tuple[StateSpec, ...] = ()
-
-    @property
-    def codecs(self) -> dict[str, Any]:
-        return {}
-
-    def init_state(self, main):
-        return {}
-
-    def update_(self, batches, *, grad_scale=1.0, skip=None):
-        for hyper, works in batches:
-            for work in works:
-                work.main.sub_(hyper.lr * work.grad * work.main.abs())
-
-
 def zeros(*shape):
     return [nn.Parameter(torch.zeros(shape))]
 
@@ -189,7 +166,6 @@ OF_RULES = [
     (AdamRule(), [RowFloor(0.5), ClipUpdateRms()], "which changes the update's norm"),
     (AdamRule(), [Hyperball(), RowFloor(0.5)], "which changes the update's norm"),
     (AdamRule(), [RelativeUpdate(), Hyperball()], "sets the update's norm itself"),
-    (Strange(), [ClipUpdateRms()], "needs an update of the form p - lr u"),
     (SOAPRule(), [ClipUpdateRms()], "whose first step changes no weights, not even by weight decay"),
     (elementwise(FORMULAS["adan"]), [RelativeUpdate()], "whose weight decay is neither"),
     (hooked(AdamRule(), [CautiousDecay()]), [ClipUpdateRms()], "already has (CautiousDecay(),)"),

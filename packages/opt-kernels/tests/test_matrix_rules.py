@@ -34,6 +34,7 @@ RULES = {
     "muon, int8": replace(EXACT, momentum_buffer_dtype=torch.int8),
     **{method.value: AdaptiveMuonRule(muon=EXACT, second_moment=method) for method in SecondMoment},
     "normuon, columns": AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=Lines.COLS),
+    "normuon, longer": AdaptiveMuonRule(muon=EXACT, second_moment=SecondMoment.NORMUON, lines=Lines.LONGER),
     "soap, plain": SOAPRule(use_kl_shampoo=False),
     "soap": SOAPRule(),
     "soap, one side": SOAPRule(one_sided=True),

@@ -186,17 +186,6 @@ def test_steps_follow_the_formula(method, lines, shape, backend):
         torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("lines", Lines)
-def test_normuon_keeps_one_number_for_each_line(lines):
-    rule = AdaptiveMuonRule(muon=EXACT, second_moment=NORMUON, lines=lines)
-    for shape in OF_ADAPTIVE:
-        state = rule.init_state(tensor(*shape))
-        (name,) = state.keys() - {"momentum_buffer"}
-        optional = {spec.name: spec.optional for spec in rule.state_specs}
-        assert optional[name] is (lines is Lines.LONGER)
-        assert state[name].shape == ({Lines.ROWS: shape[0], Lines.COLS: shape[1], Lines.LONGER: max(shape)}[lines],)
-
-
 def test_an_unequal_part_of_a_matrix_is_refused_by_namo():
     rule, main = AdaptiveMuonRule(second_moment=NAMO), tensor(5, 8)
     matrix = MatrixSpec(part=MatrixPart("w", (8, 8), 0))
