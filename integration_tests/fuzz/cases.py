@@ -77,8 +77,6 @@ class Grid:
 
 
 class Place(NamedTuple):
-    """One rank's index on every axis."""
-
     tp: int
     replica: int
     stage: int
@@ -90,8 +88,6 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter of the whole model."""
-
     name: str
     shape: tuple[int, ...]
     number: int  # position in the model; decides on the stage and the chunk
@@ -179,8 +175,6 @@ class Mistake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One composition."""
-
     seed: int
     rule: str = "adam"
     numbers: str = "fp32"
@@ -225,11 +219,9 @@ class Case:
         return self.resume if self.resume is not None and step >= self.resume_at else self.setup
 
     def overrides_of(self, param: Param) -> Mapping[str, Any]:
-        """The entries of the parameter's own override."""
         return MappingProxyType(dict(dict(self.overrides or ()).get(param.name, ())))
 
     def rule_of(self, param: Param) -> str:
-        """The rule that moves the parameter."""
         is_left_out = self.rule in MATRIX_RULES and (len(param.shape) != 2 or param.embedding)
         return str(self.overrides_of(param).get("optimizer", "adam" if is_left_out else self.rule))
 
@@ -249,7 +241,6 @@ class Case:
 
 
 def is_held(param: Param, place: Place, grid: Grid) -> bool:
-    """Whether the rank has a part of the parameter."""
     if param.tied:
         return place.stage in (0, grid.pp - 1)
     return param.number % grid.pp == place.stage and (param.expert is None or param.expert % grid.ep == place.ep)
@@ -285,7 +276,6 @@ def num_replicas(param: Param, grid: Grid) -> int:
 
 
 def is_used(case: Case, param: Param, *, step: int, microbatch: int, replica: int) -> bool:
-    """Whether that replica's forward uses the parameter."""
     return not any(
         skip.param == param.name
         and skip.step == step

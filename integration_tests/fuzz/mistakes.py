@@ -15,8 +15,6 @@ from fuzz.cases import MATRIX_RULES, Case, Mistake, is_trained
 
 
 class Kind(NamedTuple):
-    """One kind of mistake."""
-
     reason: str  # why it cannot be right
     fits: Callable[[Case], bool]  # whether it is a mistake in this case
     mistake: Mistake
@@ -119,7 +117,6 @@ KINDS = (
 
 
 def with_mistake(rng: random.Random, case: Case) -> Case:
-    """The case with a mistake that fits it; unchanged if none does."""
     fitting = [kind.mistake for kind in KINDS if kind.fits(case)]
     if not fitting:
         return case

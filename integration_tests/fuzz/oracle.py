@@ -72,7 +72,6 @@ class LossScale:
 
 
 def expect(case: Case) -> list[ExpectedStep]:
-    """Every step of the case."""
     held = {
         param.name: Expected(first_weight(case, param), torch.zeros(param.shape, dtype=torch.float64))
         for param in case.params
@@ -83,7 +82,6 @@ def expect(case: Case) -> list[ExpectedStep]:
 
 
 def first_weights(case: Case) -> Weights:
-    """Before the first step."""
     found = {param.name: first_weight(case, param) for param in case.params}
     return {name: (value, torch.zeros_like(value)) for name, value in found.items()}
 
@@ -331,7 +329,6 @@ def _directions(param: Param, x: Tensor) -> Tensor:
 
 
 def _orthogonal(x: Tensor) -> Tensor:
-    """Newton-Schulz with the five quintic steps."""
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp_min(1e-7)

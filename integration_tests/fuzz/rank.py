@@ -26,8 +26,6 @@ from opt_stack import Optimizer, get_optimizer, get_optimizer_based_on_param_gro
 
 @dataclass(slots=True, kw_only=True)
 class SeenStep:
-    """One rank's results of one step."""
-
     success: bool
     norm: float
     zeros: int | None
@@ -83,7 +81,6 @@ class Chunk(nn.Module):
 
 
 def _mark(weight: nn.Parameter, param: Param, pieces: int, *, is_copy: bool) -> None:
-    """Mark the parameter with Megatron-Core's attributes."""
     marks: tuple[tuple[bool, dict[str, Any]], ...] = (
         (pieces > 1, {"tensor_model_parallel": True, "partition_dim": param.cut}),
         (param.expert is not None, {"allreduce": False}),
@@ -113,7 +110,6 @@ class Run:
         self.optimizer = self._optimizer()
 
     def step(self, step: int, *, looks: bool) -> SeenStep:
-        """One iteration: forwards and backwards, the step, zeros."""
         loss = sum(self._microbatch(step, number) for number in range(self.setup.microbatches))
         self._prepare(step)
         for group in self.optimizer.param_groups if self.case.schedules else ():
@@ -135,7 +131,6 @@ class Run:
         return [model for model in self.models if isinstance(model, DistributedDataParallel)]
 
     def _prepare(self, step: int) -> None:
-        """Prepare gradients between backward and the step."""
         if "reduces before the step" in self.case.habits:
             for wrapper in self.wrappers:
                 wrapper.start_grad_sync()
@@ -144,7 +139,6 @@ class Run:
         self._finalize(step)
 
     def _stepped(self) -> StepResult:
-        """One step, whole or by halves."""
         optimizer = self.optimizer
         if "steps by halves" not in self.case.habits:
             return optimizer.step()
@@ -175,18 +169,15 @@ class Run:
         return is_held(param, self.place, self.setup.grid)
 
     def weight(self, param: Param) -> nn.Parameter:
-        """This rank's part."""
         found = self.nets[cases.chunk_of(param, self.setup)].get_parameter(f"{param.name}.weight")
         assert isinstance(found, nn.Parameter)
         return found
 
     def complete(self) -> None:
-        """Waits for parameters on their way."""
         for wrapper in self.wrappers:
             wrapper.finish_param_sync()
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parts, complete."""
         self.complete()
         return {name: _whole(module.weight) for net in self.nets for name, module in net.named_children()}
 
@@ -346,7 +337,6 @@ def ddp_config(case: Case, setup: Setup, rank: int) -> DistributedDataParallelCo
 
 
 def lay_out(case: Case, setup: Setup, net: nn.Module) -> None:
-    """Make DTensors of the parameters of `net`, each in a module of its name."""
     grid = setup.grid
     if setup.layout in ("fsdp2", "hsdp"):
         sizes = {"dp": grid.dp} if setup.layout == "fsdp2" else {"replicate": 2, "shard": grid.dp // 2}

@@ -114,8 +114,6 @@ def process_groups(grid: Grid, rank: int) -> ProcessGroups:
 
 
 class ThreadGroups:
-    """The groups of a grid of threads."""
-
     def __init__(self, grid: Grid, *, late: bool):
         self.grid = grid
         self.worlds: list[World] = []
@@ -124,7 +122,6 @@ class ThreadGroups:
         self._comms["everyone"] = self._made([list(range(grid.size))], late)
 
     def _made(self, groups: list[list[int]], late: bool) -> dict[int, Comm]:
-        """Each rank's view of its group."""
         found: dict[int, Comm] = {}
         for members in groups:
             if len(members) == 1:
@@ -136,7 +133,6 @@ class ThreadGroups:
         return found
 
     def abort(self) -> None:
-        """Stop every rank that waits for another."""
         for world in self.worlds:
             world.barrier.abort()
 
@@ -187,8 +183,6 @@ class LateComm:
 
 
 class _Delivery:
-    """A result on its way to `target`."""
-
     def __init__(self, target: Tensor, result: Tensor):
         self.target, self.result, self.has_arrived = target, result, False
         _poison_(target)

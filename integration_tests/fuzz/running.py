@@ -44,7 +44,6 @@ def failures(case: Case) -> list[str]:
 
 
 def _unless_refused(by_rank: Sequence[Any], mistake: Mistake) -> list[str]:
-    """Failures to refuse a mistake."""
     quiet = [rank for rank, seen in enumerate(by_rank) if not (isinstance(seen, Failed) and seen.is_refusal)]
     if not quiet and any(mistake.words in failed.text for failed in by_rank):
         return []
@@ -73,7 +72,6 @@ def report(case: Case, found: Sequence[str]) -> str:
 
 
 def check_seed(seed: int) -> str | None:
-    """The report of a seed whose case fails."""
     found = failures(case := draw(seed))
     return report(case, found) if found else None
 
@@ -171,7 +169,6 @@ def first_part(case: Case, rank: int, groups: Groups, path: str) -> list[SeenSte
 
 
 def second_part(case: Case, rank: int, groups: Groups, path: str) -> list[SeenStep]:
-    """The load, and the steps after it."""
     assert case.resume is not None
     run = Run(case, case.resume, rank, groups, moved=1.0)
     load_run(run, path, _everyone(groups))

@@ -28,7 +28,6 @@ def save_run(run: Run, path: str, everyone: Comm | None) -> None:
 
 
 def load_run(run: Run, path: str, everyone: Comm | None) -> None:
-    """Sets model and optimizer to what was saved, on whatever ranks it was."""
     mine = sharded(run)
     dtype: Any = "exact" if run.case.resume_numbers is None else "cast"
     if everyone is None:
@@ -51,7 +50,6 @@ def _joined(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def sharded(run: Run) -> dict[str, Any]:
-    """Sharded state of model and optimizer."""
     if run.setup.layout != "plain":
         model = {name: value for net in run.nets for name, value in sharded_model(net).items()}
     else:

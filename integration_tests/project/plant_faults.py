@@ -114,7 +114,6 @@ def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def faults_in(source: str, file: str) -> list[Fault]:
-    """All faults of a file."""
     lines = [0, *accumulate(len(line.encode()) for line in source.splitlines(keepends=True))]
     text, found = source.encode(), []
     for node in runtime_nodes(ast.parse(source)):

@@ -255,7 +255,6 @@ BUILDS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def build_all() -> dict[str, str]:
-    """The message of each rank, by build."""
     return {name: refusal(build) for name, (build, _) in BUILDS.items()}
 
 

@@ -46,8 +46,6 @@ class Case(NamedTuple):
 
 
 class Run:
-    """A model and its optimizer."""
-
     def __init__(self, options: dict[str, Any]):
         self.model = Tiny().to(torch.bfloat16 if "bf16" in options else torch.float32)
         if FSDP2 in options and dist.is_initialized():

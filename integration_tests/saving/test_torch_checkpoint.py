@@ -82,7 +82,6 @@ class Run:
         self.optimizer.zero_grad()
 
     def finish(self) -> Weights:
-        """The weights after the last steps."""
         self.train(BEFORE, BEFORE + AFTER)
         found = {name: param.detach() for name, param in self.model.named_parameters()}
         return {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in found.items()}

@@ -32,8 +32,6 @@ QKV = (2, 1, 1)
 
 
 class Net(nn.Module):
-    """Matrices, and a vector."""
-
     def __init__(self, shapes: Shapes, seed: int):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)

@@ -23,8 +23,6 @@ EXPERT: Mapping[str, Shape] = {"up": Shape((8, 4), 0), "bias": Shape((7,), None)
 
 
 class Place(NamedTuple):
-    """Where one of the ranks of a grid is."""
-
     tp: Comm
     dp: Comm
     expert_dp: Comm
