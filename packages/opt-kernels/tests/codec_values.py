@@ -52,16 +52,6 @@ def split(main: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return weight, rest
 
 
-def of_size(size: float, *, signed: bool) -> Tensor:
-    """Values over six decades below `size`, a seventh of them zero, the first a negative zero."""
-    numel, generator = 128 * 40 + 37, torch.Generator().manual_seed(0)
-    x = torch.rand(numel, generator=generator) * 10 ** (-6 * torch.rand(numel, generator=generator))
-    x[::7] = 0.0
-    x[1::2] *= -1 if signed else 1
-    x[0] = -0.0
-    return x * size
-
-
 def near_ties() -> Tensor:
     """Groups of 128: a largest value, then values half way between two codes of any codec, and their neighbours."""
     halves = torch.arange(255 * 4).double().add(0.5) / (255 * 4)
@@ -86,17 +76,3 @@ def single_ties(groups: int, *, signed: bool) -> Tensor:
     x[:, 0] = torch.rand(groups, generator=generator) + 0.5
     x[:, 1::32] = x[:, :1] * share * (1 + units * 2.0**-24)
     return (x if signed else x.double().square().float()).flatten()
-
-
-def companded_ties(exponent: int, *, num_groups: int) -> Tensor:
-    """Groups of 128 with a largest value in [2^exponent, 2^(exponent + 1)), the others within two units of a tie
-    between two codes of `Companded`. (128 num_groups,) float32."""
-    generator = torch.Generator().manual_seed(0)
-    units = torch.randint(2**23, 2**24, (num_groups, 1), generator=generator).double()
-    largest = torch.ldexp(units, torch.tensor(exponent - 23))
-    code = torch.randint(127, (num_groups, 127), generator=generator)
-    tie = (largest * (2 * code + 1) / (507 - 2 * code)).float()
-    near = tie.view(torch.int32) + torch.randint(-2, 3, tie.shape, generator=generator, dtype=torch.int32)
-    x = torch.cat([largest.float(), near.clamp(min=0).view(torch.float32).minimum(largest.float())], 1).flatten()
-    x[1::3] *= -1
-    return x

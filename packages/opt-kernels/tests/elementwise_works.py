@@ -22,14 +22,14 @@ from opt_kernels.works import Batch, Hyper, Work
 Make = Callable[..., Rule]
 HYPER = Hyper(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, momentum=0.8)
 RULES: Mapping[str, Make] = {
-    "adamw": lambda **options: Adam(**options),
+    "adamw": Adam,
     "adam-l2": lambda **options: Adam(decoupled=False, **options),
     "adamw-te": lambda **options: Adam(order="te", **options),
-    "sgd": lambda **options: SGD(**options),
+    "sgd": SGD,
     "sgd-nesterov": lambda **options: SGD(nesterov=True, **options),
     "sgd-dampening": lambda **options: SGD(dampening=0.3, **options),
     "sgd-plain": lambda **options: SGD(momentum_buffer=False, **options),
-    "lion": lambda **options: Lion(**options),
+    "lion": Lion,
 }
 
 
@@ -70,7 +70,6 @@ KEPT: Mapping[str, Kept] = {
     "short-remainder": Kept(main=None, out=torch.bfloat16, remainder=torch.int8),
     "bf16": Kept(main=torch.bfloat16, grad=torch.bfloat16),
 }
-ON_RULES = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
 NEEDS_COMPILER = pytest.mark.skipif(not usable(), reason="no C++ compiler here")
 NEEDS_TRITON = [
     pytest.mark.needs_extra,
@@ -122,18 +121,9 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, steps: int = 3) -> lis
     return [(n[0] * torch.exp(n[1]) * k).bfloat16().to(dtype) for n, k in zip(noise, kept)]
 
 
-def run(
-    rule: Rule,
-    work: Work,
-    grads: list[Tensor] | None = None,
-    *,
-    scale: float | Tensor = 1.0,
-    steps: int = 3,
-    **hyper: Any,
-) -> Work:
+def run(rule: Rule, work: Work, grads: Any = None, *, scale: Any = 1.0, steps: int = 3, **hyper: Any) -> Work:
     """`work` after steps with these gradients, or with so many."""
-    grads = gradients(tuple(work.grad.shape), work.grad.dtype, steps) if grads is None else grads
-    for step, grad in enumerate(grads, start=1):
+    for step, grad in enumerate(grads or gradients(tuple(work.grad.shape), work.grad.dtype, steps), start=1):
         work = replace(work, grad=grad.to(work.grad))
         rule.update_([Batch(replace(HYPER, step=step, **hyper), [work])], grad_scale=scale)
     return work
@@ -148,6 +138,15 @@ def work_of(rule: Rule, numel: int = 1025, kept: str = "fp32-out16-g16", backend
     """A work before its first step, with a gradient."""
     work = KEPT[kept].work(rule, start_of((numel,), backend))
     return replace(work, grad=gradients((numel,), KEPT[kept].grad)[0].to(device_of(backend)))
+
+
+def shifted(work: Work, offset: int = 3) -> Work:
+    """The same values, `offset` elements after an aligned address."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
+
+    return mapped(work, lambda name, tensor: moved(tensor))
 
 
 def assert_same(one: Work, other: Work) -> None:
@@ -173,13 +172,14 @@ def main_of(work: Work) -> Tensor:
     return join(work.out, work.remainder).double().cpu()
 
 
+def mapped(work: Work, function: Callable[[str, Tensor], Tensor]) -> Work:
+    """`work` with the results of a function of the name and the tensor."""
+    state = {name: function(name, tensor) for name, tensor in work.state.items()}
+    others = {name: getattr(work, name) for name in ("grad", "main", "out", "remainder")}
+    return replace(work, state=state, **{name: None if t is None else function(name, t) for name, t in others.items()})
+
+
 def cut(work: Work, part: slice, block: int = 1) -> Work:
     scales = slice(part.start // block, -(-part.stop // block))
-    return Work(
-        grad=work.grad[part],
-        main=None if work.main is None else work.main[part],
-        out=None if work.out is None else work.out[part],
-        remainder=None if work.remainder is None else work.remainder[part],
-        state={name: t[scales] if name.endswith("_scale") else t[part] for name, t in work.state.items()},
-        first=work.first + part.start,
-    )
+    pieces = mapped(work, lambda name, tensor: tensor[scales if name.endswith("_scale") else part])
+    return replace(pieces, first=work.first + part.start)

@@ -7,7 +7,7 @@ import torch
 from codec_values import CODECS, EVERY_UPPER_HALF, INF_WORD, ON_CODECS, at_ties, split
 from torch import Tensor
 
-from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, join, narrow, scale_name, split_
+from opt_kernels.codecs import CodecError, StateCodec, codec_for, init_state, join, narrow, scale_name
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SIZES = [0, 1, 63, 127, 128, 129, 1025]
@@ -23,7 +23,6 @@ def stored(codec: StateCodec, values: Tensor) -> dict[str, Tensor]:
 
 
 def read(codec: StateCodec, state: dict[str, Tensor]) -> Tensor:
-    """What the codec kept, in float32."""
     values = torch.full(state["x"].shape, torch.nan)
     codec.decode_(values, state["x"], state.get(scale_name("x")))
     return values
@@ -37,21 +36,20 @@ def sample(numel: int, *, signed: bool) -> Tensor:
 
 
 def largest_of_block(values: Tensor) -> Tensor:
-    """For each element the largest size in its block of 128."""
     return torch.cat([part.abs().max().expand_as(part) for part in torch.split(values, 128) if part.numel()])
 
 
-@pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("name", ["fp32", "bf16", *ERRORS])
-def test_a_float_code_is_the_number_rounded(name: str, numel: int) -> None:
-    x = sample(numel, signed=True)
+def test_a_float_code_is_the_number_rounded(name: str) -> None:
     plain = {"fp32": (torch.float32, 0.0), "bf16": (torch.bfloat16, 2.0**-8)}
     codec = codec_for("x", plain[name][0], signed=True) if name in plain else CODECS[f"{name}-signed"][0]
     relative, floor = ERRORS.get(name, (plain.get(name, (None, 0.0))[1], 0.0))
-    allowed = relative * x.abs()
-    if codec.block and numel:
-        allowed = torch.maximum(allowed, largest_of_block(x) * floor / 2)
-    assert ((read(codec, stored(codec, x)) - x).abs() <= allowed).all()
+    for numel in SIZES:
+        x = sample(numel, signed=True)
+        allowed = relative * x.abs()
+        if codec.block and numel:
+            allowed = torch.maximum(allowed, largest_of_block(x) * floor / 2)
+        assert ((read(codec, stored(codec, x)) - x).abs() <= allowed).all(), numel
 
 
 @pytest.mark.parametrize("numel", SIZES[1:])
@@ -73,29 +71,27 @@ def test_8_bit_means_are_denser_near_zero_and_8_bit_squares_are_rounded_roots(nu
 def test_only_zeros_are_stored_as_zeros(codec: StateCodec, signed: bool) -> None:
     for numel in SIZES:
         assert not read(codec, stored(codec, torch.zeros(numel))).any()
-        # A regression: raising small codes to the smallest was done in place, before zeros were set apart from them.
         values = sample(numel, signed=signed)
         assert not read(codec, stored(codec, values))[values == 0].any()
     assert signed or (read(codec, stored(codec, torch.logspace(-30, 0, 256))) > 0).all()
 
 
 @ON_CODECS
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_what_is_not_finite_spoils_its_block_and_no_other(codec: StateCodec, signed: bool, bad: float) -> None:
-    x = torch.rand(384) + 0.5
-    x[130] = bad
-    back = read(codec, stored(codec, x))
-    assert back[128:256].isnan().all()
-    assert back[:128].isfinite().all()
-    assert back[256:].isfinite().all()
+def test_what_is_not_finite_spoils_its_block_and_no_other(codec: StateCodec, signed: bool) -> None:
+    for bad in (torch.inf, torch.nan):
+        x = torch.rand(384) + 0.5
+        x[130] = bad
+        lost = read(codec, stored(codec, x)).isfinite().logical_not().nonzero().flatten()
+        assert lost.tolist() == [*range(128, 256)]
+        assert read(codec, stored(codec, x))[lost].isnan().all()
 
 
 @ON_CODECS
-@pytest.mark.parametrize("size", [1e-45, 1e-38, 1e-30, 1e30, 2.9e38])  # e5m2 rounds the root of 3e38 up to 2^64
-def test_blocks_of_any_size_survive(codec: StateCodec, signed: bool, size: float) -> None:
-    back = read(codec, stored(codec, torch.full((128,), size)))
-    assert back.isfinite().all()
-    assert size < 1e-30 or torch.allclose(back, torch.tensor(size), rtol=2.0**-3)
+def test_blocks_of_any_size_survive(codec: StateCodec, signed: bool) -> None:
+    for size in (1e-45, 1e-38, 1e-30, 1e30, 2.9e38):  # e5m2 rounds the root of 3e38 up to 2^64
+        back = read(codec, stored(codec, torch.full((128,), size)))
+        assert back.isfinite().all(), size
+        assert size < 1e-30 or torch.allclose(back, torch.tensor(size), rtol=2.0**-3), size
 
 
 @ON_CODECS
@@ -141,8 +137,7 @@ def in_24_bits(value: float) -> float:
         return float("nan")
     low, upper = magnitude & 0xFF, magnitude >> 8
     upper += low > 0x80 or (low == 0x80 and upper % 2)
-    found: float = struct.unpack("<f", struct.pack("<I", sign << 31 | upper << 8))[0]
-    return found
+    return float(struct.unpack("<f", struct.pack("<I", sign << 31 | upper << 8))[0])
 
 
 def test_the_8_bit_remainder_keeps_24_bits() -> None:
@@ -158,36 +153,22 @@ def test_the_8_bit_remainder_keeps_24_bits() -> None:
     keeps = weight.isfinite() & main.isfinite()  # the weight is the nearest bfloat16 number
     off, unit = (weight.float() - value)[keeps].abs(), torch.frexp(weight[keeps].float())[1] - 8
     assert (off <= torch.ldexp(torch.tensor(0.5), unit.clamp(min=-133))).all()
-    weight, bits = split(torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf]), torch.int8)
-    assert weight[:2].isnan().all()
-    assert weight[2:].tolist() == [torch.inf, -torch.inf]
+    weight, bits = split(torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan]), torch.int8)
+    assert weight[:2].tolist() == [torch.inf, -torch.inf]
     assert not bits.any()
     payload = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
-    assert split(payload, torch.int8)[0].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", narrow.REMAINDERS, ids=str)
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (), (5, 7)], ids=str)
-def test_remainders_of_any_shape_and_order_of_dimensions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    main = torch.randn(shape)
-    flat = join(*split(main.reshape(-1), dtype)).view(shape)
-    assert torch.equal(join(*split(main, dtype)), flat)
-    if main.dim() == 2:
-        weight, bits = torch.empty(shape[::-1], dtype=torch.bfloat16).t(), torch.empty(shape, dtype=dtype)
-        split_(weight, bits, main)
-        assert torch.equal(join(weight, bits), flat)
+    assert torch.cat([weight[2:], split(payload, torch.int8)[0]]).isnan().all()
 
 
 # --- stochastic rounding ----------------------------------------------------------------------------------------------
 
 
-def rounded(x: Tensor) -> Tensor:
-    found = torch.empty_like(x, dtype=torch.bfloat16)
-    narrow.round_(found, x, first=0, step=1)
-    return found
-
-
 def test_stochastic_rounding_is_unbiased_and_casts_what_is_not_finite() -> None:
+    def rounded(x: Tensor) -> Tensor:
+        found = torch.empty_like(x, dtype=torch.bfloat16)
+        narrow.round_(found, x, first=0, step=1)
+        return found
+
     numel, fraction = 1 << 16, 0x3000 / 0x10000
     found = rounded(torch.full((numel,), 1.0) + fraction * 2.0**-7)
     assert set(found.tolist()) == {1.0, 1.0078125}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import run_processes
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from opt_kernels import optim
@@ -17,10 +17,17 @@ from opt_kernels.hooks import CautiousDecay, CautiousUpdate, CentralizeGradient,
 WORLD = 2
 
 
-def _steps(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: Sequence[torch.Tensor]) -> None:
+def _sharded(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> torch.nn.Parameter:
+    return torch.nn.Parameter(distribute_tensor(tensor, mesh, [placement]))
+
+
+def _steps(optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole of the parameter after a step with each of the whole gradients."""
     for grad in grads:
-        param.grad = grad
+        is_whole = not isinstance(param.data, DTensor)
+        param.grad = grad if is_whole else distribute_tensor(grad, param.data.device_mesh, param.data.placements)
         optimizer.step()
+    return param.data.full_tensor() if isinstance(param.data, DTensor) else param.detach()
 
 
 def _check_numbers(mesh: DeviceMesh) -> None:
@@ -58,46 +65,33 @@ def _check_strided_shards(mesh: DeviceMesh) -> None:
 def _check_stochastic_rounding(mesh: DeviceMesh) -> None:
     """Shards are rounded to the bits of the whole: elements were numbered by shard, and the second half differed."""
     torch.manual_seed(1)
-    starts = [torch.randn(shape).bfloat16() for shape in ((64, 256), (65, 64), (192, 128))]
-    grads = [torch.randn_like(start) for start in starts]
-    for placements in ([Shard(0)] * 3, [Shard(1), Shard(0), Shard(1)]):
-        whole = [torch.nn.Parameter(start.clone()) for start in starts]
-        parts = [torch.nn.Parameter(distribute_tensor(s, mesh, [p])) for s, p in zip(starts, placements)]
-        one, other = (optim.AdamW(params, lr=1e-2, stochastic_rounding=True) for params in (whole, parts))
-        for _ in range(3):
-            for a, b, grad, placement in zip(whole, parts, grads, placements):
-                a.grad, b.grad = grad, distribute_tensor(grad, mesh, [placement])
-            one.step()
-            other.step()
-        for a, b in zip(whole, parts):
-            assert isinstance(b.data, DTensor)
-            assert torch.equal(b.data.full_tensor(), a.detach()), placements
-    columns = torch.nn.Parameter(distribute_tensor(starts[0], mesh, [Shard(1)]))
+    for shape, dim in (((64, 256), 0), ((64, 256), 1), ((65, 64), 0), ((192, 128), 1)):
+        start, grads = torch.randn(shape).bfloat16(), list(torch.randn(3, *shape).bfloat16())
+        found = [
+            _steps(optim.AdamW([param], lr=1e-2, stochastic_rounding=True), param, grads)
+            for param in (torch.nn.Parameter(start.clone()), _sharded(start, mesh, Shard(dim)))
+        ]
+        assert torch.equal(*found), (shape, dim)
     with pytest.raises(ValueError, match=r"share scales across rows, .* shard it by rows"):
-        optim.AdamW([columns], stochastic_rounding=True, exp_avg_dtype=torch.int8)
+        optim.AdamW([_sharded(start, mesh, Shard(1))], stochastic_rounding=True, exp_avg_dtype=torch.int8)
 
 
 def _check_hooks(mesh: DeviceMesh) -> None:
     """What needs a norm or a row that spans ranks is refused; replicas have the step of the whole."""
-    torch.manual_seed(2)
     start, grad = torch.randn(64, 6), torch.randn(64, 6)
     for hook in (ClipUpdateRms(), CautiousUpdate(), CentralizeGradient()):
         options: dict[str, Any] = {"hooks": (hook,), "backend": "torch"}
         for placement in (Shard(0), Shard(1)):
             with pytest.raises(HookError, match=r"span.* ranks, and this optimizer does not communicate"):
-                optim.AdamW([torch.nn.Parameter(distribute_tensor(start, mesh, [placement]))], **options)
-        whole = torch.nn.Parameter(start.clone())
-        replica = torch.nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
-        _steps(optim.AdamW([whole], **options), whole, [grad])
-        _steps(optim.AdamW([replica], **options), replica, [distribute_tensor(grad, mesh, [Replicate()])])
-        assert isinstance(replica.data, DTensor)
-        assert torch.equal(replica.data.to_local(), whole.detach())
+                optim.AdamW([_sharded(start, mesh, placement)], **options)
+        whole, replica = torch.nn.Parameter(start.clone()), _sharded(start, mesh, Replicate())
+        assert torch.equal(*(_steps(optim.AdamW([param], **options), param, [grad]) for param in (whole, replica)))
 
 
 def _check_matrices(mesh: DeviceMesh) -> None:
     """Matrices that a rank has a part of are refused by name; whole ones are moved."""
     net = torch.nn.Linear(6, 4, bias=False)
-    net.weight = torch.nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
+    net.weight = _sharded(net.weight.detach(), mesh, Shard(0))
     message = r"needs whole matrices, but this rank has only \(2, 6\) of 'weight' of shape \(4, 6\); replicate it"
     for kind in (optim.Muon, optim.AdaptiveMuon, optim.SOAP):
         for params in (net, net.named_parameters()):
@@ -105,42 +99,37 @@ def _check_matrices(mesh: DeviceMesh) -> None:
                 kind(params)
     with pytest.raises(ValueError, match=r"this rank has only .* of a parameter of shape \(4, 6\)"):
         optim.NAMO(net.parameters())
-    net.weight = torch.nn.Parameter(distribute_tensor(net.weight.full_tensor().detach(), mesh, [Replicate()]))
-    net.weight.grad = distribute_tensor(torch.ones(4, 6), mesh, [Replicate()])
-    optim.Muon(net).step()
+    net.weight = _sharded(net.weight.full_tensor().detach(), mesh, Replicate())
+    _steps(optim.Muon(net), net.weight, [torch.ones(4, 6)])
+
+
+def _check_resuming(mesh: DeviceMesh) -> None:
+    # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
+    start, grads = torch.randn(256, 5), list(torch.randn(3, 256, 5))
+    narrow = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
+    choices: list[dict[str, Any]] = [{}, narrow, {"hooks": (CautiousDecay(),), "backend": "torch"}]
+    for options in choices:
+        whole, param = torch.nn.Parameter(start.clone()), _sharded(start, mesh, Shard(0))
+        optimizer = optim.AdamW([param], **options)
+        _steps(optimizer, param, grads[:2])
+        saved = optimizer.state_dict()
+        exp_avg = saved["state"][0]["exp_avg"]
+        assert isinstance(exp_avg, DTensor)
+        assert (exp_avg.shape, exp_avg.placements) == ((256, 5), (Shard(0),))
+        resumed = optim.AdamW([param], **options)
+        resumed.load_state_dict(saved)
+        expected = _steps(optim.AdamW([whole], **options), whole, grads)
+        assert torch.equal(_steps(resumed, param, grads[2:]), expected)
+    with pytest.raises(ValueError, match="its norm spans ranks"):
+        optim.AdamW([param], max_norm=1.0).step()
 
 
 def _rank() -> None:
     mesh = init_device_mesh("cpu", (WORLD,))
     torch.manual_seed(0)
-    # 256 rows of 5: rank shards of 640 elements, a multiple of 64 and of a block.
-    start, grads = torch.randn(256, 5), [torch.randn(256, 5) for _ in range(3)]
-    narrow = {"exp_avg_dtype": torch.int8, "exp_avg_sq_dtype": torch.uint8}
-    choices: list[dict[str, Any]] = [{}, narrow, {"hooks": (CautiousDecay(),), "backend": "torch"}]
-    for options in choices:
-        whole = torch.nn.Parameter(start.clone())
-        _steps(optim.AdamW([whole], **options), whole, grads)
-        param = torch.nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
-        optimizer = optim.AdamW([param], **options)
-        sharded = [distribute_tensor(grad, mesh, [Shard(0)]) for grad in grads]
-        _steps(optimizer, param, sharded[:2])
-        saved = optimizer.state_dict()
-        exp_avg = saved["state"][0]["exp_avg"]
-        assert isinstance(exp_avg, DTensor)
-        assert exp_avg.shape == (256, 5)
-        assert exp_avg.placements == (Shard(0),)
-        resumed = optim.AdamW([param], **options)
-        resumed.load_state_dict(saved)
-        _steps(resumed, param, sharded[2:])
-        assert isinstance(param.data, DTensor)
-        assert torch.equal(param.data.full_tensor(), whole.detach())
-    _check_numbers(mesh)
-    _check_strided_shards(mesh)
-    _check_stochastic_rounding(mesh)
-    _check_hooks(mesh)
-    _check_matrices(mesh)
-    with pytest.raises(ValueError, match="its norm spans ranks"):
-        optim.AdamW([param], max_norm=1.0).step()
+    checks = (_check_numbers, _check_strided_shards, _check_stochastic_rounding, _check_hooks, _check_matrices)
+    for check in (*checks, _check_resuming):
+        check(mesh)
 
 
 def test_shards_move_as_the_whole_does() -> None:

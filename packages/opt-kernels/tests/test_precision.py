@@ -43,15 +43,13 @@ def as_torch_begins() -> Iterator[None]:
             switch.fp32_precision = "none"
 
 
-def set_newer(switch: Any) -> None:
-    switch.fp32_precision = "tf32"
-
-
 USERS = [
     pytest.param(lambda: None, id="nothing"),
     pytest.param(lambda: torch.set_float32_matmul_precision("high"), id="legacy"),
-    pytest.param(lambda: set_newer(torch.backends.cuda.matmul), id="newer-matmul", marks=needs_newer),
-    pytest.param(lambda: set_newer(torch.backends), id="newer-everything", marks=needs_newer),
+    pytest.param(
+        lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"), id="newer-matmul", marks=needs_newer
+    ),
+    pytest.param(lambda: setattr(torch.backends, "fp32_precision", "tf32"), id="newer-everything", marks=needs_newer),
 ]
 
 
@@ -62,9 +60,7 @@ class AsOnAGpu(TorchDispatchMode):
         super().__init__()
         self.in_tf32: list[bool] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in PRODUCTS and args[0].dtype is torch.float32:
             in_tf32 = settings()[1] == "tf32" if HAS_NEWER else settings()[0] != "highest"
             self.in_tf32.append(in_tf32)
@@ -79,7 +75,7 @@ def rounded(x: Tensor) -> Tensor:
     return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-RULES = {
+RULES: dict[str, tuple[Rule, list[bool]]] = {
     "muon": (MuonRule(backend="torch"), []),
     "muon-high": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGH), [True]),
     "muon-highest": (MuonRule(backend="torch", fp32_matmul_prec=MatmulPrecision.HIGHEST), [False]),
@@ -89,30 +85,25 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(("rule", "in_tf32"), RULES.values(), ids=RULES.keys())
 @pytest.mark.parametrize("user", USERS)
-def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_setting(
-    user: Callable[[], None], rule: Rule, in_tf32: list[bool]
-) -> None:
+def test_the_rule_decides_how_float32_products_are_done_and_leaves_the_users_setting(user: Callable[[], None]) -> None:
     # "mix of the legacy and new APIs": a user's fp32_precision = "tf32" made every step of Muon raise.
     user()
     before = settings()
-    with AsOnAGpu() as gpu:
-        moved(rule, tensor(24, 16), *grads_of(24, 16, steps=2))
-    assert sorted(set(gpu.in_tf32)) == in_tf32
-    assert settings() == before
+    for name, (rule, in_tf32) in RULES.items():
+        with AsOnAGpu() as gpu:
+            moved(rule, tensor(24, 16), *grads_of(24, 16, steps=2))
+        assert sorted(set(gpu.in_tf32)) == in_tf32, name
+        assert settings() == before, name
 
 
 @needs_newer
 def test_a_setting_that_was_inherited_still_follows_the_user_afterwards() -> None:
-    with fp32_products(MatmulPrecision.HIGH):
-        assert tf32_products()
-    torch.backends.fp32_precision = "tf32"
-    assert tf32_products()
-    with fp32_products(MatmulPrecision.HIGHEST):
-        assert not tf32_products()
-    torch.backends.fp32_precision = "ieee"
-    assert not tf32_products()
+    for users, wanted in (("tf32", MatmulPrecision.HIGHEST), ("ieee", MatmulPrecision.HIGH)):
+        with fp32_products(wanted):
+            assert tf32_products() is (wanted is MatmulPrecision.HIGH)
+        torch.backends.fp32_precision = users
+        assert tf32_products() is (users == "tf32")
 
 
 def test_threads_that_want_another_precision_wait_and_the_users_setting_survives_both() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from opt_kernels.quantized import RECIPES, QuantizationError, QuantizedTensor, is_quantized, quantize_linears_
 
-SHAPES = [(192, 160), (5, 64), (128, 128), (1, 32), (3, 130, 32), (7 * 32,)]
+ON_RECIPES = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -48,25 +48,28 @@ def expected(values: Tensor, recipe: str) -> Tensor:
     return found.float().view(values.shape)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_values_are_those_of_the_definition(recipe: str, shape: tuple[int, ...]) -> None:
-    values = normal(*shape) * torch.exp2(normal(*shape, seed=1) * 4)
-    made = QuantizedTensor.of(values, recipe)
+@ON_RECIPES
+def test_values_are_those_of_the_definition(recipe: str) -> None:
     # Dividing by a scale that is not a power of two in fp32 may round to the other side of a tie.
     rtol = 0.0 if recipe in ("blockwise", "mxfp8") else 2.0**-23
-    torch.testing.assert_close(made.values(), expected(values, recipe), rtol=rtol, atol=0.0)
-    assert made.codes.numel() == values.numel()
-    assert made.scales.numel() == made.num_scales == int(groups_of(recipe, shape).max()) + 1
-    assert RECIPES[recipe].num_bytes(shape) == made.codes.nbytes + made.scales.nbytes
+    for shape in [(192, 160), (5, 64), (128, 128), (1, 32), (3, 130, 32), (7 * 32,)]:
+        values = normal(*shape) * torch.exp2(normal(*shape, seed=1) * 4)
+        made = QuantizedTensor.of(values, recipe)
+        torch.testing.assert_close(made.values(), expected(values, recipe), rtol=rtol, atol=0.0)
+        assert made.codes.numel() == values.numel()
+        assert made.scales.numel() == made.num_scales == int(groups_of(recipe, shape).max()) + 1
+        assert RECIPES[recipe].num_bytes(shape) == made.codes.nbytes + made.scales.nbytes
+    for shape in [(0, 32), (3, 0), (0,)]:
+        empty = QuantizedTensor.of(torch.empty(shape), recipe)
+        empty.encode_(torch.empty(0), 0)
+        assert empty.values().shape == shape
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@ON_RECIPES
 @pytest.mark.parametrize("cuts", [(64,), (32, 1024), (64, 128, 192, 320, 12_800), (19_008,)], ids=str)
 def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]) -> None:
     values = normal(192, 160)
-    whole = QuantizedTensor.of(values, recipe)
-    parted = QuantizedTensor.of(torch.zeros(192, 160), recipe)
+    whole, parted = QuantizedTensor.of(values, recipe), QuantizedTensor.of(torch.zeros(192, 160), recipe)
     flat, bounds = values.view(-1), [0, *cuts, values.numel()]
     largest = torch.full((parted.num_scales,), -1.0)
     for start, stop in pairwise(bounds):
@@ -93,29 +96,17 @@ def test_a_delayed_scale_follows_former_updates() -> None:
     assert torch.equal(made.values(), torch.ones(4, 4))  # above what the scale expects: clamped
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_elements_that_share_a_scale_with_one_that_is_not_finite_become_nan(recipe: str, bad: float) -> None:
-    values = normal(256, 256)
-    values[200, 7] = bad
-    found = QuantizedTensor.of(values, recipe).values().isnan().view(-1)
+@ON_RECIPES
+def test_elements_that_share_a_scale_with_one_that_is_not_finite_become_nan(recipe: str) -> None:
     groups = groups_of(recipe, (256, 256))
-    assert torch.equal(found, groups == groups[200 * 256 + 7])
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_zeros_and_tiny_values_are_kept(recipe: str) -> None:
+    for bad in (torch.nan, torch.inf):
+        values = normal(256, 256)
+        values[200, 7] = bad
+        found = QuantizedTensor.of(values, recipe).values().isnan().view(-1)
+        assert torch.equal(found, groups == groups[200 * 256 + 7]), bad
     assert not QuantizedTensor.of(torch.zeros(64, 64), recipe).values().any()
     tiny = torch.full((64, 64), torch.finfo(torch.float32).tiny)
     assert QuantizedTensor.of(tiny, recipe).values().isfinite().all()
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (3, 0), (0,)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_can_be_quantised(recipe: str, shape: tuple[int, ...]) -> None:
-    made = QuantizedTensor.of(torch.empty(shape), recipe)
-    made.encode_(torch.empty(0), 0)
-    assert made.values().shape == shape
 
 
 def model_of(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
@@ -128,7 +119,7 @@ def model_of(recipe: str) -> tuple[nn.Sequential, nn.Sequential]:
     return model, wide
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@ON_RECIPES
 def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recipe: str) -> None:
     model, wide = model_of(recipe)
     with torch.no_grad():
@@ -142,42 +133,35 @@ def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recip
         assert torch.equal(ours.grad, theirs.grad)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_module_is_copied_saved_and_loaded(recipe: str) -> None:
+@ON_RECIPES
+def test_a_module_is_copied_saved_loaded_and_moved(recipe: str) -> None:
     model, _ = model_of(recipe)
-    model[0].weight.mark = 7
-    other = copy.deepcopy(model)
-    assert is_quantized(other[0].weight)
-    assert isinstance(other[0].weight, nn.Parameter)
-    assert other[0].weight.mark == 7
-    assert other[0].weight.codes.data_ptr() != model[0].weight.codes.data_ptr()
-    file = io.BytesIO()
+    weight, file = model[0].weight, io.BytesIO()
+    weight.mark = 7
     torch.save(model.state_dict(), file)
     file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    copied, moved = copy.deepcopy(model)[0].weight, copy.deepcopy(model).to("meta")[0].weight
+    for made in (copied, moved):
+        assert is_quantized(made)
+        assert isinstance(made, nn.Parameter)
+        assert made.mark == 7
+    assert copied.codes.data_ptr() != weight.codes.data_ptr()
+    tensors = (moved, moved.codes, moved.scales, moved.history)
+    assert {t.device.type for t in tensors if t is not None} == {"meta"}
+    other = copy.deepcopy(model)
     with torch.no_grad():
         other[0].weight.zero_()
     assert not other[0].weight.values().any()
-    other.load_state_dict(saved)
+    other.load_state_dict(torch.load(file, weights_only=True))
     # Values are codes times a scale, and the scale of these is found again from the largest of them.
-    torch.testing.assert_close(other[0].weight.values(), model[0].weight.values(), rtol=2.0**-22, atol=0.0)
+    torch.testing.assert_close(other[0].weight.values(), weight.values(), rtol=2.0**-22, atol=0.0)
     again = pickle.loads(pickle.dumps(model))[0].weight
-    assert type(again) is nn.Parameter
-    assert again.requires_grad
-    assert again.mark == 7
-    assert torch.equal(again, model[0].weight.values())
+    assert (type(again), again.requires_grad, again.mark) == (nn.Parameter, True, 7)
+    assert torch.equal(again, weight.values())
 
 
 def weight_of(values: Tensor) -> nn.Parameter:
     return nn.Parameter(QuantizedTensor.of(values, "blockwise"))
-
-
-def set_elements(weight: Tensor) -> None:
-    weight[1, 2] = 96.0
-
-
-def assign(weight: Tensor) -> None:
-    weight.data = torch.full((64, 64), 3.0)
 
 
 def descend(weight: Tensor, **options: bool) -> None:
@@ -187,12 +171,12 @@ def descend(weight: Tensor, **options: bool) -> None:
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda weight: weight.mul_(2.0),
-    "data": assign,
+    "data": lambda weight: setattr(weight, "data", torch.full((64, 64), 3.0)),
     "a list": lambda weight: torch._foreach_mul_([torch.ones(2), weight], 2.0),
     "a copied list": lambda weight: torch._foreach_copy_([weight], [torch.full((64, 64), 3.0)]),
     "out": lambda weight: torch.mul(torch.ones(64, 64), 2.0, out=weight),
-    "an element": set_elements,
-    "an element of data": lambda weight: set_elements(weight.data),
+    "an element": lambda weight: weight.__setitem__((1, 2), 96.0),
+    "an element of data": lambda weight: weight.data.__setitem__((1, 2), 96.0),
     "init": lambda weight: nn.init.constant_(weight, 5.0),
     "an optimizer": descend,
     "an optimizer over lists": lambda weight: descend(weight, foreach=True),
@@ -211,29 +195,18 @@ def test_every_way_of_writing_quantises_again(write: Callable[[Tensor], object])
     assert weight.initial() is None
 
 
-COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
-    "sum": lambda weight: dist.all_reduce(weight),
-    "copy": lambda weight: dist.broadcast(weight, 0),
-    "a view": lambda weight: dist.broadcast(weight.view(-1), 0),
-}
-
-
-@pytest.mark.parametrize("collective", COLLECTIVES.values(), ids=COLLECTIVES)
-def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_refused(
-    collective: Callable[[Tensor], object],
-) -> None:
-    with world_of_one(), pytest.raises(QuantizationError, match="would work on a dequantised copy"):
-        collective(weight_of(normal(64, 64)).data)
+def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_refused() -> None:
+    weight = weight_of(normal(64, 64)).data
+    with world_of_one():
+        for collective in (
+            lambda: dist.all_reduce(weight),
+            lambda: dist.broadcast(weight, 0),
+            lambda: dist.broadcast(weight.view(-1), 0),
+        ):
+            with pytest.raises(QuantizationError, match="would work on a dequantised copy"):
+                collective()
     with pytest.raises(QuantizationError, match="cannot be shared between processes"):
         model_of("blockwise")[0].share_memory()
-
-
-def test_a_module_moves_to_another_device_with_codes_and_scales() -> None:
-    model, _ = model_of("delayed")
-    weight = model.to("meta")[0].weight
-    assert is_quantized(weight)
-    assert isinstance(weight, nn.Parameter)
-    assert {t.device.type for t in (weight, weight.codes, weight.scales, weight.history)} == {"meta"}
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
@@ -245,21 +218,14 @@ def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
     assert [linear.weight.requires_grad for linear in model] == [True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("values", "recipe", "message"),
-    [
+def test_what_cannot_be_quantised_is_refused_and_leaves_other_layers_as_they_were() -> None:
+    for values, recipe, message in (
         (torch.ones(2, 2), "nvfp4", "recipe='nvfp4': delayed, tensorwise, blockwise, mxfp8 are allowed"),
         (torch.ones(2, 33), "mxfp8", "the recipe 'mxfp8' needs a last dim that is a multiple of 32"),
         (torch.ones(2, 2, dtype=torch.int32), "delayed", "only floating-point tensors can"),
-    ],
-    ids=["recipe", "shape", "dtype"],
-)
-def test_what_cannot_be_quantised_is_refused(values: Tensor, recipe: str, message: str) -> None:
-    with pytest.raises(QuantizationError, match=message):
-        QuantizedTensor.of(values, recipe)
-
-
-def test_a_layer_that_cannot_be_quantised_leaves_the_others_as_they_were() -> None:
+    ):
+        with pytest.raises(QuantizationError, match=message):
+            QuantizedTensor.of(values, recipe)
     model = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
     with pytest.raises(QuantizationError, match=r"1\.weight: .*multiple of 32"):
         quantize_linears_(model, "mxfp8")

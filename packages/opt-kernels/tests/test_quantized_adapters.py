@@ -29,7 +29,7 @@ class StandIn(Tensor):
         return func(*tree_map(lambda x: x.dequantize() if isinstance(x, StandIn) else x, args), **(kwargs or {}))
 
 
-def library(package: str, name: str, dequantize: Any) -> type[StandIn]:
+def library(package: str, name: str, dequantize: Any = lambda t: torch.zeros(t.shape)) -> type[StandIn]:
     return type(name, (StandIn,), {"__module__": f"{package}.tensor", "dequantize": dequantize})
 
 
@@ -38,31 +38,26 @@ def fp8(tensor: Tensor) -> Tensor:
 
 
 TeFloat8 = library("transformer_engine", "Float8Tensor", lambda t: (fp8(t._data) * t._scale_inv).bfloat16())
-TeBlockwise = library("transformer_engine", "Float8BlockwiseQTensor", lambda t: torch.zeros(t.shape))
-TeMxfp8 = library("transformer_engine", "MXFP8Tensor", lambda t: torch.zeros(t.shape))
+TeBlockwise = library("transformer_engine", "Float8BlockwiseQTensor")
+TeMxfp8 = library("transformer_engine", "MXFP8Tensor")
 AoTraining = library("torchao", "Float8TrainingTensor", lambda t: (t._data.float() / t._scale).bfloat16())
 AoFloat8 = library("torchao", "Float8Tensor", lambda t: (t.qdata.float() * t.scale).bfloat16())
 
 SHAPE = (192, 160)
 VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+CODES = {"te": torch.zeros(SHAPE, dtype=torch.uint8), "ao": torch.zeros(SHAPE).to(torch.float8_e4m3fn)}
 
 
-def te_float8(quantizer: str, **numbers: Any) -> Any:
-    numbers = {name: torch.tensor([value]) for name, value in numbers.items()}
-    return TeFloat8(
-        SHAPE,
-        _data=torch.zeros(SHAPE, dtype=torch.uint8),
-        _scale_inv=torch.ones(1),
-        _fp8_dtype="DType.kFloat8E4M3",
-        _quantizer=type(quantizer, (SimpleNamespace,), {})(**numbers),
-        resets=[],
-    )
+def te_float8(quantizer: str, **numbers: float) -> Any:
+    made = type(quantizer, (SimpleNamespace,), {})(**{name: torch.tensor([value]) for name, value in numbers.items()})
+    data = {"_data": CODES["te"].clone(), "_scale_inv": torch.ones(1), "_fp8_dtype": "DType.kFloat8E4M3"}
+    return TeFloat8(SHAPE, _quantizer=made, **data)
 
 
 def updated(param: Any) -> Any:
-    found = quantized(param)
+    """The adapter after an update of two runs, as of two ranks."""
+    found, flat = quantized(param), VALUES.view(-1)
     largest = torch.full((found.num_scales,), -1.0)
-    flat = VALUES.view(-1)
     found.largest_(largest, flat[:1000], 0)
     found.largest_(largest, flat[1000:], 1000)
     found.rescale_(largest)
@@ -97,18 +92,16 @@ def test_delayed_scaling_of_transformer_engine_takes_the_quantizers_scale_and_re
     assert found.recipe.name == "delayed"
     assert param._scale_inv.item() == 1 / 64
     assert param._quantizer.amax.item() == VALUES.abs().max().item()
-    want = (VALUES * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(param._data, want)
-    before = param._scale_inv.clone()
+    assert torch.equal(param._data, (VALUES * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
     param._quantizer.scale.fill_(32.0)
     found.rescale_(torch.tensor([-1.0]))  # no rank has moved it
     found.finish_()
-    assert torch.equal(param._scale_inv, before)
+    assert param._scale_inv.item() == 1 / 64
 
 
 def blockwise(**changes: Any) -> Any:
     attributes = {
-        "_rowwise_data": torch.zeros(SHAPE, dtype=torch.uint8),
+        "_rowwise_data": CODES["te"].clone(),
         "_rowwise_scale_inv": torch.full((2, 4), 7.0),  # two columns of squares, padded to four
         "_columnwise_data": torch.zeros(160, 192, dtype=torch.uint8),
         "_is_2D_scaled": True,
@@ -118,12 +111,9 @@ def blockwise(**changes: Any) -> Any:
 
 
 def test_squares_of_transformer_engine() -> None:
-    param = nn.Parameter(blockwise())
-    renewed = []
-    param._create_columnwise = lambda: renewed.append(1)
+    param, renewed, want = nn.Parameter(blockwise()), [], QuantizedTensor.of(VALUES, "blockwise")
     quantized(param).tensor._create_columnwise = lambda: renewed.append(1)
     updated(param)
-    want = QuantizedTensor.of(VALUES, "blockwise")
     assert torch.equal(param._rowwise_data.view(-1), want.codes)
     assert torch.equal(param._rowwise_scale_inv[:, :2], want.scales.view(2, 2))
     assert (param._rowwise_scale_inv[:, 2:] == 7.0).all()
@@ -131,7 +121,7 @@ def test_squares_of_transformer_engine() -> None:
 
 
 def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
-    data = torch.zeros(SHAPE, dtype=torch.uint8)
+    data = CODES["te"].clone()
     found = quantized(nn.Parameter(TeMxfp8(SHAPE, _rowwise_data=data, _fp8_dtype="DType.kFloat8E4M3")))
     found.encode_(VALUES.view(-1), 0)
     assert torch.equal(found.tensor.taken, VALUES)
@@ -140,35 +130,25 @@ def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
             refused()
 
 
-@pytest.mark.parametrize("name", ["training", "inference"])
-def test_tensors_of_torchao(name: str) -> None:
-    codes = torch.zeros(SHAPE).to(torch.float8_e4m3fn)
-    if name == "training":
-        param = nn.Parameter(AoTraining(SHAPE, _data=codes, _scale=torch.tensor(1.0)))
-    else:
-        param = nn.Parameter(AoFloat8(SHAPE, qdata=codes, scale=torch.ones(1, 1)))
-    found, want = updated(param), QuantizedTensor.of(VALUES, "tensorwise")
-    stored = param._data if name == "training" else param.qdata
-    scale = param._scale.reciprocal() if name == "training" else param.scale
-    assert torch.equal(stored.view(torch.uint8).view(-1), want.codes)
-    torch.testing.assert_close(scale.view(1), want.scales, rtol=1e-6, atol=0)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_tensors_of_torchao(is_training: bool) -> None:
+    codes, scale = CODES["ao"].clone(), torch.tensor(1.0) if is_training else torch.ones(1, 1)
+    made = AoTraining(SHAPE, _data=codes, _scale=scale) if is_training else AoFloat8(SHAPE, qdata=codes, scale=scale)
+    found, want = updated(nn.Parameter(made)), QuantizedTensor.of(VALUES, "tensorwise")
+    assert torch.equal(codes.view(torch.uint8).view(-1), want.codes)
+    factor = scale.reciprocal() if is_training else scale
+    torch.testing.assert_close(factor.view(1), want.scales, rtol=1e-6, atol=0)
     torch.testing.assert_close(found.values(), want.values(), rtol=2.0**-7, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: blockwise(_is_2D_scaled=False), "parameters need 128 x 128"),
-        (lambda: blockwise(_fp8_dtype="DType.kFloat8E5M2"), "parameters in fp8 are E4M3"),
-        (
-            lambda: AoFloat8(SHAPE, qdata=torch.zeros(SHAPE).to(torch.float8_e4m3fn), scale=torch.ones(192, 1)),
-            "has codes of torch.float8_e4m3fn and 192 scales; the recipe 'tensorwise' needs float8_e4m3fn and 1",
-        ),
-    ],
-    ids=["lines", "e5m2", "scales of rows"],
-)
-def test_what_no_recipe_describes_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(QuantizationError, match=message):
-        quantized(make())
-    assert not is_quantized(library("elsewhere", "Float8Tensor", lambda t: t)(SHAPE))
+def test_what_no_recipe_describes_is_refused() -> None:
+    for made, message in (
+        (blockwise(_is_2D_scaled=False), "parameters need 128 x 128"),
+        (blockwise(_fp8_dtype="DType.kFloat8E5M2"), "parameters in fp8 are E4M3"),
+        (AoFloat8(SHAPE, qdata=CODES["ao"], scale=torch.ones(192, 1)), "192 scales; the recipe 'tensorwise' needs"),
+        (AoFloat8(SHAPE, qdata=CODES["te"].int(), scale=torch.ones(1, 1)), r"codes of torch\.int32"),
+    ):
+        with pytest.raises(QuantizationError, match=message):
+            quantized(made)
+    assert not is_quantized(library("elsewhere", "Float8Tensor")(SHAPE))
     assert not is_quantized(torch.ones(2))

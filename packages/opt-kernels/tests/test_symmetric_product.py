@@ -1,35 +1,32 @@
 """Symmetric products in every version: half computed, half mirrored, equal to the whole."""
 
-from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
-from elementwise_works import MARKS, on
+from elementwise_works import on
 from torch import Tensor
 
 from opt_kernels.backends.cpp.compiler import usable
 from opt_kernels.matrices import syrk
 from opt_kernels.matrices.syrk import cpp, dense_product
 
+pytestmark = pytest.mark.usefixtures("exact_float32")
 # Sizes on both sides of where halving begins on a CPU; ones that blocks and tiles do not divide; three rows of tiles.
 SIZES = [(1, 1), (63, 65), (128, 64), (128, 130), (256, 512), (256, 1024), (300, 130), (512, 512), (410, 512)]
-pytestmark = pytest.mark.usefixtures("exact_float32")
-ON_VERSIONS = on("torch", "cpp", "triton")
-Product = Callable[..., Tensor]
-
-
-@pytest.fixture
-def product(backend: str) -> Product:
-    if backend == "triton":
-        found: Product = import_module("opt_kernels.matrices.syrk.triton").halved_product
-        return found
-    return cpp.symmetric_product if backend == "cpp" else syrk.symmetric_product
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture
 def device(backend: str, kernel_device: torch.device) -> torch.device:
     return kernel_device if backend == "triton" else torch.device("cpu")
+
+
+def product_of(backend: str) -> Any:
+    if backend == "triton":
+        return import_module("opt_kernels.matrices.syrk.triton").halved_product
+    return cpp.symmetric_product if backend == "cpp" else syrk.symmetric_product
 
 
 def matrices(m: int, k: int, dtype: torch.dtype = torch.float32, *, batch: int = 2) -> Tensor:
@@ -44,38 +41,27 @@ def assert_close(found: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(found.double().cpu(), exact, rtol=unit, atol=unit)
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-CASES = [
-    pytest.param(backend, dtype, marks=MARKS.get(backend, ()))
-    for backend in ("torch", "cpp", "triton")
-    for dtype in (DTYPES[1:] if backend == "triton" else DTYPES)  # float64 products are left to torch
-]
+@on("torch", "cpp", "triton")
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_gram_matrix_equals_its_formula(size: tuple[int, int], backend: str, device: torch.device) -> None:
+    product, (m, k) = product_of(backend), size
+    for dtype in DTYPES[1:] if backend == "triton" else DTYPES:  # float64 products are left to torch
+        x, added = (matrices(m, cols, dtype).to(device) for cols in (k, m))
+        added = ((added + added.mT) / 2).contiguous()
+        before, wide = (x.clone(), added.clone()), x.cpu().double()
+        found = product(x, x.mT)
+        assert found.dtype is dtype
+        assert_close(found, wide @ wide.mT)
+        expected = dense_product(wide, wide.mT, alpha=1.5, added=added.cpu().double(), beta=-0.5)
+        assert_close(product(x, x.mT, alpha=1.5, added=added, beta=-0.5), expected)
+        assert all(map(torch.equal, (x, added), before))
 
 
-@pytest.mark.parametrize(("backend", "dtype"), CASES)
-@pytest.mark.parametrize(("m", "k"), SIZES)
-def test_a_gram_matrix_equals_its_formula_and_arguments_are_only_read(
-    m: int, k: int, dtype: torch.dtype, backend: str, product: Product, device: torch.device
-) -> None:
-    x = matrices(m, k, dtype).to(device)
-    added = matrices(m, m, dtype).to(device)
-    added = ((added + added.mT) / 2).contiguous()
-    before = x.clone(), added.clone()
-    wide = x.cpu().double()
-    found = product(x, x.mT)
-    assert found.dtype is dtype
-    assert_close(found, wide @ wide.mT)
-    expected = dense_product(wide, wide.mT, alpha=1.5, added=added.cpu().double(), beta=-0.5)
-    assert_close(product(x, x.mT, alpha=1.5, added=added, beta=-0.5), expected)
-    assert torch.equal(x, before[0])
-    assert torch.equal(added, before[1])
-
-
-@ON_VERSIONS
-def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, product: Product, device: torch.device) -> None:
+@on("torch", "cpp", "triton")
+def test_halves_are_mirrored_and_views_of_a_batch_taken(backend: str, device: torch.device) -> None:
     """Below the diagonal, whose blocks are whole products: torch's own are symmetric only to rounding."""
-    dtype = torch.bfloat16 if backend == "cpp" else torch.float32
-    wide = matrices(320, 3300, dtype, batch=3).to(device)
+    product = product_of(backend)
+    wide = matrices(320, 3300, torch.bfloat16 if backend == "cpp" else torch.float32, batch=3).to(device)
     # Rows that are neither next to each other nor at even addresses; the compiled product takes no strides in a row.
     x = wide[:, 16:272, 9:1033] if backend == "cpp" else wide[:, 16:272, 9:3081:3]
     found = product(x, x.mT)
@@ -97,16 +83,13 @@ def test_a_compiled_product_has_the_same_bits_on_any_number_of_threads_and_loses
     x = matrices(256, 384, torch.bfloat16)
     if not usable() or not cpp.takes(x, x.mT, None):
         pytest.skip("no C++ compiler here, or a processor that does not multiply bfloat16 itself")
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = cpp.symmetric_product(x, x.mT)
-        torch.set_num_threads(3)
-        assert torch.equal(cpp.symmetric_product(x, x.mT), alone)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(alone, alone.mT)
-    assert torch.equal(cpp.symmetric_product(x, x.mT.contiguous()), alone)
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(cpp.symmetric_product(x, x.mT))
+    torch.set_num_threads(before)
+    for other in (found[1], found[0].mT, cpp.symmetric_product(x, x.mT.contiguous())):
+        assert torch.equal(found[0], other)
     x[0, 77, 5] = torch.nan
     nan = cpp.symmetric_product(x, x.mT).isnan()[0]
     assert nan[77].all()

@@ -8,54 +8,40 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from elementwise_works import HYPER, work_of, written
-from torch import Tensor
+from codec_values import CODECS
+from elementwise_works import HYPER, shifted, work_of, written
 
 from opt_kernels.backends import grad_stats
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.backends.triton.formats import LaunchFormats
 from opt_kernels.backends.triton.launches import _constants, sweeps
 from opt_kernels.backends.triton.quantize import scheme
-from opt_kernels.codecs import Plain
+from opt_kernels.codecs import Plain, Scaled
 from opt_kernels.rules import SGD, Adam, ElementwiseRule, Lion
 from opt_kernels.works import Batch, Work, Works
 
 pytestmark = pytest.mark.needs_extra
 
 NUMEL = 1025
-MAKE: dict[str, Callable[..., ElementwiseRule]] = {"adam": Adam, "sgd": SGD, "lion": Lion}
-CODECS = {"exp_avg": Plain()}
+OF_LION = {"exp_avg": Plain()}
 
 
-def shifted(work: Work, offset: int = 3) -> Work:
-    """The same values, `offset` elements after an aligned address."""
-
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        memory = tensor.new_empty(tensor.numel() + offset)[offset:]
-        return memory.copy_(tensor)
-
-    state = {name: moved(tensor) for name, tensor in work.state.items()}
-    others = {name: moved(getattr(work, name)) for name in ("grad", "main", "out", "remainder")}
-    return replace(work, state=state, **others)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rule", MAKE)
-@pytest.mark.parametrize("name", ["fp32", "fp32-out16", "remainder-g16"])
-def test_runs_without_alignment_give_the_same_bits(rule: str, name: str) -> None:
-    made = MAKE[rule](backend="triton")
-    aligned, unaligned = work_of(made, NUMEL, name, "triton"), shifted(work_of(made, NUMEL, name, "triton"))
-    for work in (aligned, unaligned):
-        made.update_([Batch(HYPER, [work])], grad_scale=0.5)
-    assert all(map(torch.equal, written(aligned), written(unaligned)))
+@pytest.mark.parametrize("make", [Adam, SGD, Lion])
+def test_runs_without_alignment_give_the_same_bits(make: Callable[..., ElementwiseRule]) -> None:
+    rule = make(backend="triton")
+    for name in ("fp32", "fp32-out16", "remainder-g16"):
+        aligned, unaligned = work_of(rule, NUMEL, name, "triton"), shifted(work_of(rule, NUMEL, name, "triton"))
+        for work in (aligned, unaligned):
+            rule.update_([Batch(HYPER, [work])], grad_scale=0.5)
+        assert all(map(torch.equal, written(aligned), written(unaligned))), name
 
 
 def test_vector_accesses_are_promised_for_aligned_runs_alone() -> None:
     # The interpreter reads from any address; a GPU faults.
     work = work_of(Lion(), NUMEL, "fp32", "triton")
-    for given, expected in ((work, (True, 4)), (shifted(work), (False, 1))):
-        [found] = sweeps([Batch(HYPER, [given])], CODECS)
+    others = [replace(shifted(work), grad=work.grad), replace(work, grad=shifted(work).grad), shifted(work)]
+    for given, expected in ((work, (True, 4)), *((other, (False, 1)) for other in others)):
+        [found] = sweeps([Batch(HYPER, [given])], OF_LION)
         assert (found.formats.aligned, found.formats.vector) == expected
 
 
@@ -65,30 +51,27 @@ def test_elements_keep_the_numbers_that_they_are_given_at_each_call() -> None:
     assert work.main is not None
     for first in (0, 640):
         works = Works([work.grad], mains=[work.main], states=[work.state], firsts=(first,))
-        [found] = sweeps([Batch(HYPER, works)], CODECS)
+        [found] = sweeps([Batch(HYPER, works)], OF_LION)
         assert found.table.records[:, -1].tolist() == [first]
 
 
-@pytest.mark.parametrize("states", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.int8, torch.uint8)], ids=str)
-@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
-def test_nothing_is_contracted_or_approximated_where_bits_are_promised(
-    grad: torch.dtype, main: torch.dtype, states: tuple[torch.dtype, ...]
-) -> None:
+def test_nothing_is_contracted_or_approximated_where_bits_are_promised(grad: torch.dtype) -> None:
     """The bits of CPUs are promised from 18 bytes an element on. Triton's own default of fusion varies by version."""
-    formats = LaunchFormats(grad, main, None, states, True)
-    moved = grad.itemsize + 2 * main.itemsize + 2 * sum(state.itemsize for state in states)
-    assert formats.bytes_moved == moved
-    options = _constants(formats)
-    assert (options["IEEE"], options["enable_fp_fusion"]) == ((True, False) if moved >= 18 else (False, True))
+    for main in (torch.float32, torch.bfloat16):
+        for states in [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.int8, torch.uint8)]:
+            formats = LaunchFormats(grad, main, None, states, True)
+            moved = grad.itemsize + 2 * main.itemsize + 2 * sum(state.itemsize for state in states)
+            assert formats.bytes_moved == moved
+            options = _constants(formats)
+            assert (options["IEEE"], options["enable_fp_fusion"]) == ((moved >= 18), (moved < 18))
     narrow = LaunchFormats(torch.bfloat16, torch.int16, torch.bfloat16, (torch.int8, torch.uint8), True, remainder=True)
     assert (narrow.bytes_moved, narrow.ieee) == (14, False)
 
 
 def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: torch.device) -> None:
     # As when a parameter is narrowed in place: the table of the wide one would write behind its end.
-    memory = torch.ones(256, device=kernel_device)
-    grad = torch.ones(128, device=kernel_device)
+    memory, grad = (torch.ones(numel, device=kernel_device) for numel in (256, 128))
     for dtype in (torch.float32, torch.bfloat16):
         main = memory.view(dtype)[:128]
         work = Work(grad=grad, main=main, state={"exp_avg": torch.zeros(128, device=kernel_device)})
@@ -98,19 +81,23 @@ def test_a_tensor_of_another_dtype_at_the_same_address_is_seen(kernel_device: to
     assert main.tolist() != [1.0] * 128
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_dtypes_that_kernels_would_misread_are_refused(dtype: torch.dtype, kernel_device: torch.device) -> None:
+def test_dtypes_and_codecs_that_kernels_would_misread_are_refused(kernel_device: torch.device) -> None:
     """Symptom: the kernels read fp8 bytes as integers, and every gradient was positive."""
-    ones = torch.ones(300, device=kernel_device)
-    for column in ("grad", "main", "out"):
+    ones, fp8 = torch.ones(300, device=kernel_device), (torch.float8_e4m3fn, torch.float8_e5m2)
+    cases = [(dtype, column) for dtype in (torch.float64, *fp8) for column in ("grad", "main", "out")]
+    for dtype, column in (*cases, (torch.int8, "main")):  # a remainder has the place of a main
         tensors = {"grad": ones, "main": ones.clone(), column: ones.to(dtype)}
         with pytest.raises(LayoutError, match=r"cannot sweep torch.*backend='torch'"):
             Lion(backend="triton").update_([Batch(HYPER, [Work(state=Lion().init_state(ones), **tensors)])])
-    with pytest.raises(LayoutError, match="cannot sweep torch"):
-        grad_stats([ones.to(dtype)], backend="triton")
-    if dtype.itemsize == 1:
-        with pytest.raises(LayoutError, match="has no sweep for Plain"):
-            scheme(Plain(dtype=dtype))
+    for dtype in (torch.float64, *fp8):
+        with pytest.raises(LayoutError, match="cannot sweep torch"):
+            grad_stats([ones.to(dtype)], backend="triton")
+    # e5m2 below 2^15 has float16's exponent, and was read as float16.
+    other = Scaled(dtype=torch.bfloat16, exponent=15, smallest=2.0**-133, signed=True)
+    wide = replace(CODECS["8-bit-signed"][0], block=64)  # type: ignore[type-var]
+    for codec in (other, wide, *(Plain(dtype=dtype) for dtype in fp8)):
+        with pytest.raises(LayoutError, match="backend='torch'"):
+            scheme(codec)
 
 
 def test_nothing_to_update_is_no_error() -> None:

@@ -12,19 +12,17 @@ from opt_kernels.matrices.syrk import triton as syrk
 pytestmark = [pytest.mark.needs_extra, pytest.mark.usefixtures("exact_float32")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("m", [264, 259], ids=["descriptors", "pointers"])  # rows of 259 do not begin on 16 bytes
-def test_both_ways_of_loading_read_every_product_of_a_layout(
-    m: int, dtype: torch.dtype, kernel_device: torch.device
-) -> None:
-    unit = 2 * torch.finfo(dtype).eps
-    for seed in (0, 1, 0):
-        x = torch.randn(2, m, 2 * m, generator=torch.Generator().manual_seed(seed)) / m**0.5
-        gram = (x @ x.mT).to(kernel_device, dtype)
-        assert syrk.through_descriptors(gram, gram) == (m == 264 and HAS_DESCRIPTORS)
-        expected = dense_product(gram.double(), gram.double(), alpha=1.5, added=gram.double(), beta=-0.75)
-        found = syrk.halved_product(gram, gram, alpha=1.5, added=gram, beta=-0.75)
-        torch.testing.assert_close(found.double(), expected, rtol=max(unit, 2e-6), atol=max(4 * unit, 1e-5))
+def test_both_ways_of_loading_read_every_product_of_a_layout(m: int, kernel_device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        unit = 2 * torch.finfo(dtype).eps
+        for seed in (0, 1):
+            x = torch.randn(2, m, 2 * m, generator=torch.Generator().manual_seed(seed)) / m**0.5
+            gram = (x @ x.mT).to(kernel_device, dtype)
+            assert syrk.through_descriptors(gram, gram) == (m == 264 and HAS_DESCRIPTORS)
+            expected = dense_product(gram.double(), gram.double(), alpha=1.5, added=gram.double(), beta=-0.75)
+            found = syrk.halved_product(gram, gram, alpha=1.5, added=gram, beta=-0.75)
+            torch.testing.assert_close(found.double(), expected, rtol=max(unit, 2e-6), atol=max(4 * unit, 1e-5))
 
 
 @jit
@@ -41,18 +39,16 @@ def test_every_tile_up_to_the_diagonal_has_its_number(kernel_device: torch.devic
     assert rows.tolist()[: len(expected)] == expected
 
 
-@pytest.mark.parametrize(("rows", "dtype", "precision", "pays", "multiplied_in"), [
-    (syrk.SMALLEST_ROWS, torch.bfloat16, "highest", True, "ieee"),
-    (syrk.SMALLEST_ROWS - 1, torch.bfloat16, "highest", False, "ieee"),
-    (syrk.SMALLEST_ROWS, torch.float16, "high", True, "ieee"),
-    (syrk.SMALLEST_ROWS, torch.float64, "highest", False, "ieee"),
-    (syrk.SMALLEST_ROWS, torch.float32, "high", True, "tf32"),
-    # Without TF32 the kernel has no matrix instruction to use, and kept 11 kB of its accumulator in memory.
-    (syrk.SMALLEST_ROWS, torch.float32, "highest", False, "ieee"),
-])  # fmt: skip
-def test_small_double_and_exact_float32_products_are_left_to_torch_and_tf32_is_as_torch_is_set_to(
-    rows: int, dtype: torch.dtype, precision: str, pays: bool, multiplied_in: str
-) -> None:
-    torch.set_float32_matmul_precision(precision)
-    assert syrk.halving_pays(torch.empty(1, rows, 8, dtype=dtype, device="meta")) is pays
-    assert syrk.input_precision(dtype) == multiplied_in
+def test_small_double_and_exact_float32_products_are_left_to_torch_and_tf32_is_as_torch_is_set_to() -> None:
+    for rows, dtype, precision, pays, multiplied_in in (
+        (syrk.SMALLEST_ROWS, torch.bfloat16, "highest", True, "ieee"),
+        (syrk.SMALLEST_ROWS - 1, torch.bfloat16, "highest", False, "ieee"),
+        (syrk.SMALLEST_ROWS, torch.float16, "high", True, "ieee"),
+        (syrk.SMALLEST_ROWS, torch.float64, "highest", False, "ieee"),
+        (syrk.SMALLEST_ROWS, torch.float32, "high", True, "tf32"),
+        # Without TF32 the kernel has no matrix instruction to use, and kept 11 kB of its accumulator in memory.
+        (syrk.SMALLEST_ROWS, torch.float32, "highest", False, "ieee"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        assert syrk.halving_pays(torch.empty(1, rows, 8, dtype=dtype, device="meta")) is pays, (rows, dtype)
+        assert syrk.input_precision(dtype) == multiplied_in
