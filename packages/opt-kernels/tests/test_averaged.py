@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drop_ins import parameter, step
 from torch import Tensor
 
 from opt_kernels import optim
@@ -24,23 +25,16 @@ ON_KINDS = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 
 
 def build(*, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Tensor, optim.AdamWScheduleFree]:
-    values = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    param = torch.nn.Parameter(values.to(dtype))
+    param = parameter(300, dtype=dtype)
     return param, optim.AdamWScheduleFree([param], lr=0.05, backend="torch", **options)
-
-
-def train(param: Tensor, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        param.grad = torch.randn(300, generator=torch.Generator().manual_seed(10 + step)).to(param.dtype)
-        optimizer.step()
 
 
 @ON_KINDS
 def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
     (a, plain), (b, evaluated) = build(**kind), build(**kind)
-    for step in range(6):
-        train(a, plain, range(step, step + 1))
-        train(b, evaluated, range(step, step + 1))
+    for seed in range(6):
+        step(plain, seed)
+        step(evaluated, seed)
         evaluated.eval()
         evaluated.eval()  # twice is once
         evaluated.train()
@@ -57,7 +51,7 @@ def test_evaluation_leaves_no_trace(kind: dict[str, Any]) -> None:
 @pytest.mark.parametrize("evaluating", [False, True], ids=["saved in training", "saved in evaluation"])
 def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: dict[str, Any], evaluating: bool) -> None:
     (a, first), (b, second) = build(**kind), build(**kind)
-    train(a, first, range(3))
+    step(first, 0, 1, 2)
     if evaluating:
         first.eval()
     saved, weights = pickle.loads(pickle.dumps(first.state_dict())), a.detach().clone()
@@ -67,9 +61,9 @@ def test_a_run_resumed_from_either_mode_is_the_run_that_was_not_stopped(kind: di
     second.load_state_dict(saved)
     assert torch.equal(b, weights)
     assert second.is_training is not evaluating
-    for param, optimizer in ((a, first), (b, second)):
+    for optimizer in (first, second):
         optimizer.train()
-        train(param, optimizer, range(3, 6))
+        step(optimizer, 3, 4, 5)
     for name, value in {"param": a, **first.state[a]}.items():
         assert torch.equal(value, b if name == "param" else second.state[b][name]), name
     assert MAIN not in saved["state"][0] or saved["state"][0][MAIN].dtype is torch.float32
@@ -81,12 +75,12 @@ def test_a_step_in_evaluation_mode_is_refused_and_copies_keep_the_mode() -> None
     optimizer.eval()
     optimizer.train()
     assert torch.equal(param, before), "moved before the first step"
-    train(param, optimizer, range(2))
+    step(optimizer, 0, 1)
     trained = param.detach().clone()
     optimizer.eval()
     shown = param.detach().clone()
     with pytest.raises(RuntimeError, match=r"call optimizer.train\(\) before"):
-        train(param, optimizer, range(1))
+        step(optimizer, 0)
     assert torch.equal(param, shown)
     copied = copy.deepcopy(optimizer)
     copied.train()
@@ -97,7 +91,7 @@ def test_a_step_in_evaluation_mode_is_refused_and_copies_keep_the_mode() -> None
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_weights_loaded_in_evaluation_mode_are_not_dropped_in_silence() -> None:
     param, optimizer = build(dtype=torch.bfloat16, mains="float32")
-    train(param, optimizer, range(2))
+    step(optimizer, 0, 1)
     before = optimizer.state[param]["main"].clone()
     for _ in range(2):
         optimizer.eval()

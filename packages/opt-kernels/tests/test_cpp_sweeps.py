@@ -2,7 +2,6 @@
 over coded states runs a formula in two parts and divides roots by scalars without a division."""
 
 import os
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -23,41 +22,26 @@ pytestmark = NEEDS_COMPILER
 NUMEL = 3 * threads.SHARES_PER_THREAD * (1 << 15) + 37
 
 
-@pytest.fixture
-def three_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("rule", [Adam(backend="cpp"), Adam(backend="cpp", order="te"), Lion(backend="cpp")])
-def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule) -> None:
-    together, alone, pieces = (work_of(rule, NUMEL) for _ in range(3))
-    rule.update_([Batch(HYPER, [together])], grad_scale=0.3)
-    torch.set_num_threads(1)
-    rule.update_([Batch(HYPER, [alone])], grad_scale=0.3)
-    cuts = [0, 1, 17, 63, 64, 65, 100_001, NUMEL]  # at any element
-    rule.update_([Batch(HYPER, [cut(pieces, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
-    assert_same(together, alone)
-    assert_same(together, pieces)
-
-
-@pytest.mark.usefixtures("three_threads")
-def test_pythons_threads_do_what_torchs_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = work_of(Adam(), NUMEL), work_of(Adam(), NUMEL)
-    Adam(backend="cpp").update_([Batch(HYPER, [theirs])])
-    calls: list[int] = []
+def test_neither_threads_nor_cuts_change_a_bit(rule: ElementwiseRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchs, alone, pythons, pieces = (work_of(rule, NUMEL) for _ in range(4))
+    before, calls = torch.get_num_threads(), []
 
     def team(work: object, task: int, threads_asked: int) -> None:
         calls.append(threads_asked)
         threads._python_team(work, task, threads_asked)
 
-    monkeypatch.setattr(threads, "_team", lambda: team)
-    Adam(backend="cpp").update_([Batch(HYPER, [ours])])
+    for work, num_threads in ((torchs, 3), (alone, 1), (pythons, 3)):
+        torch.set_num_threads(num_threads)
+        if work is pythons:
+            monkeypatch.setattr(threads, "_team", lambda: team)
+        rule.update_([Batch(HYPER, [work])], grad_scale=0.3)
     assert calls == [3]
-    assert_same(ours, theirs)
+    torch.set_num_threads(before)
+    cuts = [0, 1, 17, 63, 64, 65, 100_001, NUMEL]  # at any element
+    rule.update_([Batch(HYPER, [cut(pieces, slice(*bounds)) for bounds in pairwise(cuts)])], grad_scale=0.3)
+    for other in (alone, pythons, pieces):
+        assert_same(torchs, other)
 
 
 FORKED = """
@@ -132,11 +116,11 @@ def replaces_main_in_a_branch(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
 
 
 def reads_what_changes(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
-    q, before = g, p
+    q = g
     g = g * 2
     x = x + g
     p = q / sqrt(absolute(x) + 1)
-    return p, x + before
+    return p, x
 
 
 def changes_what_is_read(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
@@ -146,14 +130,18 @@ def changes_what_is_read(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     return q / sqrt(absolute(x) + 1), x
 
 
-def chooses_a_root(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
-    if lr > 1:
-        p = sqrt(g)
+def has_inner_and_late_roots(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     x = x + sqrt(g + sqrt(absolute(x)))
+    return p - sqrt(g), x
+
+
+def chooses_a_root(p: Any, g: Any, x: Any, *, lr: Any) -> Any:
     return p - (sqrt(g + 1) if lr > 1 else g), x + p
 
 
-UPDATES = [replaces_main_in_a_branch, reads_what_changes, changes_what_is_read, chooses_a_root]
+UPDATES = [
+    replaces_main_in_a_branch, reads_what_changes, changes_what_is_read, has_inner_and_late_roots, chooses_a_root,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("update", UPDATES)

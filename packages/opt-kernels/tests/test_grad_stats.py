@@ -53,9 +53,13 @@ def test_sums_and_zeros_are_those_of_float64_for_any_dtypes_and_norm(backend: st
 
 
 @ON_BACKENDS
-def test_no_elements_have_no_norm_and_no_zeros(backend: str) -> None:
-    """What a rank without rows of an FSDP2 parameter asks for."""
+def test_no_elements_have_no_norm_and_zeros_are_counted_only_within_a_tensor_and_if_requested(backend: str) -> None:
     device = device_of(backend)
+    zeros, ones = torch.zeros(9, device=device), torch.ones(3, device=device)
+    assert grad_stats([zeros, ones], count_zeros=False, backend=backend).zeros == 0
+    for grads, expected in (([zeros, ones], 9), ([zeros], 9), ([ones], 0)):
+        assert grad_stats(grads, backend=backend).zeros == expected
+    # What a rank without rows of an FSDP2 parameter asks for.
     for dtype in [*DTYPES, torch.float64]:
         empty = [torch.empty(shape, dtype=dtype, device=device) for shape in ((0,), (0, 3), (2, 0))]
         for grads in ([], empty[:1], empty[1:]):
@@ -84,14 +88,6 @@ def test_squares_beyond_float32_are_neither_lost_nor_infinite(backend: str) -> N
     for size in (1e-30, 1e-22, 1e-20, 1e18, 1e19, 1e30):
         grads = [torch.full((1000,), size, device=device_of(backend)), gradient(1025, torch.float32, backend) * size]
         check(grad_stats(grads, backend=backend), grads)
-
-
-@ON_BACKENDS
-def test_zeros_are_counted_only_if_requested_and_only_within_a_tensor(backend: str) -> None:
-    zeros, ones = torch.zeros(9, device=device_of(backend)), torch.ones(3, device=device_of(backend))
-    assert grad_stats([zeros, ones], count_zeros=False, backend=backend).zeros == 0
-    for grads, expected in (([zeros, ones], 9), ([zeros], 9), ([ones], 0)):
-        assert grad_stats(grads, backend=backend).zeros == expected
 
 
 @ON_BACKENDS

@@ -1,11 +1,11 @@
 """The package as a whole: what its imports load, its names, and the examples and tables of its documents."""
 
-import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,13 +76,8 @@ def test_the_table_of_rules_has_every_rule_with_its_states_and_bytes(formula: Fo
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("bit_table", ROOT / "packages/opt-kernels/benchmarks/bit_table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "packages/opt-kernels/benchmarks/bit_table.py")))
 
 
 def rows() -> dict[str, list[str]]:

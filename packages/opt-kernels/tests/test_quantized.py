@@ -126,8 +126,8 @@ def test_a_module_computes_and_differentiates_with_the_dequantised_weights(recip
         for i in (0, 2):
             wide[i].weight.copy_(model[i].weight.values())
     for one in (model, wide):
-        (one(normal(5, 64)) ** 2).sum().backward()
-        (one(normal(5, 64, seed=1)) ** 2).sum().backward()  # adds to the gradients
+        for seed in (0, 1):  # the second adds to the gradients
+            one(normal(5, 64, seed=seed)).square().sum().backward()
     for ours, theirs in zip(model.parameters(), wide.parameters(), strict=True):
         assert type(ours.grad) is Tensor
         assert torch.equal(ours.grad, theirs.grad)
@@ -209,16 +209,13 @@ def test_a_collective_that_would_write_a_copy_and_sharing_between_processes_are_
         model_of("blockwise")[0].share_memory()
 
 
-def test_tied_weights_stay_tied_and_frozen_ones_frozen() -> None:
-    model = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
-    model[1].weight = model[0].weight
-    model[2].weight.requires_grad_(False)
-    quantize_linears_(model, "mxfp8")
-    assert model[1].weight is model[0].weight
-    assert [linear.weight.requires_grad for linear in model] == [True, True, False]
-
-
-def test_what_cannot_be_quantised_is_refused_and_leaves_other_layers_as_they_were() -> None:
+def test_tied_weights_stay_tied_frozen_ones_frozen_and_what_cannot_be_quantised_is_refused() -> None:
+    layers = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)])
+    layers[1].weight = layers[0].weight
+    layers[2].weight.requires_grad_(False)
+    quantize_linears_(layers, "mxfp8")
+    assert layers[1].weight is layers[0].weight
+    assert [linear.weight.requires_grad for linear in layers] == [True, True, False]
     for values, recipe, message in (
         (torch.ones(2, 2), "nvfp4", "recipe='nvfp4': delayed, tensorwise, blockwise, mxfp8 are allowed"),
         (torch.ones(2, 33), "mxfp8", "the recipe 'mxfp8' needs a last dim that is a multiple of 32"),
@@ -228,5 +225,5 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_other_layers_as_they_wer
             QuantizedTensor.of(values, recipe)
     model = nn.Sequential(nn.Linear(32, 4), nn.Linear(4, 2))
     with pytest.raises(QuantizationError, match=r"1\.weight: .*multiple of 32"):
-        quantize_linears_(model, "mxfp8")
+        quantize_linears_(model, "mxfp8")  # leaves other layers as they were
     assert not any(map(is_quantized, model.parameters()))

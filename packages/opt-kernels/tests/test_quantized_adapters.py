@@ -130,15 +130,15 @@ def test_mxfp8_of_transformer_engine_quantises_itself_and_only_whole() -> None:
             refused()
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-def test_tensors_of_torchao(is_training: bool) -> None:
-    codes, scale = CODES["ao"].clone(), torch.tensor(1.0) if is_training else torch.ones(1, 1)
-    made = AoTraining(SHAPE, _data=codes, _scale=scale) if is_training else AoFloat8(SHAPE, qdata=codes, scale=scale)
-    found, want = updated(nn.Parameter(made)), QuantizedTensor.of(VALUES, "tensorwise")
-    assert torch.equal(codes.view(torch.uint8).view(-1), want.codes)
-    factor = scale.reciprocal() if is_training else scale
-    torch.testing.assert_close(factor.view(1), want.scales, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found.values(), want.values(), rtol=2.0**-7, atol=0)
+def test_tensors_of_torchao() -> None:
+    want = QuantizedTensor.of(VALUES, "tensorwise")
+    for kind, data, scales in ((AoTraining, "_data", "_scale"), (AoFloat8, "qdata", "scale")):
+        codes, scale = CODES["ao"].clone(), torch.ones(() if kind is AoTraining else (1, 1))
+        found = updated(nn.Parameter(kind(SHAPE, **{data: codes, scales: scale})))
+        assert torch.equal(codes.view(torch.uint8).view(-1), want.codes)
+        factor = scale.reciprocal() if kind is AoTraining else scale
+        torch.testing.assert_close(factor.view(1), want.scales, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found.values(), want.values(), rtol=2.0**-7, atol=0)
 
 
 def test_what_no_recipe_describes_is_refused() -> None:

@@ -20,12 +20,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from opt_kernels.backends import tables as backend_tables
 from opt_kernels.backends.tables import DeviceTables, launching_on
-from opt_kernels.backends.triton import INTERPRETED, launches, scalars
+from opt_kernels.backends.triton import INTERPRETED, scalars
 from opt_kernels.backends.triton import grad_stats as stats
 from opt_kernels.backends.triton.launches import MAX_CHUNK, MIN_CHUNK, chunk_elements
 from opt_kernels.matrices.syrk import triton as syrk
 from opt_kernels.rules import SGD, Adam, MuonRule, Rule
-from opt_kernels.works import Batch, Hyper, Works
+from opt_kernels.works import Batch, Hyper
 
 pytestmark = pytest.mark.needs_extra
 Patch, Capture = pytest.MonkeyPatch, Callable[[bool], None]
@@ -112,46 +112,28 @@ def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_does(
     assert tables.get("a", Table) is first
 
 
-def test_a_captured_sweep_keeps_its_tables_when_its_works_are_gone(capture: Capture) -> None:
-    pieces = [(0, Works([torch.ones(8)], mains=[torch.zeros(8)], states=[{}]))]
-    launches.cut_sweeps(pieces, {})
-    capture(True)
-    [launch] = launches.cut_sweeps(pieces, {}) or []
-    table = weakref.ref(launch.table.grads)
-    capture(False)
-    launches.known_calls(CPU)._entries.clear()  # as if other works had used all room
-    launches.known_calls(CPU)._last = (None, None)
-    del launch
-    pieces.clear()
-    gc.collect()
-    assert table() is not None
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
+def block_of(*hypers: Hyper, scale: Any = 1.0, skip: Any = None, device: torch.device = CPU) -> Tensor:
+    return scalars.scalar_block(hypers, grad_scale=scale, skip=skip, device=device)
+
+
 def test_numbers_of_any_kind_are_used_as_a_host_would_compute_them_in_float64(kernel_device: torch.device) -> None:
-    def on_device(value: float) -> Tensor:
+    def on_device(value: Any) -> Tensor:
         return torch.tensor(value, dtype=torch.float64, device=kernel_device)
 
-    def block(lr: Any, number: Callable[[float], Any] = float) -> Tensor:
-        hyper = Hyper(lr=lr, weight_decay=number(0.0), step=number(3.0), momentum=number(1.0))
-        return scalars.scalar_block([hyper], grad_scale=number(1.0), skip=None, device=kernel_device)
-
-    for given_as in (float, on_device):
-        hyper = Hyper(lr=given_as(3e-4), weight_decay=given_as(0.1), step=given_as(3), momentum=0.8)
-        row = scalars.scalar_block([hyper], grad_scale=given_as(0.25), skip=None, device=kernel_device)[0, :6]
-        expected = torch.tensor([1.0, 0.25, 3e-4, 0.1, 3e-4 * 0.1, 0.8], dtype=torch.float64).float()
-        assert row.tolist() == expected.tolist()
-    for lr, number in ((Fraction(1, 4), int), (torch.tensor(0.25, dtype=torch.float64), bool), (0.25, Decimal)):
-        assert torch.equal(block(lr, number)[:, :6], block(0.25)[:, :6]), number
-
-
-def test_rows_mix_numbers_and_tensors_and_any_skip_flag_but_zero_stops_all(kernel_device: torch.device) -> None:
+    expected = torch.tensor([1.0, 0.25, 3e-4, 0.1, 3e-4 * 0.1, 0.8], dtype=torch.float64).float()
+    for kind in (float, on_device, Decimal, lambda value: torch.tensor(value, dtype=torch.float64)):
+        hyper = Hyper(lr=kind(3e-4), weight_decay=kind(0.1), step=kind(3), momentum=0.8)
+        block = block_of(hyper, scale=kind(0.25), device=kernel_device)
+        assert block[0, :6].tolist() == expected.tolist(), kind
+    odd = Hyper(lr=Fraction(1, 4), weight_decay=False, step=3, momentum=True)  # type: ignore[arg-type]
+    assert block_of(odd, scale=1, device=kernel_device)[0, :6].tolist() == [1.0, 1.0, 0.25, 0.0, 0.0, 1.0]
     hypers = [Hyper(lr=0.5, step=3), Hyper(lr=torch.tensor(0.25, device=kernel_device), step=4)]
     for flag, proceed in ((None, 1.0), (0.0, 1.0), (1.0, 0.0), (True, 0.0), (3, 0.0)):
         skip = None if flag is None else torch.tensor(flag, device=kernel_device)
-        block = scalars.scalar_block(hypers, grad_scale=1.0, skip=skip, device=kernel_device)
+        block = block_of(*hypers, skip=skip, device=kernel_device)
         assert block[:, scalars.LR.value].tolist() == [0.5, 0.25]
         assert block[:, scalars.PROCEED.value].tolist() == [proceed] * 2
 
@@ -171,7 +153,7 @@ def test_device_numbers_are_not_read_and_host_numbers_not_captured(capture: Capt
     assert numbers.tolist() == [0.5, 0.0, 3.0, 0.25, 0.125]
     capture(True)
     with pytest.raises(scalars.FrozenHyperError, match="lr, weight_decay, step of a step that is being captured"):
-        scalars.scalar_block([Hyper(lr=1e-2, step=3)], grad_scale=1.0, skip=None, device=CPU)
+        block_of(Hyper(lr=1e-2, step=3))
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
