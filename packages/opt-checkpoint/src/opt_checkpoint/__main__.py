@@ -21,7 +21,7 @@ from opt_checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointValueError,
 )
-from opt_checkpoint.state.tensors import dtype_name
+from opt_checkpoint.state.tensors import DTYPE_NAMES
 from opt_checkpoint.store import Location, location_of, store_at
 from opt_checkpoint.store.directory import is_leftover
 
@@ -144,7 +144,7 @@ def _show(options: argparse.Namespace) -> int:
     for key in sorted(k for k in index.tensors if fnmatch.fnmatchcase(k, options.tensor)):
         stored = index.tensors[key]
         shape = "x".join(map(str, stored.shape)) or "scalar"
-        print(f"{key}  {dtype_name(stored.dtype)}  {shape}  {len(stored.chunks)} chunk(s)")
+        print(f"{key}  {DTYPE_NAMES[stored.dtype]}  {shape}  {len(stored.chunks)} chunk(s)")
         if options.stats and stored.nbytes:
             values = read_whole(index, key).to(torch.float64)
             finite = values[values.isfinite()]

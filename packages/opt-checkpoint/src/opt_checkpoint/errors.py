@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
 class CheckpointingException(Exception):
@@ -54,13 +53,6 @@ class CheckpointFailedError(CheckpointingException):
 class CheckpointStorageError(CheckpointFailedError, OSError):
     """A save or load failed because a file system or store failed. `errno` is that of the first rank that failed so."""
 
-    def __init__(self, message: str, causes: Mapping[int, BaseException] | None = None) -> None:
-        CheckpointFailedError.__init__(self, message, causes)
-        self.message = message
-        self.errno = next((e.errno for e in self.causes.values() if isinstance(e, OSError) and e.errno), None)
-
-    def __str__(self) -> str:
-        return self.message
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointStorageError, (self.message, self.causes)
+    @property
+    def errno(self) -> int | None:  # type: ignore[override]  # of an attribute
+        return next((e.errno for e in self.causes.values() if isinstance(e, OSError) and e.errno), None)

@@ -377,15 +377,15 @@ def _without_obstore(rank: int, size: int, folder: str) -> list[str]:
         lambda: CheckpointManager(url),
         lambda: load_optimizer(model, torch.optim.SGD(model.parameters()), url),
     ]
-    installed = paths._INSTALLED
-    paths._INSTALLED = rank != 1
+    find_spec = paths.find_spec
+    paths.find_spec = (lambda name: None) if rank == 1 else find_spec
     try:
         for call in calls:
             with pytest.raises(CheckpointingException, match=r"rank 1: .*need obstore, which is not") as caught:
                 call()
             messages.append(str(caught.value))
     finally:
-        paths._INSTALLED = installed
+        paths.find_spec = find_spec
     return messages
 
 

@@ -162,7 +162,7 @@ def on_one_node(rank: int, size: int, folder: str) -> None:
         manager = tiers(folder, rank, per_node=size)
     warned = [str(warning.message) for warning in caught if "one node" in str(warning.message)]
     assert len(warned) == (rank == 0)
-    assert manager.keepers == ()
+    assert manager._keepers is None
     manager.save(1, state_at(1, rank, size))
     manager.close()
     again = tiers(folder, rank, per_node=size)

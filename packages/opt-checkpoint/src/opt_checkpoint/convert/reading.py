@@ -20,7 +20,6 @@ from torch import Tensor
 from opt_checkpoint.boxes import Box, split_rows
 from opt_checkpoint.dcp.layout import fingerprint
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.disk.checkpoint import Opened, check_sizes, read_object, size_problems
 from opt_checkpoint.disk.index import CheckpointIndex, Kind, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointingException, CheckpointValueError
@@ -133,8 +132,7 @@ def _read_box(index: CheckpointIndex, key: str, box: Box) -> Tensor:
 
 
 def _read(index: CheckpointIndex, wanted: dict[Any, ShardedTensor]) -> None:
-    planner = ShardedLoadPlanner(wanted, Opened(index=index, common={}), strict="raise_missing", aliases={})
-    carry_out_load(Ranks(), planner, CheckpointReader(index))
+    carry_out_load(Ranks(), ShardedLoadPlanner(wanted, Opened(index=index, common={})))
 
 
 class Difference(NamedTuple):

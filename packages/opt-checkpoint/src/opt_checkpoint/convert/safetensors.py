@@ -13,6 +13,7 @@ import os
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -27,7 +28,6 @@ from opt_checkpoint.convert.reading import read_mapped, scratch_folder
 from opt_checkpoint.convert.safetensors_files import DEFAULT_SHARD_BYTES, Array, Layout, find_arrays, layout_of
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
-from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.dcp.saving import ShardedSavePlanner, view_of
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.checkpoint import Opened, read_common, read_index
@@ -274,8 +274,8 @@ def load_safetensors(
     same_everywhere(ranks, "loading", folder=given, names=fingerprint(names), strict=strict, dtype=dtype)
     source = local_path(folder, _FOLDER)
     index = from_first(ranks, lambda: _index_of(source, names), f"loading {source}")
-    planner = ShardedLoadPlanner(state, Opened(index=index, common={}), strict=strict, dtype=dtype, aliases={})
-    return carry_out_load(ranks, planner, CheckpointReader(index, threads=threads, verify="none"))
+    planner = ShardedLoadPlanner(state, Opened(index=index, common={}), strict=strict, dtype=dtype)
+    return carry_out_load(ranks, planner, threads=threads, verify="none")
 
 
 def _index_of(folder: Path, names: Sequence[NameRule]) -> CheckpointIndex:
@@ -362,11 +362,9 @@ def left_out(path: AnyPath, *, select: str = "*", prefix: str = "") -> list[str]
     """
     index = read_index(path)
     names = set(index.objects)
-    try:
+    with suppress(CheckpointCorruptError):
         for leaf in leaves(read_common(index)):
             if leaf.path and not (isinstance(leaf.value, list) and {*map(type, leaf.value)} == {type(None)}):
                 names.add(path_text(leaf.path))
         names.discard(COMMON_KEY)
-    except CheckpointCorruptError:
-        pass
     return sorted(name for name in names if fnmatch.fnmatchcase(name, select) and name.startswith(prefix))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from opt_checkpoint.boxes import Array, Box, overlapping_pairs
-from opt_checkpoint.dcp.layout import MAIN, MAY_REPEAT, PLAIN, LocalLayout, LocalObject
+from opt_checkpoint.dcp.layout import MAIN, MAY_REPEAT, PLAIN, LocalLayout
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import Shape
+from opt_checkpoint.state.sharded import Shape, ShardedObject, is_main_replica
 from opt_checkpoint.state.tensors import dtype_from_name
 from opt_checkpoint.state.tree import Path, path_text
 
@@ -118,7 +118,7 @@ def _padded(values: Array, ndim: Array, axes: int, fill: int) -> Array:
     return rows
 
 
-def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Sequence[LocalObject]]) -> None:
+def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Sequence[ShardedObject]]) -> None:
     """Check that the main replicas of all ranks tile every tensor, and that every object exists once.
 
     Args:
@@ -134,11 +134,11 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
         problems.setdefault(number, text)
     texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(problems.items())]
     ranks, of_key = defaultdict[str, list[int]](list), dict[str, set[str]]()
-    shapes = {item.key: item.shape for own in objects for item in own}
+    shapes = {item.key: item.global_shape for own in objects for item in own}
     for rank, own in enumerate(objects):
         for item in own:
             mains = of_key.setdefault(item.key, set())  # of a key that only replicas hold it stays empty
-            if item.main:
+            if is_main_replica(item.replica_id):
                 ranks[item.unique_key].append(rank)
                 mains.add(item.unique_key)
     texts += [f"Duplicate ShardedObject keys: {k} on ranks {r}" for k, r in ranks.items() if len(r) > 1]

@@ -15,30 +15,14 @@ from opt_checkpoint.boxes import Array, FlatBox
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.data_file import byte_tensor, bytes_view
 from opt_checkpoint.errors import CheckpointValueError
-from opt_checkpoint.state.sharded import Shape, ShardedTensor, ShardIdentity, is_main_replica
-from opt_checkpoint.state.tensors import DTYPE_NAMES, is_dtensor
+from opt_checkpoint.state.sharded import ShardedObject, ShardedTensor, ShardIdentity, is_main_replica
+from opt_checkpoint.state.tensors import DTYPE_NAMES, check_dense, is_dtensor
 from opt_checkpoint.state.tree import FlatState, Path, path_text
 
 _SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1
 MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
 Held: TypeAlias = Sequence[tuple[ShardedTensor, Sequence[FlatBox]]]  # the tensors of a rank and their non-empty boxes
-
-
-class LocalObject(NamedTuple):
-    """One sharded object of a rank.
-
-    Args:
-        key: name of the grid of objects.
-        unique_key: name of this object in the grid.
-        shape: the grid's shape, in objects.
-        main: whether this is its main replica.
-    """
-
-    key: str
-    unique_key: str
-    shape: Shape
-    main: bool
 
 
 class LocalLayout(NamedTuple):
@@ -53,7 +37,7 @@ class LocalLayout(NamedTuple):
         shapes: the global shapes, concatenated, int64.
         offsets: the offsets of all boxes, concatenated, int64.
         sizes: the sizes of all boxes, as `offsets`.
-        objects: the sharded objects.
+        objects: the sharded objects, without data.
         plain: paths of the plain tensors, by key; the first rank that holds one is its main replica. Also those of
             DTensors, and of sharded tensors in lists that have the keys of plain tensors.
     """
@@ -66,7 +50,7 @@ class LocalLayout(NamedTuple):
     shapes: Array
     offsets: Array
     sizes: Array
-    objects: tuple[LocalObject, ...] = ()
+    objects: tuple[ShardedObject, ...] = ()
     plain: dict[str, Path] = {}  # noqa: RUF012
 
     @classmethod
@@ -149,11 +133,9 @@ def local_contents(flat: FlatState, held: Held) -> LocalContents:
         for path, tensor in flat.tensors.items()
         if tensor.key == path_text(path) and any(type(part) is int for part in path)
     }
-    objects = [
-        LocalObject(o.key, o.unique_key, o.global_shape, is_main_replica(o.replica_id)) for o in flat.objects.values()
-    ]
+    objects = tuple(held.without_data() for held in flat.objects.values())
     return LocalContents(
-        layout=LocalLayout.of(held, flags)._replace(objects=tuple(objects), plain=paths),
+        layout=LocalLayout.of(held, flags)._replace(objects=objects, plain=paths),
         digests=np.array(digests, np.int64),
         common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
     )
@@ -184,12 +166,7 @@ def _storable(shard: ShardedTensor) -> Tensor:
     data, key = shard.data, shard.key
     if data is None:
         raise CheckpointValueError(f"{key} has no data to save")
-    if data.is_meta:
-        raise CheckpointValueError(f"{key} is on the meta device, without values; materialise it before saving")
-    if data.layout is not torch.strided:
-        raise CheckpointValueError(
-            f"{key} has layout {data.layout}; only dense tensors can be stored, so pass tensor.to_dense()"
-        )
+    check_dense(key, data)
     if shard.dtype not in DTYPE_NAMES:
         raise CheckpointValueError(f"{key} has dtype {shard.dtype}, which cannot be stored; convert it first")
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,14 +24,15 @@ from opt_checkpoint.dcp.names import (
     warn_of_left_out,
 )
 from opt_checkpoint.dcp.saving import view_of
-from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
+from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
 from opt_checkpoint.disk.checkpoint import Opened, read_object
-from opt_checkpoint.disk.index import COMMON_KEY, COPIES, ByteRange, Kind, Region, StoredChunk, StoredTensor
+from opt_checkpoint.disk.data_file import DataFiles
+from opt_checkpoint.disk.index import COMMON_KEY, COPIES, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
 from opt_checkpoint.state.factory import is_quantized
 from opt_checkpoint.state.model_parallel import check_stages
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tensors import converts_exactly, is_dtensor
+from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor
 from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text
 
 
@@ -50,18 +52,6 @@ class TensorRead(NamedTuple):
     chunk: StoredChunk
     region: Region
     target: Tensor
-
-    @property
-    def place(self) -> ByteRange:
-        """The bytes that hold the chunk."""
-        return self.chunk.place
-
-
-class ObjectRead(NamedTuple):
-    """A stored object to read, and the bytes that hold it."""
-
-    key: str
-    place: ByteRange
 
 
 class ShardedLoadPlanner:
@@ -85,23 +75,23 @@ class ShardedLoadPlanner:
         state: ShardedStateDict,
         opened: Opened,
         *,
-        strict: str | StrictHandling,
+        strict: str | StrictHandling = "raise_missing",
         dtype: str = "exact",
-        aliases: Mapping[str, str],
+        aliases: Mapping[str, str] = MappingProxyType({}),
         safe_globals: SafeGlobals = (),
     ) -> None:
         if dtype not in ("exact", "cast"):
             raise ValueError(f"dtype={dtype!r}; allowed: exact, cast")
-        self._state, self._index, self._common = state, opened.index, opened.common
+        self._state, self.index, self._common = state, opened.index, opened.common
         self._strict, self._casts, self._aliases = Strictness.parse(strict), dtype == "cast", aliases
-        self._safe_globals = safe_globals
+        self._safe_globals, self._files = safe_globals, DataFiles(opened.index)
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
         self._within: dict[Path, dict[Path, ShardedTensor | str]] = {}
         self._to_zero: list[ShardedTensor] = []
         self._to_copy: list[tuple[Tensor, Tensor]] = []  # targets, and the values that they get after all are read
-        self.items: list[TensorRead | ObjectRead] = []
+        self.items: list[TensorRead] = []
         self.missing: list[str] = []
         self.cast: list[str] = []
         self.dropped: set[Path] = set()
@@ -114,7 +104,7 @@ class ShardedLoadPlanner:
 
     def stored_name(self, key: str) -> str:
         """The name under which a key is stored: the key itself, or the first alias that is stored."""
-        return aliased(key, self._index.tensors, self._aliases)
+        return aliased(key, self.index.tensors, self._aliases)
 
     def plan(self) -> bytes:
         """Plan all reads of this rank, in `items`.
@@ -126,7 +116,7 @@ class ShardedLoadPlanner:
             CheckpointKeyError: keys are not stored, and `strict` does not allow that.
             CheckpointMismatchError: shape, dtype or coverage do not fit.
         """
-        index, where = self._index, str(self._index.path)
+        index, where = self.index, str(self.index.path)
         self.flat = flatten_state(self._state)
         self._names = stored_names(self.flat, index, self._aliases)
         self._find_plain()
@@ -144,10 +134,7 @@ class ShardedLoadPlanner:
         for key, shard in asked:
             self._plan_reads_of(key, shard)
         for key in (self._names[path] for path in self.flat.objects if path not in self.dropped):
-            if index.kind is Kind.OURS:
-                self.items.append(ObjectRead(key, index.objects[key]))
-            else:  # whether it can be loaded must be known before memory changes
-                self._loaded_objects[key] = self._read_now(key)
+            self._loaded_objects[key] = self._read_object(key)
         keys = {*self._names.values(), COMMON_KEY, *asked_plain((*self.flat.common, *self.flat.plain), self._common)}
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
         keys |= {part if isinstance(part, str) else part.key for part in within}
@@ -155,18 +142,19 @@ class ShardedLoadPlanner:
 
     def _stored_keys(self) -> list[str]:
         """All stored keys, and the paths of plain values; the same on all ranks."""
-        return [*sorted(self._index.tensors), *sorted(self._index.objects), *sorted(self.stored_plain)]
+        return [*sorted(self.index.tensors), *sorted(self.index.objects), *sorted(self.stored_plain)]
 
-    def _read_now(self, key: str) -> Any:
-        return loaded_whole(read_object(self._index, key, safe_globals=self._safe_globals), key)
+    def _read_object(self, key: str) -> Any:
+        """A stored object: whether it can be loaded must be known before memory changes."""
+        return loaded_whole(read_object(self.index, key, safe_globals=self._safe_globals, files=self._files), key)
 
     def _find_plain(self) -> None:
         """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
-        tensors = self._index.tensors
+        tensors = self.index.tensors
         for path in self.flat.common:
             value, parts = lookup(self._common, path), self._find_within(path)
             objects = [part for part in parts.values() if isinstance(part, str)]
-            self._loaded_objects.update((key, self._read_now(key)) for key in objects)
+            self._loaded_objects.update((key, self._read_object(key)) for key in objects)
             if value is not ABSENT or objects:
                 self._plain[path] = None if value is ABSENT else loaded_whole(value, path_text(path))
         for path, template in self.flat.plain.items():
@@ -176,7 +164,7 @@ class ShardedLoadPlanner:
                 self._plain[path] = self._into_template(path, template, loaded_whole(value, path_text(path)))
 
     def _find_within(self, path: Path) -> dict[Path, ShardedTensor | str]:
-        tensors, parts = self._index.tensors, stored_under(path, self._index)
+        tensors, parts = self.index.tensors, stored_under(path, self.index)
         found = {inner: _described(key, tensors[key]) if key in tensors else key for inner, key in parts.items()}
         if found:
             self._within[path] = found
@@ -195,7 +183,7 @@ class ShardedLoadPlanner:
         return template
 
     def _find_missing(self) -> None:
-        stored, objects = self._index.tensors, self._index.objects
+        stored, objects = self.index.tensors, self.index.objects
         absent = {p: t.key for p, t in self.flat.tensors.items() if self._names[p] not in stored}
         absent |= {p: o.unique_key for p, o in self.flat.objects.items() if self._names[p] not in objects}
         absent |= {p: path_text(p) for p in self.flat.common if p not in self._within}
@@ -204,7 +192,7 @@ class ShardedLoadPlanner:
         self.missing = [key for path, key in absent.items() if path in self.dropped and path not in optional]
 
     def _plan_reads_of(self, key: str, shard: ShardedTensor) -> None:
-        stored = self._index.tensors[key]
+        stored = self.index.tensors[key]
         self._check_description(shard, stored)
         if shard.data is None:
             shard.init_data("cpu")
@@ -258,11 +246,11 @@ class ShardedLoadPlanner:
         Raises:
             CheckpointKeyError: there are some, and `strict` does not allow that.
         """
-        keys, where = self._stored_keys(), str(self._index.path)
+        keys, where = self._stored_keys(), str(self.index.path)
         asked = np.zeros(len(keys), dtype=np.uint8)
         for bits in per_rank:
             asked |= np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(keys))
-        copies = self._index.details.get(COPIES, ())
+        copies = self.index.details.get(COPIES, ())
         unexpected = tuple(key for key, by_any in zip(keys, asked) if not by_any and key not in copies)
         self._strict.report_unexpected(unexpected, where)
         nones = [path_text(path) for path, value in self.flat.common.items() if value is None]
@@ -275,11 +263,6 @@ class ShardedLoadPlanner:
             if shard.data is not None:
                 shard.data.detach().zero_()
 
-    def load_bytes(self, key: str, raw: bytes) -> None:
-        """Keep an object that was read; only what `torch.load(weights_only=True)` accepts."""
-        loaded = load_object(raw, allowed=self._safe_globals)
-        self._loaded_objects[key] = loaded_whole(self._index.kind.unwrapped(loaded), key)
-
     def assemble(self) -> None:
         """Assemble the loaded state: replace every description by its loaded value, quantise, and merge factories."""
         with torch.no_grad():
@@ -289,7 +272,7 @@ class ShardedLoadPlanner:
         plain = dict(self._plain)
         for path, parts in self._within.items():
             values = {i: self._loaded_objects[p] if isinstance(p, str) else p.data for i, p in parts.items()}
-            plain[path] = merged(plain.get(path), values, lists=self._index.kind is Kind.DCP)
+            plain[path] = merged(plain.get(path), values, lists=self.index.kind is Kind.DCP)
         plain.update((p, t) for p, t in self.flat.plain.items() if p not in self.dropped and p not in plain)
         self.assembled = self.flat.assembled(objects, plain, frozenset(self.dropped))
 
@@ -306,16 +289,8 @@ def _check_disjoint(tensors: Mapping[str, StoredTensor]) -> None:
 
 def _check_memory(key: str, data: Tensor) -> None:
     """Raise unless every element of a target has memory of its own."""
-    if data.is_meta:
-        raise CheckpointMismatchError(
-            f"{key} is on the meta device, which has no memory to load into; materialise it first, as "
-            f"model.to_empty(device=...) does"
-        )
-    if is_quantized(data):
-        return
-    if data.layout is not torch.strided:
-        raise CheckpointMismatchError(f"{key}: the target has layout {data.layout}; pass a dense tensor")
-    if any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride())):
+    check_dense(key, data)
+    if not is_quantized(data) and any(n > 1 and stride == 0 for n, stride in zip(data.shape, data.stride())):
         raise CheckpointMismatchError(
             f"{key}: the target of shape {list(data.shape)} is expanded (strides {list(data.stride())}), so that "
             f"several elements share memory; pass target.contiguous()"

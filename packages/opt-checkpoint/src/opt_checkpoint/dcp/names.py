@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from opt_checkpoint.disk.checkpoint import read_tensor
 from opt_checkpoint.disk.index import PATHS, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointKeyError
 from opt_checkpoint.state.optimizer_state import LAYOUT_MARK, SPLIT_MARK
@@ -142,14 +141,6 @@ def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any
         root[key] = merged(root.get(key), inner, lists=lists)
     is_list = lists and all(type(key) is int for key in root) and sorted(root) == list(range(len(root)))
     return [root[i] for i in range(len(root))] if is_list else root
-
-
-def stored_value(path: Path, common: Any, index: CheckpointIndex) -> Any:
-    """The plain value at a path, with the tensors in its lists read; `ABSENT` if there is none."""
-    value = lookup(common, path)
-    if value is ABSENT or index.kind is not Kind.OURS:
-        return value
-    return merged(value, {inner: read_tensor(index, key) for inner, key in stored_under(path, index).items()})
 
 
 def asked_plain(asked: Iterable[Path], common: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from opt_checkpoint.boxes import Array, columns_of, split_rows
 from opt_checkpoint.dcp.coverage import TensorsOfRanks, validate_sharding_integrity
 from opt_checkpoint.dcp.layout import LocalLayout
 from opt_checkpoint.disk.data_file import crc32
-from opt_checkpoint.errors import CheckpointValueError
+from opt_checkpoint.state.sharded import is_main_replica
 
 _PIECES_PER_RANK = 12  # the largest movable piece is a twelfth of a rank's share: at most 9 % above the mean
 _SMALLEST_PIECE_BYTES = 64 << 10
@@ -110,23 +110,16 @@ class GlobalPlan:
         parts = assign_parts(checked)
         first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
         local, ends = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
+        objects = [[o.unique_key for o in own.objects if is_main_replica(o.replica_id)] for own in layouts]
         assigned = [
-            AssignedParts(
-                local[a:b], parts.offsets[a:b], parts.sizes[a:b], [o.unique_key for o in own.objects if o.main]
-            )
-            for a, b, own in zip(ends.tolist(), ends[1:].tolist(), layouts)
+            AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], keys)
+            for a, b, keys in zip(ends.tolist(), ends[1:].tolist(), objects)
         ]
         return cls(tensors=tensors, repeats=repeats, parts=parts, assigned=assigned, layouts=layouts)
 
-    def check_values(self, digests: Array) -> None:
-        """Check that the values of a later save with the same layouts allow the same plan.
-
-        Raises:
-            CheckpointingException: ranks that hold the same block have different values for it.
-        """
-        if not _are_equal(self.tensors, self.repeats, digests).all():
-            GlobalPlan.of(self.layouts, digests, only_first=False)
-            raise CheckpointValueError("values that several ranks hold as main replicas differ")
+    def fits(self, digests: Array) -> bool:
+        """Whether blocks that several ranks hold have equal values in a later save with the same layouts."""
+        return bool(_are_equal(self.tensors, self.repeats, digests).all())
 
 
 def _are_equal(tensors: TensorsOfRanks, repeats: Array, digests: Array) -> Array:

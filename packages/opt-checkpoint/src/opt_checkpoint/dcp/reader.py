@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from opt_checkpoint.dcp.load_planner import ObjectRead, ShardedLoadPlanner, TensorRead
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner, TensorRead
 from opt_checkpoint.disk.archives import find_values, load_object
 from opt_checkpoint.disk.data_file import CheckedValues, DataFiles, crc32, damage_of, has_right_sums, read_region
 from opt_checkpoint.disk.index import PIECE_BYTES, ByteRange, CheckpointIndex, StoredChunk
@@ -22,17 +22,17 @@ _MAX_THREADS = 4
 
 
 class _Read(NamedTuple):
-    """A byte range to read, and the item that it is for.
+    """A byte range to read, and the tensor that it is for.
 
     Args:
-        item: the tensor or object.
+        item: the tensor.
         file: the data file.
         start: first byte.
         nbytes: number of bytes.
         chunk: start of the values of the chunk, if the chunk has several pieces with separate checksums.
     """
 
-    item: TensorRead | ObjectRead
+    item: TensorRead
     file: str
     start: int
     nbytes: int
@@ -57,7 +57,7 @@ class CheckpointReader:
         self._values: dict[StoredChunk, ByteRange | None] = {}
 
     def verify(self, planner: ShardedLoadPlanner) -> None:
-        """For `verify="chunks"`, compare the planned chunks and objects with their checksums.
+        """For `verify="chunks"`, compare the planned chunks with their checksums.
 
         Raises:
             CheckpointCorruptError: one does not match, or there are no checksums.
@@ -65,7 +65,7 @@ class CheckpointReader:
         """
         if self._verify != "chunks":
             return
-        wanted = dict.fromkeys((item.place, item.key) for item in planner.items)
+        wanted = dict.fromkeys((item.chunk.place, item.key) for item in planner.items)
         if self.index.save_id is None and wanted:
             raise CheckpointCorruptError(
                 f"{self.index.path} was written by {self.index.kind.value} and has no checksums to verify; "
@@ -88,21 +88,19 @@ class CheckpointReader:
         with ThreadPoolExecutor(self._threads) as pool:
             planned = sorted(map(self._read_of, planner.items), key=lambda read: (read.file, read.start))
             batches = _batches(planned, self._files.near_bytes)
-            for done in [pool.submit(self._read_batch, batch, planner) for batch in batches]:
+            for done in [pool.submit(self._read_batch, batch) for batch in batches]:
                 done.result()
-        tensors = [item for item in planner.items if isinstance(item, TensorRead)]
-        self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in tensors)
+        self.bytes_wanted += sum(item.target.numel() * item.dtype.itemsize for item in planner.items)
 
     @property
     def bytes_read(self) -> int:
         """Bytes that were read."""
         return self._files.bytes_read
 
-    def _read_of(self, item: TensorRead | ObjectRead) -> _Read:
+    def _read_of(self, item: TensorRead) -> _Read:
         """The run of bytes from the first value of an item to its last; for a small chunk, the whole chunk."""
-        place = item.place
-        values = self._values_of(item) if isinstance(item, TensorRead) else None
-        if isinstance(item, ObjectRead) or values is None:
+        place, values = item.chunk.place, self._values_of(item)
+        if values is None:
             return _Read(item, place.file, place.start, place.nbytes)
         is_checked = self._verify != "none" and len(values.sums) > 0
         if is_checked and values.nbytes <= PIECE_BYTES:
@@ -122,29 +120,27 @@ class CheckpointReader:
             self._values[chunk] = found and found.part(chunk.first * size, chunk.box.numel * size)
         return self._values[chunk]
 
-    def _read_batch(self, batch: list[_Read], planner: ShardedLoadPlanner) -> None:
+    def _read_batch(self, batch: list[_Read]) -> None:
         """Read one run of a file, which several small items may share, and copy each item's values to its memory."""
         first, start = batch[0].item, batch[0].start
-        place = self._values_of(first) if isinstance(first, TensorRead) else None
+        place = self._values_of(first)
         if place is not None and (len(batch) == 1 or batch[0].chunk is not None):  # one chunk, into its memory
             place = place.part(0, place.nbytes) if self._verify == "none" else place
             values = CheckedValues(self._files, place, first.key)
-            for item in (read.item for read in batch if isinstance(read.item, TensorRead)):
+            for item in (read.item for read in batch):
                 read_region(item.chunk.as_stored(item.target), item.region, item.dtype, values)
             return
         raw = memoryview(bytearray(max(read.start + read.nbytes for read in batch) - start))
         self._files.read_into(batch[0].file, start, raw)
         for read in batch:
-            self._take(raw[read.start - start :][: read.nbytes], read.item, planner)
+            self._take(raw[read.start - start :][: read.nbytes], read.item)
 
-    def _take(self, raw: memoryview, item: TensorRead | ObjectRead, planner: ShardedLoadPlanner) -> None:
+    def _take(self, raw: memoryview, item: TensorRead) -> None:
         """Copy values from bytes that are already in memory."""
-        place = item.place
+        place = item.chunk.place
         if self._verify != "none" and len(place.sums) == 1 and len(raw) == place.nbytes and crc32(raw) != place.sums[0]:
             raise damage_of(self._files, place, item.key)
-        if isinstance(item, ObjectRead):
-            planner.load_bytes(item.key, bytes(raw))
-        elif place.archive and self._values[item.chunk] is None:
+        if place.archive and self._values[item.chunk] is None:
             tensor, shape = load_object(bytes(raw)), item.chunk.archived or item.chunk.box.sizes
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != item.dtype:
                 raise CheckpointCorruptError(f"the archive at {place} does not hold {item.dtype} of shape {shape}")

@@ -12,7 +12,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ from opt_checkpoint.disk.index import (
 from opt_checkpoint.disk.manifest import encode_manifest
 from opt_checkpoint.errors import CheckpointingException, CheckpointValueError
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tree import ABSENT, FlatState, Path, flatten_state, lookup, path_text, scopes, selected
+from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, lookup, path_text, scopes, selected
 from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
         held: one of `boxes_of(shard)`.
         part: a box inside `held.box`, in global coordinates.
     """
-    if shard.data is None:
-        raise CheckpointValueError(f"{shard.key} has no data")
+    assert shard.data is not None
     values = shard.data.detach()
     if shard.flattened_range is not None:
         if not values.is_contiguous():
@@ -75,14 +74,11 @@ class ShardedSavePlanner:
         common: what to do when plain values, which rank 0 writes, differ on another rank: `"equal"` refuses to save,
             `"first_rank"` takes rank 0's.
         cache: the plan of an earlier save.
-    """
 
-    flat: FlatState  # set by `describe`
-    rank: int  # the same
-    assigned: AssignedParts  # what this rank writes; set by `take`
-    plan: GlobalPlan  # on the coordinator, as the next two; set by `assign`
-    objects_of_ranks: list[list[str]]  # unique keys of the objects that each rank writes
-    stock_only: set[str]  # keys of the plain values that rank 0 also writes on their own, for stock readers
+    `describe` sets `flat` and `rank`, and `take` sets `assigned`, which this rank writes. On the coordinator, `assign`
+    sets `plan`, `objects_of_ranks` (unique keys of the objects that each rank writes) and `stock_only` (keys of the
+    plain values that rank 0 also writes on their own, for stock readers).
+    """
 
     def __init__(self, state: ShardedStateDict, *, common: str = "equal", cache: PlanCache | None = None) -> None:
         self._state, self._policy, self._cache = state, common, cache
@@ -145,11 +141,9 @@ class ShardedSavePlanner:
                     f"only some ranks have it), or pass common='first_rank' to store the first rank's"
                 )
             logger.warning("%s; rank 0's are stored", text)
-        if cached is None:
-            self.plan = GlobalPlan.of(layouts, digests, only_first=self._policy == "first_rank")
-        else:
-            self.plan = cached
-            cached.check_values(digests)
+        if cached is not None and not cached.fits(digests):  # a new plan says which values differ
+            cached = None
+        self.plan = cached or GlobalPlan.of(layouts, digests, only_first=self._policy == "first_rank")
         # The plain values that stock `load` looks for, by its keys: paths that continue into lists. Those in scoped
         # parts describe optimizers in the form of this package.
         parts = tuple(path for path, _ in scopes(self.flat.state) if path)
@@ -163,8 +157,7 @@ class ShardedSavePlanner:
     def take(self, assigned: AssignedParts | None) -> None:
         """Take what this rank writes from the coordinator, or from the cached plan for None; cache it."""
         found = assigned or self._cached.assigned
-        if found is None:
-            raise RuntimeError("a rank without a cached plan agreed to use one")
+        assert found is not None  # a rank without a cached plan does not agree to use one
         self.assigned = found
         if self._cache is not None:
             self._cache.plan = CachedPlan(self.plan_name, self.rank, found, self.plan if self.rank == 0 else None)
@@ -243,6 +236,7 @@ class WrittenFile(NamedTuple):
     objects: dict[str, ByteRange]
 
 
+@dataclass
 class CheckpointWriter:
     """Writes one checkpoint. Each save needs a new writer.
 
@@ -254,28 +248,19 @@ class CheckpointWriter:
         replace: whether the commit replaces a checkpoint that is at `path`.
     """
 
-    def __init__(
-        self,
-        path: Location,
-        *,
-        save_id: str,
-        details: Mapping[str, Any] = MappingProxyType({}),
-        target: Target | None = None,
-        replace: bool = False,
-    ) -> None:
-        self.path = path
-        self._save_id, self._details, self._replace = save_id, details, replace
-        self._store, self._target = target or target_at(path)
+    path: Location
+    save_id: str
+    details: Mapping[str, Any]
+    target: Target | None
+    replace: bool
 
-    @property
-    def temporary(self) -> Location:
-        """The directory that is written to until the commit."""
-        return self._store.path(self._store.folder(self._target, self._save_id))
+    def __post_init__(self) -> None:
+        self._store, self._target = self.target or target_at(self.path)
 
     def begin(self, planner: ShardedSavePlanner) -> list[str]:
         """Create the temporary location, on the coordinator; the save id for each rank. Raises like `Store.begin`."""
-        self._store.begin(self._target, self._save_id, replace=self._replace)
-        return [self._save_id] * planner.plan.tensors.ranks
+        self._store.begin(self._target, self.save_id, replace=self.replace)
+        return [self.save_id] * planner.plan.tensors.ranks
 
     def write(self, save_id: str, planner: ShardedSavePlanner) -> WrittenFile:
         """Write this rank's file and sync it.
@@ -317,8 +302,8 @@ class CheckpointWriter:
             tensors=tensors,
             objects={key: place for key, place in objects.items() if key not in planner.stock_only},
             files={own.name: own.stored for own in written},
-            save_id=self._save_id,
-            details={"torch": torch.__version__, PATHS: paths, **self._details},
+            save_id=self.save_id,
+            details={"torch": torch.__version__, PATHS: paths, **self.details},
         )
         contents = {
             METADATA: encode_dcp_metadata(tensors, objects, list(index.files), archives, paths),
@@ -326,13 +311,13 @@ class CheckpointWriter:
         }
         index.files.update((name, StoredFile(size=len(raw), crc=crc32(raw))) for name, raw in contents.items())
         contents[MANIFEST] = encode_manifest(index)
-        self._store.write_small(self._store.folder(self._target, self._save_id), contents)
+        self._store.write_small(self._store.folder(self._target, self.save_id), contents)
         sizes = {name: file.size for name, file in index.files.items()} | {MANIFEST: len(contents[MANIFEST])}
-        self._store.commit(self._target, self._save_id, sizes, replace=self._replace)
+        self._store.commit(self._target, self.save_id, sizes, replace=self.replace)
 
     def abandon(self) -> None:
         """Remove the files of a failed save; on the coordinator, once all ranks have finished."""
-        self._store.abandon(self._target, self._save_id)
+        self._store.abandon(self._target, self.save_id)
 
 
 def _stored(planner: ShardedSavePlanner, written: Sequence[WrittenFile]) -> tuple[StoredTensors, Array]:

@@ -120,21 +120,6 @@ def find_values(files: DataFiles, place: ByteRange, dtype: torch.dtype, shape: S
         raise CheckpointCorruptError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
-def check_archive_size(raw: bytes) -> None:
-    """Reject an archive that is larger in memory than as a file: `torch.save` never compresses.
-
-    Raises:
-        CheckpointCorruptError: it is not a zip archive, or its entries are compressed or overlap.
-    """
-    try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
-            entries = archive.infolist()
-    except Exception as error:  # zipfile raises many kinds on damaged archives
-        raise CheckpointCorruptError(f"a stored object is not an archive of torch.save: {error}") from error
-    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(raw):
-        raise CheckpointCorruptError("a stored object is compressed, which torch.save never does; it is not read")
-
-
 def dump_object(value: object, name: str) -> bytes:
     """Serialize an object by `torch.save`, in a list of one as Megatron-Core does, and check that it loads again.
 
@@ -205,7 +190,14 @@ def load_object(raw: bytes, *, allowed: SafeGlobals = ()) -> Any:
     Raises:
         CheckpointCorruptError: it is damaged, or names a global that runs code.
     """
-    check_archive_size(raw)
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # zipfile raises many kinds on damaged archives
+        raise CheckpointCorruptError(f"a stored object is not an archive of torch.save: {error}") from error
+    # Entries that are compressed or overlap would be larger in memory than in the file.
+    if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > len(raw):
+        raise CheckpointCorruptError("a stored object is compressed, which torch.save never does; it is not read")
     try:
         with _changing_globals, safe_globals(list(allowed)):
             names = get_unsafe_globals_in_checkpoint(io.BytesIO(raw))

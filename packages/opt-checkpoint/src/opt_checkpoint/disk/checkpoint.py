@@ -8,25 +8,21 @@ import io
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.data_file import (
     FILE_MARK,
-    CheckedValues,
     DataFiles,
     PieceSums,
     crc32,
     has_right_sums,
     hashing,
-    read_region,
 )
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
-from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, Region, StoredFile
+from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
@@ -53,10 +49,8 @@ def read_index(path: AnyPath) -> CheckpointIndex:
         CheckpointCorruptError: it is damaged.
     """
     where = location_of(path)
-    try:
+    with suppress(FileNotFoundError):
         return read_committed(where)
-    except FileNotFoundError:
-        pass
     store = store_at(where)
     try:
         sizes = store.sizes()
@@ -112,36 +106,22 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
     if COMMON_KEY in index.objects:
         return read_object(index, COMMON_KEY, safe_globals=safe_globals)
     if index.kind is Kind.MEGATRON:
-        try:
+        with suppress(FileNotFoundError):
             return load_object(store_at(index.path).read(MEGATRON_COMMON), allowed=safe_globals)
-        except FileNotFoundError:
-            pass
     return {}
 
 
-def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = ()) -> Any:
-    """One stored object; takes and returns values as `read_common`.
+def read_object(
+    index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = (), files: DataFiles | None = None
+) -> Any:
+    """One stored object; takes and returns values as `read_common`. Several reads may share `files`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
     """
-    value = index.kind.unwrapped(load_object(_object_bytes(DataFiles(index), index, unique_key), allowed=safe_globals))
+    raw = _object_bytes(files or DataFiles(index), index, unique_key)
+    value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
     return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
-
-
-def read_tensor(index: CheckpointIndex, key: str) -> Tensor:
-    """One stored tensor of a checkpoint of opt-checkpoint, as a new CPU tensor; for small ones, without other ranks.
-
-    Raises:
-        CheckpointCorruptError: it is damaged.
-    """
-    stored = index.tensors[key]
-    values, files = torch.empty(stored.shape, dtype=stored.dtype), DataFiles(index)
-    for chunk in stored.chunks:
-        region = chunk.region((0,) * len(stored.shape), chunk.box.sizes)
-        target = Region(stored.shape, *chunk.box).of_tensor(values)
-        read_region(target, region, stored.dtype, CheckedValues(files, chunk.place, key))
-    return values
 
 
 def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
@@ -310,7 +290,7 @@ def _archive_problem(raw: bytes) -> str | None:
         load_object(raw)
         with zipfile.ZipFile(io.BytesIO(raw)) as archive:
             for entry in archive.infolist():
-                if entry.CRC:  # large tensors that we wrote have the checksum 0: unknown
+                if entry.CRC:  # tensors that we wrote have the checksum 0: unknown
                     archive.read(entry)
     except Exception as error:  # zipfile raises many exception types on damaged archives
         return f"holds a damaged archive: {error}"

@@ -1,7 +1,7 @@
 """The bytes of one data file in order, while a second thread computes checksums.
 
-Nothing that was written is changed later: the checksums of large tensors go to the manifest, and their archives have
-the checksum 0, which torch never compares. With a spare core, hashing therefore costs no time. The bytes can be read
+Nothing that was written is changed later: the checksums of tensors go to the manifest, and their archives have the
+checksum 0, which torch never compares. With a spare core, hashing therefore costs no time. The bytes can be read
 again from the start, because an upload that fails is repeated as a whole.
 
 Every tensor is an archive as `torch.save` writes it: `data.pkl`, `byteorder`, `version`, then the values as `data/0`,
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opt_checkpoint.boxes import row_major_strides
+from opt_checkpoint.boxes import Box, row_major_strides, split_rows
 from opt_checkpoint.disk.archives import contiguous
 from opt_checkpoint.disk.data_file import (
     HASH_PIECE_BYTES,
@@ -38,14 +38,14 @@ from opt_checkpoint.disk.data_file import (
 )
 from opt_checkpoint.disk.index import StoredFile
 from opt_checkpoint.state.sharded import Shape
-from opt_checkpoint.state.tensors import STORAGE_CLASSES, dtype_name
+from opt_checkpoint.state.tensors import DTYPE_NAMES, STORAGE_CLASSES
 
 ALIGNMENT = 64  # of stored values in their file, as of tensors in memory
 _SMALL_BYTES = 256 << 10
 _BUFFER_BYTES = 4 << 20
+_COPY_BYTES = 2 * HASH_PIECE_BYTES  # copied at a time of a tensor that is not in order on the CPU
 _LIMIT_32 = 0xFFFFFFFF
 _DOS_DATE = 0x0021  # 1 January 1980, so that equal tensors give equal bytes
-_SUM_IN_HEADER, _SUM_IN_DIRECTORY = 14, 16  # position of the checksum in them
 
 
 class Placed(NamedTuple):
@@ -106,13 +106,14 @@ class DataFileWriter:
         if nbytes <= _SMALL_BYTES:
             view = bytes_view(values if is_plain else contiguous(values))
             sums = [crc32(view)]
-            before, after = framing.with_sum(sums[0])
-            self._gathered += b"".join((bytes(gap), before, view, after))
+            self._gathered += b"".join((bytes(gap), framing.before, view, framing.after))
         else:
             self._gathered += bytes(gap) + framing.before
             yield from self._flushed()
             hashed = PieceSums()
-            for part in [values] if is_plain else _bounded_parts(values):
+            whole = Box((0,) * values.dim(), tuple(values.shape))
+            parts = [whole] if is_plain else split_rows(whole, -(-nbytes // _COPY_BYTES))
+            for part in (whole.part_of(values, part) for part in parts):
                 view = bytes_view(contiguous(part))
                 for start in range(0, len(view), HASH_PIECE_BYTES):
                     piece = view[start : start + HASH_PIECE_BYTES]
@@ -145,33 +146,11 @@ class DataFileWriter:
         return StoredFile(size=self._given, crc=total)
 
 
-def _bounded_parts(data: Tensor) -> list[Tensor]:
-    """Runs of rows of a tensor, each of a few hash pieces at most, so that a copy of one needs little memory."""
-    axis = next((d for d, n in enumerate(data.shape) if n > 1), 0)
-    rows = data.shape[axis]
-    row_bytes = data.numel() // rows * data.element_size()
-    step = max(1, 2 * HASH_PIECE_BYTES // max(1, row_bytes))
-    return [data.narrow(axis, i, min(step, rows - i)) for i in range(0, rows, step)]
-
-
 class Framing(NamedTuple):
-    """The bytes around one tensor's values, if their checksum is 0.
-
-    Args:
-        before: the bytes before them.
-        after: the bytes after them.
-        sums: the position of their checksum in both.
-    """
+    """The bytes before and after one tensor's values."""
 
     before: bytes
     after: bytes
-    sums: tuple[int, int]
-
-    def with_sum(self, crc: int) -> tuple[bytes, bytes]:
-        """The bytes before and after values with this CRC-32."""
-        raw, (first, second) = crc.to_bytes(4, "little"), self.sums
-        before = b"".join((self.before[:first], raw, self.before[first + 4 :]))
-        return before, b"".join((self.after[:second], raw, self.after[second + 4 :]))
 
 
 @lru_cache(maxsize=4096)
@@ -188,14 +167,13 @@ def frame_tensor(dtype: torch.dtype, shape: Shape) -> Framing:
         header, listed = _headers(name, len(content), zlib.crc32(content), len(before))
         before, directory = before + header + content, directory + listed
     header, listed = _headers(b"data/0", nbytes, 0, len(before))
-    sums = len(before) + _SUM_IN_HEADER, len(directory) + _SUM_IN_DIRECTORY
     before, directory = before + header, directory + listed
     start, size, count, wide = len(before) + nbytes, len(directory), len(files) + 1, b""
     if start >= _LIMIT_32:
         wide = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, count, count, size, start)
         wide += struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
     end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, size, min(start, _LIMIT_32), 0)
-    return Framing(before, directory + wide + end, sums)
+    return Framing(before, directory + wide + end)
 
 
 def _headers(name: bytes, size: int, crc: int, position: int) -> tuple[bytes, bytes]:
@@ -216,7 +194,7 @@ def pickle_tensor(dtype: torch.dtype, shape: Shape) -> bytes:
         rebuild, kind, stored, tail = b"_rebuild_tensor_v2", f"ctorch\n{typed}\n".encode(), numel, b""
     else:
         rebuild, kind, stored = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", numel * dtype.itemsize
-        tail = f"ctorch\n{dtype_name(dtype)}\n".encode()
+        tail = f"ctorch\n{DTYPE_NAMES[dtype]}\n".encode()
     storage = b"(" + _opcodes("storage") + kind + _opcodes("0") + _opcodes("cpu") + _opcodes(stored) + b"tQ"
     place = _opcodes(0) + _opcodes(shape) + _opcodes(row_major_strides(shape))
     hooks = b"\x89ccollections\nOrderedDict\n)R"

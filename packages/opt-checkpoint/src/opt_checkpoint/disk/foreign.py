@@ -30,7 +30,6 @@ from opt_checkpoint.disk.index import (
     StoredChunk,
     StoredFile,
     StoredTensor,
-    check_file_name,
     check_index,
 )
 from opt_checkpoint.errors import CheckpointCorruptError
@@ -309,7 +308,6 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
         key, offset, file = where.get("fqn"), where.get("offset"), info.get("relative_path")
         if type(key) is not str or type(file) is not str:
             raise _damaged("a key or file name is not text")
-        check_file_name(file)
         if info.get("transform_descriptors"):
             raise CheckpointCorruptError(
                 f"{key} was stored through transforms (compression or the like), which this version cannot undo; "

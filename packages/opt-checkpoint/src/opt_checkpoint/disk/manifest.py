@@ -158,8 +158,6 @@ def decode_manifest(path: Location, raw: bytes) -> CheckpointIndex:
     header, columns = decode_columns(_FIRST_LINE % FORMAT, raw, what)
     try:
         files = {str(name): StoredFile(size=int(size), crc=int(crc)) for name, size, crc in header["files"]}
-        if any(not 0 <= file.size < 1 << 62 for file in files.values()):
-            raise ValueError("a file has an impossible size")
         tensors, details = StoredTensors(columns, tuple(map(str, header["dtypes"])), files), dict(header["details"])
         details[PATHS] = {**decode_paths(list(tensors), columns), **dict(details.get(PATHS) or {})}
         objects = {

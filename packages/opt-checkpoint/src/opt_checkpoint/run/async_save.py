@@ -119,11 +119,6 @@ class Staging:
             side.record_event().synchronize()
         return snapshot
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory in use."""
-        return sum(b.numel() * b.element_size() for b in self._buffers.values())
-
     def _copy(self, path: Path, source: Tensor) -> Tensor:
         device = device_of(source.device)
         target = self._buffers.get(path)
@@ -131,17 +126,12 @@ class Staging:
             empty = torch.empty(source.shape, dtype=source.dtype) if device is None else device.pinned_like(source)
             target = self._buffers[path] = empty
         if device is None:
-            target.copy_(source)
-        else:
-            self._copy_from(device, source, target)
-        return target
-
-    def _copy_from(self, device: CudaDevice, source: Tensor, target: Tensor) -> None:
-        """Copy on the side stream. The state keeps the source alive until `snapshot` has waited for the copy."""
+            return target.copy_(source)
+        # On the side stream. The state keeps the source alive until `snapshot` has waited for the copy.
         side = self._sides.setdefault(source.device, device.side_stream())
         side.wait_event(device.current_stream().record_event())
         with device.on(side):
-            target.copy_(source, non_blocking=True)
+            return target.copy_(source, non_blocking=True)
 
 
 def _plain_copy(value: Any) -> Any:

@@ -12,10 +12,10 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from enum import Enum
-from threading import Condition
+from threading import Condition, Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -43,12 +43,16 @@ class Ranks:
         size: the number of ranks.
         group: their process group; None for a single process, and for torch's default group.
         first: the world's number of rank 0.
+        turns: of the threads that use the group; None if one thread uses it.
+        name: of this thread, the same on all ranks.
     """
 
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
     first: int = 0
+    turns: Turns | None = None
+    name: str = ""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the value of every rank, by rank."""
@@ -82,7 +86,8 @@ class Ranks:
         """
         try:
             if self.size > 1:
-                collective(*arguments, group=self.group)
+                with self.turns.turn(self.name) if self.turns is not None else nullcontext():
+                    collective(*arguments, group=self.group)
         except RuntimeError as error:
             raise CheckpointFailedError(f"a rank did not answer: {error}") from error
 
@@ -127,15 +132,12 @@ class Failure(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """An exception as text."""
-        try:
-            text = str(error)
-        except Exception:
-            text = "(its message cannot be printed)"
+        printed = traceback.TracebackException.from_exception(error)  # also if its `__str__` raises
         kind = type(error) if isinstance(error, CheckpointingException) else None
         return cls(
             type_name=type(error).__name__,
-            text=text,
-            trace="".join(traceback.format_exception(error)),
+            text=str(printed),
+            trace="".join(printed.format()),
             kind=kind if kind is not None and kind.__module__.startswith("opt_checkpoint.") else None,
             errno=error.errno if isinstance(error, OSError) else None,
         )
@@ -335,9 +337,8 @@ class Turns:
     """
 
     def __init__(self, choose: Callable[[str], str]) -> None:
-        self._choose, self._changed = choose, Condition()
+        self._choose, self._choosing, self._changed = choose, Lock(), Condition()
         self._waiting: list[str] = []
-        self._is_choosing = False
         self._turn: str | None = None
 
     @contextmanager
@@ -346,8 +347,12 @@ class Turns:
         with self._changed:
             self._waiting.append(name)
         try:
-            while not self._has_turn(name):
-                pass
+            while self._turn != name:
+                with self._choosing:
+                    if self._turn is None:
+                        self._turn = self._choose(self._waiting[0])
+                with self._changed:
+                    self._changed.wait_for(lambda: self._turn in (name, None))
             yield
         finally:
             with self._changed:
@@ -355,43 +360,8 @@ class Turns:
                 self._turn = None if self._turn == name else self._turn
                 self._changed.notify_all()
 
-    def _has_turn(self, name: str) -> bool:
-        """Wait until it is this thread's turn, or until one is to be chosen; then choose it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == name or (self._turn is None and not self._is_choosing))
-            if self._turn == name:
-                return True
-            self._is_choosing, proposed = True, self._waiting[0]
-        chosen = None
-        try:
-            chosen = self._choose(proposed)
-        finally:
-            with self._changed:
-                self._is_choosing, self._turn = False, chosen
-                self._changed.notify_all()
-        return False
-
-
-@dataclass(frozen=True)
-class RanksInTurn(Ranks):
-    """The ranks of a group that several threads use.
-
-    Args:
-        turns: of all these threads.
-        name: of this thread, the same on all ranks.
-    """
-
-    turns: Turns = field(default_factory=lambda: Turns(lambda name: name))
-    name: str = ""
-
-    def call(self, collective: Callable[..., object], *arguments: Any) -> None:
-        with self.turns.turn(self.name):
-            super().call(collective, *arguments)
-
 
 def in_turn(ranks: Ranks, *names: str) -> list[Ranks]:
     """Ranks for several threads, each with a name, that use one group; unchanged if there is one rank."""
-    if ranks.size == 1:
-        return [ranks] * len(names)
-    turns = Turns(ranks.broadcast)
-    return [RanksInTurn(ranks.rank, ranks.size, ranks.group, ranks.first, turns, name) for name in names]
+    turns = None if ranks.size == 1 else Turns(ranks.broadcast)
+    return [replace(ranks, turns=turns, name=name) for name in names]

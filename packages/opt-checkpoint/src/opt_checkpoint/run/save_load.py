@@ -149,10 +149,6 @@ class Writer(Protocol):
 
     path: Any  # the target, which must be the same on all ranks
 
-    @property
-    def temporary(self) -> Location:
-        """The directory."""
-
     def begin(self, planner: ShardedSavePlanner) -> list[Any]:
         """On rank 0, create the directory; returns the message for each rank."""
 
@@ -222,8 +218,8 @@ def carry_out_save(
             try:
                 writers[0].abandon()
             except OSError as error:
-                place = writers[0].temporary
-                warnings.warn(f"could not remove {place}: {error}; the next save will try again", stacklevel=3)
+                what = f"could not remove the files of the failed save to {writers[0].path}: {error}"
+                warnings.warn(f"{what}; the next save will try again", stacklevel=3)
         raise
 
 
@@ -255,8 +251,8 @@ def load(
         dtype: whether a different stored dtype is an error or is converted.
         verify: `"sizes"`: check before any memory is written that every file exists, has its size, and belongs to this
             save; compare values with their checksums while reading. `"chunks"`: also compare every chunk that a rank
-            needs with its checksums before any memory is written, which reads it twice. `"none"`: neither. Stock and
-            Megatron-Core directories have no checksums to compare.
+            needs with its checksums before any memory is written, which reads it twice. `"none"`: neither. Objects and
+            plain values are always compared. Stock and Megatron-Core directories have no checksums to compare.
         aliases: alternative prefixes, for keys that are not stored under their own name.
         safe_globals: classes and functions that stored objects and plain values may use, as for
             `torch.serialization.safe_globals`; `NUMPY_GLOBALS` for numpy arrays. Values that need others are not
@@ -278,7 +274,7 @@ def load(
     source = same_location(ranks, "loading", path, strict=strict, dtype=dtype, verify=verify)
     opened = open_everywhere(ranks, source, verify, safe_globals)
     planner = ShardedLoadPlanner(state, opened, strict=strict, dtype=dtype, aliases=aliases, safe_globals=safe_globals)
-    return carry_out_load(ranks, planner, CheckpointReader(opened.index, threads=threads, verify=verify))
+    return carry_out_load(ranks, planner, threads=threads, verify=verify)
 
 
 def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals: SafeGlobals = ()) -> Opened:
@@ -297,19 +293,22 @@ def open_everywhere(ranks: Ranks, source: Location, verify: Verify, safe_globals
     return replace(opened, index=replace(opened.index, path=reached_from(source, opened.index.path)))
 
 
-def carry_out_load(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+def carry_out_load(
+    ranks: Ranks, planner: ShardedLoadPlanner, *, threads: int = 4, verify: Verify = "sizes"
+) -> LoadReport:
     """Plan a load, check it, and read, in three exchanges. All ranks call this together, with the same index.
 
     Raises:
         CheckpointingException: as `load`.
     """
+    reader = CheckpointReader(planner.index, threads=threads, verify=verify)
 
     def plan() -> bytes:
         asked = planner.plan()
         reader.verify(planner)
         return asked
 
-    unexpected = through_first(ranks, plan, planner.unexpected_of, f"loading {reader.index.path}")
+    unexpected = through_first(ranks, plan, planner.unexpected_of, f"loading {planner.index.path}")
     return read_planned(ranks, planner, reader, unexpected)
 
 

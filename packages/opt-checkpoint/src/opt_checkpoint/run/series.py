@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opt_checkpoint.disk.checkpoint import check_sizes, read_committed, size_problems
+from opt_checkpoint.disk.checkpoint import read_committed, size_problems
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
@@ -45,20 +45,9 @@ def committed_steps(directory: AnyPath) -> list[int]:
     Raises:
         OSError: a directory, file or object cannot be read, so that it is unknown whether it holds a checkpoint.
     """
-    series, found = Series(location_of(directory)), []
+    series = Series(location_of(directory))
     gone = series.abandoned()
-    for step in named_steps(series.store):
-        try:
-            index = read_committed(series.path(step))
-            check_sizes(index)
-        except FileNotFoundError:
-            continue
-        except CheckpointCorruptError as error:
-            logger.warning("skipping %s: %s", series.path(step), error)
-            continue
-        if gone.get(step) != index.save_id:
-            found.append(step)
-    return found
+    return [s for s in sorted(series.committed()) if series.is_whole(s) and not series.is_abandoned(s, gone)]
 
 
 class Rollback(NamedTuple):
@@ -127,7 +116,7 @@ class Series:
         for step in reversed(named_steps(self.store)):
             if at_most is not None and step > at_most:
                 continue
-            if self.is_committed(step) and not self._is_abandoned(step, gone):
+            if self.is_committed(step) and not self.is_abandoned(step, gone):
                 if step not in damaged and self._whole.get(step) is not False:
                     return step
                 bad.append(step_name(step))
@@ -138,19 +127,21 @@ class Series:
             )
         return None
 
-    def _is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
+    def is_abandoned(self, step: int, gone: Mapping[int, str]) -> bool:
         return step in gone and self.save_of(step) == gone[step]
 
     def add(self, step: int) -> None:
         """Remember that this process has saved a step."""
         self._whole[step] = True
 
-    def _is_whole(self, step: int) -> bool:
+    def is_whole(self, step: int) -> bool:
         """Whether a committed step has all its files, by manifest and sizes. Each step is looked at once."""
         if self._whole.get(step) is None:
             try:
                 index = read_committed(self.path(step))
                 problems = size_problems(index.path, index.files)
+            except FileNotFoundError:  # deleted by its trainer
+                return False
             except CheckpointCorruptError as error:
                 problems = {"manifest": str(error)}
             self._whole[step] = not problems
@@ -171,7 +162,7 @@ class Series:
         """
         gone, kept, uncommitted = self.abandoned(), 0, []
         for step in reversed(named_steps(self.store)):
-            if step in damaged or self._is_abandoned(step, gone):
+            if step in damaged or self.is_abandoned(step, gone):
                 continue
             if kept >= keep and step != new and keep_every is not None and step % keep_every == 0:
                 continue
@@ -179,7 +170,7 @@ class Series:
                 if not self.is_committed(step):
                     uncommitted.append(step_name(step))
                 elif kept < keep or step == new:
-                    kept += self._is_whole(step)
+                    kept += self.is_whole(step)
                 elif step != stays:
                     self._delete(step)
             except (OSError, CheckpointCorruptError) as error:

@@ -25,19 +25,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
-from opt_checkpoint.dcp.names import some_of, stored_value
-from opt_checkpoint.dcp.reader import CheckpointReader, Verify
+from opt_checkpoint.dcp.names import some_of
+from opt_checkpoint.dcp.reader import Verify
 from opt_checkpoint.disk.checkpoint import Opened, read_objects
-from opt_checkpoint.disk.index import CheckpointIndex
+from opt_checkpoint.disk.index import CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointKeyError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.run.named_model import plain_names
 from opt_checkpoint.run.ranks import Ranks, from_all, ranks_of, same_location
-from opt_checkpoint.run.save_load import NO_ALIASES, carry_out_load, open_everywhere
+from opt_checkpoint.run.save_load import carry_out_load, open_everywhere
 from opt_checkpoint.state.groups import NO_OVERRIDE, Conflict, GroupReport, apply_saved_groups, groups_to_saved
 from opt_checkpoint.state.model_parallel import Marks, marks_of
 from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import empty_like_sharded, is_dtensor, like_sharded, local_tensor, sharded_like
-from opt_checkpoint.state.tree import ScopedState, lookup, path_text
+from opt_checkpoint.state.tree import Path, ScopedState, lookup, path_text
 from opt_checkpoint.store import AnyPath, Location
 
 logger = logging.getLogger(__name__)
@@ -181,8 +181,7 @@ def load_optimizer(
     found = open_everywhere(ranks, source, verify)
 
     def read(wanted: ShardedStateDict) -> object:
-        planner = ShardedLoadPlanner(wanted, found, strict="raise_missing", aliases=NO_ALIASES)
-        return carry_out_load(ranks, planner, CheckpointReader(found.index, verify=verify))
+        return carry_out_load(ranks, ShardedLoadPlanner(wanted, found), verify=verify)
 
     return fill_optimizer(model, optimizer, found, read, ranks=ranks, at=at, on_conflict=on_conflict, override=override)
 
@@ -329,7 +328,7 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
 def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
     """The optimizer of `sharded_optimizer`; or of opt-stack, whose states are known by their keys."""
     index, prefixes = opened.index, (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
-    groups = stored_value((*at, "groups"), opened.common, index)
+    groups = _stored_value((*at, "groups"), opened)
     if "state_names" not in saved:
         names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
         if stacked := [name for name in names if "/" in name]:
@@ -361,6 +360,16 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
     return SavedOptimizer(groups, saved["names"], saved["state_names"], saved["plain_state"], shapes, keys)
 
 
+def _stored_value(path: Path, opened: Opened) -> Any:
+    """The plain value at a path, with the tensors in its lists read; `ABSENT` if there is none."""
+    if opened.index.kind is not Kind.OURS:
+        return lookup(opened.common, path)
+    wanted: Any = None
+    for key in reversed(path):
+        wanted = {key: wanted}
+    return lookup(carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened, strict="return_missing")).state, path)
+
+
 def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
     """The keys of the form `<prefix><parameter>.<name>`, by parameter and name."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
@@ -373,7 +382,7 @@ def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str
 
 def _stock_groups(opened: Opened, at: Sequence[str], prefix: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
     """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
-    listed = stored_value((*at, "param_groups"), opened.common, opened.index)
+    listed = _stored_value((*at, "param_groups"), opened)
     if isinstance(listed, list):
         rows = [dict(group) for group in listed]
     else:

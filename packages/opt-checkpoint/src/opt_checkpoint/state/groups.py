@@ -7,7 +7,6 @@ agree.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -167,9 +166,7 @@ def _update(group: Group, sources: Sequence[tuple[Group, str]], policy: Conflict
 
 def _is_nan(value: Any) -> bool:
     """Whether a number or a one-element tensor is NaN."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and bool(value.isnan().any())
-    return isinstance(value, float) and math.isnan(value)
+    return isinstance(value, float | Tensor) and torch.as_tensor(value).isnan().flatten().tolist() == [True]
 
 
 def _equal(a: Any, b: Any) -> bool:

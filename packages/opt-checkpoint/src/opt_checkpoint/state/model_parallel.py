@@ -204,15 +204,6 @@ class _Entry:
         return f"{self.part}/{self.name}"
 
 
-class _Facts(NamedTuple):
-    """What a rank reports before tensors are placed."""
-
-    has_entries: bool
-    trains: bool
-    has_plain: bool
-    has_experts: bool
-
-
 def place_(state: Any, axes: ModelAxes) -> None:
     """Set key, position and replica number of every tensor in `state` that `sharded_model` described without groups.
 
@@ -223,16 +214,13 @@ def place_(state: Any, axes: ModelAxes) -> None:
     """
     entries = list(_entries(state))
     plain = [entry.marks for entry in entries if not is_dtensor(entry.marks.tensor)]
-    facts = _Facts(
-        has_entries=bool(entries),
-        trains=any(entry.marks.tensor.requires_grad for entry in entries),
-        has_plain=bool(plain),
-        has_experts=any(marks.is_expert for marks in plain),
-    )
-    per_rank: list[_Facts] = axes.all_ranks.gather_objects(facts)
-    if not any(facts.has_entries for facts in per_rank):
+    trains = any(entry.marks.tensor.requires_grad for entry in entries)
+    kinds = {"experts" if marks.is_expert else "dense parameters" for marks in plain}
+    per_rank = axes.all_ranks.gather_objects((bool(entries), trains, bool(plain), "experts" in kinds))
+    have_entries, training, have_plain, have_experts = zip(*per_rank)
+    if not any(have_entries):
         return
-    error = _missing_groups(axes, per_rank)
+    error = _missing_groups(axes, sum(training), any(have_plain), any(have_experts))
     if error is None:
         _name_experts(axes.ep, entries)
         _name_layers(axes.pp, entries)
@@ -267,13 +255,13 @@ def _entries(state: Any) -> Iterator[_Entry]:
     return walk(state, 0) if isinstance(state, dict | list) else iter(())
 
 
-def _missing_groups(axes: ModelAxes, per_rank: Sequence[_Facts]) -> str | None:
+def _missing_groups(axes: ModelAxes, training: int, has_plain: bool, has_experts: bool) -> str | None:
     """A sentence if the groups do not account for all ranks; the same on every rank that was given these groups."""
-    ranks = {axes.all_ranks.size, sum(facts.trains for facts in per_rank)}
+    ranks = {axes.all_ranks.size, training}
     dense = {"dp": axes.dense.size, "tp": axes.tp.size, "pp": axes.pp.size}
     expert = {"expt_dp": axes.expert.size, "expt_tp": axes.expert_tp.size, "ep": axes.ep.size, "pp": axes.pp.size}
-    wanted = [("dense parameters", dense)] if any(facts.has_plain for facts in per_rank) else []
-    wanted += [("experts", expert)] if any(facts.has_experts for facts in per_rank) else []
+    wanted = [("dense parameters", dense)] if has_plain else []
+    wanted += [("experts", expert)] if has_experts else []
     for what, roles in wanted:
         count = math.prod(roles.values())
         if count not in ranks:

@@ -120,14 +120,10 @@ class ShardedTensor(ShardedBase):
             raise CheckpointValueError(f"Data dtype should match `dtype`: {data.dtype} is not {self.dtype} ({key})")
         if data is not None and flat is None and tuple(data.shape) != local:
             raise CheckpointValueError(f"Data shape {tuple(data.shape)} does not match local_shape {local} ({key})")
-        if len(whole) != len(offset):
+        if not len(whole) == len(offset) == len(block):
             raise CheckpointValueError(
-                f"Global shape {whole} and global offset {offset} must have as many axes as each other ({key})"
-            )
-        if len(block) != len(whole):
-            raise CheckpointValueError(
-                f"Local shape {local} plus {self.prepend_axis_num} prepended axes must have as many axes as the global "
-                f"shape {whole} ({key})"
+                f"Global shape {whole}, global offset {offset} and local shape {local} with {self.prepend_axis_num} "
+                f"prepended axes must have as many axes as each other ({key})"
             )
         if self.axis_fragmentations is not None:
             for start, size in list(zip(offset, block))[self.prepend_axis_num :]:
@@ -193,17 +189,15 @@ class ShardedTensor(ShardedBase):
         *rank_offsets: tuple[int, int, int],
         replica_id: ReplicaId = 0,
         prepend_axis_num: int = 0,
-        flattened_range: None = None,
         **init_kwargs: Any,
     ) -> ShardedTensor:
         """A regular shard from `(axis, index, fragments)` triples; axes count the prepended ones.
 
+        Describes whole blocks: for a flat range, call `flat` on the result.
+
         Raises:
             CheckpointingException: a triple is out of range, or an axis is given twice.
-            ValueError: `flattened_range` is given; make the block first and call `flat` on it.
         """
-        if flattened_range is not None:
-            raise ValueError(f"from_rank_offsets describes whole blocks; call .flat(data, start, stop) on it ({key})")
         block = (1,) * prepend_axis_num + tuple(data.shape)
         fragments, offset, seen = [1] * len(block), [0] * len(block), set[int]()
         for axis, index, count in rank_offsets:

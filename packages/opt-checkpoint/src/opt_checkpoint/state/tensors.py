@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
-from opt_checkpoint.errors import CheckpointCorruptError, CheckpointValueError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError, CheckpointValueError
 from opt_checkpoint.state.sharded import ReplicaId, Shape, ShardedTensor
 
 STORAGE_CLASSES: Mapping[torch.dtype, str] = MappingProxyType(
@@ -48,11 +48,6 @@ DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in _BY_NAME.items()}
 BY_STORAGE_CLASS = MappingProxyType({name: dtype for dtype, name in STORAGE_CLASSES.items()})
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return DTYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.")
-
-
 def dtype_from_name(name: str) -> torch.dtype:
     """The dtype of a name found in a file.
 
@@ -62,6 +57,18 @@ def dtype_from_name(name: str) -> torch.dtype:
     if name not in _BY_NAME:
         raise CheckpointCorruptError(f"dtype {name!r} is not known; known are {', '.join(sorted(_BY_NAME))}")
     return _BY_NAME[name]
+
+
+def check_dense(key: str, tensor: Tensor) -> None:
+    """Raise CheckpointMismatchError unless a tensor has values in dense memory."""
+    if tensor.is_meta:
+        raise CheckpointMismatchError(
+            f"{key} is on the meta device, without values; materialise it first, as model.to_empty(device=...) does"
+        )
+    if tensor.layout is not torch.strided:
+        raise CheckpointMismatchError(
+            f"{key} has layout {tensor.layout}; only dense tensors are supported, so pass tensor.to_dense()"
+        )
 
 
 def converts_exactly(stored: torch.dtype, wanted: torch.dtype) -> bool:

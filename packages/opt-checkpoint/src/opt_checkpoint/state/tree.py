@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor
 
 from opt_checkpoint.errors import CheckpointValueError
@@ -146,22 +145,14 @@ def selected(state: Any, values: Mapping[Path, Any], path: Path = ()) -> Any:
     return values.get(path, ABSENT)
 
 
-def without_tensors(at: Path, value: Any) -> tuple[Any, dict[Path, Tensor]]:
+def without_tensors(value: Any) -> tuple[Any, dict[Path, Tensor]]:
     """A plain value with None in place of the tensors in its lists, tuples and dicts, and these by path within it.
 
     Only tensors of storable dtypes are taken out.
-
-    Raises:
-        CheckpointingException: one is sparse.
     """
     tensors: dict[Path, Tensor] = {}
 
     def separated(path: Path, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.layout is not torch.strided:
-            raise CheckpointValueError(
-                f"{path_text((*at, *path))} has layout {value.layout}; only dense tensors can be stored, so pass "
-                f"tensor.to_dense()"
-            )
         if isinstance(value, Tensor) and value.dtype in DTYPE_NAMES:
             tensors[path] = value
             return None
@@ -299,7 +290,7 @@ class FlatState:
         parts = [path for path, _ in scopes(self.state)]
         for path, value in self.common.items():
             if type(value) in (list, tuple) and not any(path[: len(part)] == part for part in parts):
-                self.common[path], tensors = without_tensors(path, value)
+                self.common[path], tensors = without_tensors(value)
                 for inner, tensor in tensors.items():
                     self.tensors[path + inner] = sharded_like(path_text(path + inner), tensor)
                     self.plain[path + inner] = tensor

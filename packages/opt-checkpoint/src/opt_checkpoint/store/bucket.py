@@ -19,40 +19,26 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store.lease import LEASE, Lease, holder_of
 from opt_checkpoint.store.paths import ObjectPath
-from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call
+from opt_checkpoint.store.store import MANIFEST, Leftover, Parts, already_there, call, named_in
 
 with suppress(ImportError):  # an extra
     import obstore
     from obstore import exceptions
 
 T = TypeVar("T")
+Meta: TypeAlias = Mapping[str, Any]  # of an object: path, size, last_modified
 COMMIT = "commit.json"
-_SAVE_ID = re.compile("[0-9a-f]{32}")
+_SAVE_ID = "[0-9a-f]{32}"
 _REQUEST_BYTES = 8 << 20  # a longer read is several requests at the same time
 _PART_BYTES = 32 << 20  # S3 allows 10,000 parts: files of up to 320 GB
 _PARTS_AT_ONCE = 8
 _COALESCED_BYTES = 1 << 20  # gap in bytes up to which two ranges are fetched by one request
 _ATTEMPTS, _FIRST_WAIT_S = 3, 0.5
-
-
-class Listed(NamedTuple):
-    """An object in a listing.
-
-    Args:
-        key: its name in the store.
-        size: in bytes.
-        modified: when it was written, by the clock of the store.
-    """
-
-    key: str
-    size: int
-    modified: datetime
 
 
 class Bucket:
@@ -86,7 +72,7 @@ class Bucket:
         lease = _joined(folder, LEASE)
         renew = lambda content: self.put(lease, content)
         self._leases[save_id] = Lease(folder, self.path(target).name, renew, renew)
-        now = self._head(lease).modified.timestamp()
+        now = _time_of(self._head(lease))
         # A damaged commit is replaced: which files it named is unknown, and all stay.
         with suppress(CheckpointCorruptError):
             for left in self._leftovers_of(target, now):
@@ -179,18 +165,7 @@ class Bucket:
         return target if self._exists(_joined(target, MANIFEST)) else None
 
     def _committed_id(self, target: str) -> str | None:
-        name = _joined(target, COMMIT)
-        try:
-            raw = self.read(name)
-        except FileNotFoundError:
-            return None
-        try:
-            save_id = json.loads(raw)["save_id"]
-        except (ValueError, KeyError, TypeError):
-            save_id = None
-        if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):
-            raise CheckpointCorruptError(f"{self.path(name)} is damaged: it does not name a save")
-        return save_id
+        return named_in(self, _joined(target, COMMIT), "save_id", _SAVE_ID)
 
     def _exists(self, name: str) -> bool:
         try:
@@ -199,9 +174,9 @@ class Bucket:
             return False
         return True
 
-    def _head(self, name: str) -> Listed:
-        """Size and time of an object."""
-        return self._make("head", name, lambda key: _listed(obstore.head(self._store, key)))
+    def _head(self, name: str) -> Meta:
+        """Path, size and time of an object."""
+        return self._make("head", name, lambda key: obstore.head(self._store, key))
 
     # --- reading ---
 
@@ -222,7 +197,7 @@ class Bucket:
             except FileNotFoundError:
                 raise
             except OSError as error:
-                if self._head(name).size < ends[-1]:
+                if self._head(name)["size"] < ends[-1]:
                     raise EOFError(f"it ends before byte {ends[-1]}") from error
                 raise
             for position, end, found in zip(starts, ends, ranges, strict=True):
@@ -231,18 +206,18 @@ class Bucket:
                 view[position - start : end - start] = found
 
     def sizes(self, folder: str = "", names: Iterable[str] | None = None) -> dict[str, int]:
-        found = {name: listed.size for name, listed in self._listing(folder).items()}
+        found = {name: meta["size"] for name, meta in self._listing(folder).items()}
         for name in names or ():
             if name not in found:  # a listing may lag
                 with suppress(FileNotFoundError):
-                    found[name] = self._head(_joined(folder, name)).size
+                    found[name] = self._head(_joined(folder, name))["size"]
         return found
 
-    def _listing(self, folder: str) -> dict[str, Listed]:
+    def _listing(self, folder: str) -> dict[str, Meta]:
         """All objects below a folder, by the rest of their keys."""
-        request = lambda key: [_listed(meta) for page in obstore.list(self._store, key or None) for meta in page]
+        request = lambda key: [meta for page in obstore.list(self._store, key or None) for meta in page]
         prefix = self.path(folder).key
-        return {listed.key[len(prefix) :].lstrip("/"): listed for listed in self._make("listing", folder, request)}
+        return {meta["path"][len(prefix) :].lstrip("/"): meta for meta in self._make("listing", folder, request)}
 
     def children(self, folder: str = "") -> list[str]:
         """The distinct next parts of keys below a folder that have further parts, like subdirectories."""
@@ -278,7 +253,7 @@ class Bucket:
             self.discard(folder)
 
     def discard(self, folder: str) -> None:
-        self._delete([listed.key for listed in self._listing(folder).values()])
+        self._delete([meta["path"] for meta in self._listing(folder).values()])
 
     def _delete(self, keys: list[str]) -> None:
         """Delete objects, many by one request where the store can. Missing ones are ignored."""
@@ -333,7 +308,7 @@ class Bucket:
         probe = f".opt-checkpoint-clock-{uuid.uuid4().hex}"
         self.put(probe, b"{}")
         try:
-            now = self._head(probe).modified.timestamp()
+            now = _time_of(self._head(probe))
         finally:
             self.remove(probe)
         return [left for target in wanted for left in self._leftovers_of(target, now)]
@@ -344,11 +319,11 @@ class Bucket:
         Raises:
             CheckpointCorruptError: the commit is damaged, so it is unknown which save was committed.
         """
-        by_save: dict[str, dict[str, Listed]] = {}
-        for name, listed in self._listing(target).items():
+        by_save: dict[str, dict[str, Meta]] = {}
+        for name, meta in self._listing(target).items():
             save_id, _, file = name.partition("/")
-            if _SAVE_ID.fullmatch(save_id) and file:
-                by_save.setdefault(save_id, {})[file] = listed
+            if re.fullmatch(_SAVE_ID, save_id) and file:
+                by_save.setdefault(save_id, {})[file] = meta
         committed = self._committed_id(target)  # after the listing: a save that commits in between is seen
         return [
             Leftover(self.folder(target, save_id), self._writer_of(self.folder(target, save_id), files, now))
@@ -356,12 +331,12 @@ class Bucket:
             if save_id != committed
         ]
 
-    def _writer_of(self, folder: str, files: Mapping[str, Listed], now: float) -> str | None:
+    def _writer_of(self, folder: str, files: Mapping[str, Meta], now: float) -> str | None:
         lease, name = b"", _joined(folder, LEASE)
-        changes = [listed.modified.timestamp() for listed in files.values()]
+        changes = [_time_of(meta) for meta in files.values()]
         with suppress(FileNotFoundError):  # never written, or removed by a save that is about to commit
             lease = self.read(name)
-            changes.append(self._head(name).modified.timestamp())
+            changes.append(_time_of(self._head(name)))
         return holder_of(lease, folder, now - max(changes))
 
 
@@ -374,8 +349,9 @@ def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
 
 
-def _listed(meta: Any) -> Listed:
-    return Listed(meta["path"], meta["size"], meta["last_modified"])
+def _time_of(meta: Meta) -> float:
+    """When an object was written, by the clock of the store."""
+    return float(meta["last_modified"].timestamp())
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -80,10 +81,8 @@ class Lease:
 
     def _keep(self) -> None:
         while not self._released.wait(RENEW_S):
-            try:
+            with suppress(OSError):  # the save itself will raise the same error
                 self._renew(self._content)
-            except OSError:  # the save itself will raise the same error
-                continue
 
     def release(self) -> None:
         """Stop renewing."""
@@ -104,12 +103,10 @@ def holder_of(lease: bytes, folder: str, age: float) -> str | None:
         age: seconds since the last change in it.
     """
     process = None
-    try:
+    with suppress(ValueError, KeyError, TypeError):  # damaged, as after a power loss
         content = json.loads(lease)
         host, boot, namespace, pid, started = (content[name] for name in Process._fields)
         process = Process(str(host), str(boot), int(namespace), int(pid), str(started))
-    except (ValueError, KeyError, TypeError):  # damaged, as after a power loss
-        pass
     if process is not None and process.boot and (process.boot, process.namespace) == _machine():
         if process.pid == os.getpid():
             names = {thread.name for thread in threading.enumerate()}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
 from opt_checkpoint.errors import CheckpointValueError
 
-try:
+with suppress(ImportError):  # an extra
     from obstore import exceptions
     from obstore.store import MemoryStore, from_url
-except ImportError:  # an extra
-    _INSTALLED = False
-else:
-    _INSTALLED = True
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://.*", re.DOTALL)
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "https", "http", "memory")
@@ -68,7 +66,7 @@ class ObjectPath:
             raise CheckpointValueError(
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
-        if not _INSTALLED:
+        if find_spec("obstore") is None:
             raise CheckpointValueError(
                 "checkpoints in object stores need obstore, which is not installed: python -m pip install obstore"
             )

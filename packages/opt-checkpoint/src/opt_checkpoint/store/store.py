@@ -6,10 +6,12 @@ the name of a checkpoint; a *folder* holds the files of one save, and is not vis
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from opt_checkpoint.errors import CheckpointExistsError
+from opt_checkpoint.errors import CheckpointCorruptError, CheckpointExistsError
 from opt_checkpoint.store.paths import Location
 
 T = TypeVar("T")
@@ -129,6 +131,23 @@ def already_there(path: Location) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{path} exists, and a checkpoint is never overwritten. Choose another path, or remove it first"
     )
+
+
+def named_in(store: Store, file: str, field: str, pattern: str) -> str | None:
+    """The name in a field of a small JSON file; None if there is no such file.
+
+    Raises:
+        CheckpointCorruptError: the file holds no name that matches `pattern`.
+    """
+    try:
+        name = json.loads(store.read(file))[field]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        name = None
+    if not isinstance(name, str) or not re.fullmatch(pattern, name):
+        raise CheckpointCorruptError(f"{store.path(file)} is damaged: it does not name a {field}")
+    return name
 
 
 current: Callable[..., Any] | None = None  # set by tests, to make any call fail: is called in place of `act`

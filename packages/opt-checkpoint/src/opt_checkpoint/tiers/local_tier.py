@@ -13,7 +13,7 @@ import re
 import socket
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,7 @@ from opt_checkpoint.run.series import named_steps, step_name
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import Store, Target
 from opt_checkpoint.store.directory import Directory, is_leftover
+from opt_checkpoint.store.store import named_in
 from opt_checkpoint.tiers.parts import PartName, raise_first, read_part_name, save_part
 
 logger = logging.getLogger(__name__)
@@ -185,10 +186,8 @@ class LocalTier:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # never there, or removed by another rank of this node
                 self._store.discard(name)
-            except FileNotFoundError:  # never there, or removed by another rank of this node
-                continue
 
     def inventory(self) -> set[PartName]:
         """The parts on this node whose manifest and file sizes are correct.
@@ -291,7 +290,7 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     """
     sources = {parcel: Directory(store.path(parcel.name)) for parcel in parcels if parcel.sender == ranks.rank}
     arrivals = {p: store.folder(p.name, uuid.uuid4().hex) for p in parcels if p.receiver == ranks.rank}
-    listings = from_all(ranks, lambda: {parcel: _chunks_of(source) for parcel, source in sources.items()}, what)
+    listings = from_all(ranks, lambda: {parcel: list(_chunks_of(source)) for parcel, source in sources.items()}, what)
     chunks = {parcel: listings[parcel.sender][parcel] for parcel in (*sources, *arrivals)}
     memory = {p: torch.empty(max((c.nbytes for c in own), default=0), dtype=torch.uint8) for p, own in chunks.items()}
     crcs: dict[Parcel, dict[str, int]] = {parcel: {} for parcel in arrivals}
@@ -341,24 +340,16 @@ def exchange(ranks: Ranks, parcels: Sequence[Parcel], store: Directory, what: st
     from_all(ranks, lambda: raise_first(errors), what)
 
 
-def _chunks_of(source: Directory) -> list[_Chunk]:
-    """The files of a directory in chunks; empty if it cannot be read, which the receiver detects."""
-    with suppress(OSError):
-        return [
-            _Chunk(file, start, min(_CHUNK_BYTES, size - start))
-            for file, size in sorted(source.sizes().items())
-            for start in range(0, size, _CHUNK_BYTES)
-        ]
-    return []
+def _chunks_of(source: Directory) -> Iterator[_Chunk]:
+    """The files of a directory in chunks."""
+    for file, size in sorted(source.sizes().items()):
+        for start in range(0, size, _CHUNK_BYTES):
+            yield _Chunk(file, start, min(_CHUNK_BYTES, size - start))
 
 
 def _complete(store: Directory, parcel: Parcel, folder: str, crcs: Mapping[str, int]) -> None:
     """Rename a received directory to its name, if the checksums of all its files match."""
-    try:
-        index = read_manifest(store.path(folder))
-    except FileNotFoundError:
-        raise CheckpointCorruptError(f"rank {parcel.sender} did not send all of {parcel.name}") from None
-    for name, file in index.files.items():
+    for name, file in read_manifest(store.path(folder)).files.items():
         if crcs.get(name) != file.crc:
             raise CheckpointCorruptError(f"{name} of {parcel.name} on rank {parcel.sender} is damaged: wrong checksum")
     store.rename(store.path(folder), store.path(parcel.name))
@@ -377,12 +368,4 @@ def run_name(store: Store, *, may_write: bool) -> str | None:
     """
     if may_write:
         store.create(RUN, json.dumps({"run": uuid.uuid4().hex}).encode())
-    try:
-        name = json.loads(store.read(RUN))["run"]
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError):
-        name = None
-    if not isinstance(name, str) or not name.isalnum():
-        raise CheckpointCorruptError(f"{store.path(RUN)} is damaged: it does not name a run")
-    return name
+    return named_in(store, RUN, "run", "[0-9A-Za-z]+")

@@ -28,7 +28,7 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.ranks import Ranks, from_all
 from opt_checkpoint.run.save_load import LoadReport, read_planned, save_as
 from opt_checkpoint.state.sharded import ShardedObject, ShardedStateDict, ShardedTensor
-from opt_checkpoint.state.tensors import dtype_from_name, dtype_name, sharded_like
+from opt_checkpoint.state.tensors import DTYPE_NAMES, dtype_from_name, sharded_like
 from opt_checkpoint.state.tree import ABSENT, flatten_state, selected
 from opt_checkpoint.store import Location, Target
 
@@ -75,7 +75,7 @@ def save_part(state: ShardedStateDict, target: Target, name: PartName) -> None:
     described = {
         "name": name._asdict(),
         "boxes": boxes,
-        "tensors": {s.key: [dtype_name(s.dtype), list(s.global_shape)] for s in flat.tensors.values()},
+        "tensors": {s.key: [DTYPE_NAMES[s.dtype], list(s.global_shape)] for s in flat.tensors.values()},
         PATHS: {flat.tensors[path].key: list(path) for path in flat.plain},
     }
     objects = {o.unique_key: ShardedObject(o.unique_key, o.data, (1,), (0,)) for o in flat.objects.values()}
@@ -131,7 +131,7 @@ def open_part(path: Location) -> Opened:
     return Opened(index=replace(index, tensors=tensors, objects=objects, details={PATHS: paths}), common=common)
 
 
-def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex) -> bytes:
+def plan_part(ranks: Ranks, planner: ShardedLoadPlanner) -> bytes:
     """Plan to read from this rank's part, and return the keys that it requests; all ranks call this together.
 
     Raises:
@@ -139,6 +139,7 @@ def plan_part(ranks: Ranks, planner: ShardedLoadPlanner, index: CheckpointIndex)
             part. Raised on every rank.
         CheckpointingException: as `load`.
     """
+    index = planner.index
     what, asked, errors = f"loading {index.path}", list[bytes](), list[Exception]()
 
     def plan() -> list[str]:
@@ -172,14 +173,13 @@ def raise_first(errors: Sequence[BaseException]) -> None:
         raise errors[0]
 
 
-def load_part(ranks: Ranks, planner: ShardedLoadPlanner, reader: CheckpointReader) -> LoadReport:
+def load_part(ranks: Ranks, planner: ShardedLoadPlanner) -> LoadReport:
     """Load from this rank's part. All ranks call this together, and write memory only after all have planned.
 
     Raises:
         CheckpointMismatchError: as `plan_part`.
         CheckpointingException: as `load`.
     """
-    asked = plan_part(ranks, planner, reader.index)
-    unexpected = list[tuple[str, ...]]()
-    from_all(ranks, lambda: unexpected.append(planner.unexpected_of([asked])), f"loading {reader.index.path}")
-    return read_planned(ranks, planner, reader, unexpected[0])
+    asked, unexpected = plan_part(ranks, planner), list[tuple[str, ...]]()
+    from_all(ranks, lambda: unexpected.append(planner.unexpected_of([asked])), f"loading {planner.index.path}")
+    return read_planned(ranks, planner, CheckpointReader(planner.index), unexpected[0])

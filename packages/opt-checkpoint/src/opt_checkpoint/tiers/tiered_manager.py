@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
-from opt_checkpoint.dcp.reader import CheckpointReader
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened
 from opt_checkpoint.errors import (
@@ -39,7 +38,7 @@ from opt_checkpoint.tiers.local_tier import NOTHING, RUN, LocalTier, Verdict, ke
 from opt_checkpoint.tiers.parts import load_part, open_part, plan_part
 
 logger = logging.getLogger(__name__)
-_ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast", "aliases": NO_ALIASES})
+_ANY_KEYS: Mapping[str, Any] = MappingProxyType({"strict": "ignore_all", "dtype": "cast"})
 
 
 class Resume(NamedTuple):
@@ -129,11 +128,6 @@ class TieredCheckpointManager(Closing):
         self._resume: Resume | None = None
         self._has_loaded = False  # from the local step of `_resume`
         self._closed = False
-
-    @property
-    def keepers(self) -> tuple[int, ...]:
-        """For each rank the rank that keeps its copy; empty where all ranks are on one node."""
-        return tuple(self._keepers or ())
 
     def save(self, step: int, state: ShardedStateDict) -> bool:
         """Save a step to the local tier, and to the durable one if it is due; in the background.
@@ -235,7 +229,7 @@ class TieredCheckpointManager(Closing):
             return self._resume
         opened = self._opened(self._resume.step)
         try:
-            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **rules), opened.index)
+            plan_part(self._ranks, ShardedLoadPlanner(state, opened, **rules))
         except CheckpointMismatchError as error:  # of this world's layout
             problem = f"step {self._resume.step} of the local tier: {error}"
             if self._has_loaded:
@@ -337,7 +331,7 @@ class TieredCheckpointManager(Closing):
         if found.tier == "durable":
             return self._durable.load_optimizer(model, optimizer, step=found.step, **options)
         opened = self._opened(found.step)
-        read = lambda wanted: self._load_part(wanted, opened, {"strict": "raise_missing", "aliases": NO_ALIASES})
+        read = lambda wanted: self._load_part(wanted, opened, {})
         return fill_optimizer(model, optimizer, opened, read, ranks=self._ranks, **options)
 
     def _found(self, state: ShardedStateDict | None = None, rules: Mapping[str, Any] = _ANY_KEYS) -> Resume:
@@ -356,8 +350,7 @@ class TieredCheckpointManager(Closing):
 
     def _load_part(self, state: ShardedStateDict, opened: Opened, rules: Mapping[str, Any]) -> LoadReport:
         try:
-            planner = ShardedLoadPlanner(state, opened, **rules)
-            report = load_part(self._ranks, planner, CheckpointReader(opened.index))
+            report = load_part(self._ranks, ShardedLoadPlanner(state, opened, **rules))
         except CheckpointMismatchError as error:
             raise CheckpointMismatchError(
                 f"{error}\nThe local tier loads only with the layout that saved it; if the layout has changed, call "
