@@ -236,7 +236,7 @@ def _sizes_of(instance: _Instance, tensors: Mapping[str, Described]) -> _Sizes:
     counts = [1 + max(index[axis] for _, index in names) for axis in range(len(other.stack))]
     if math.prod(counts) * len(side.patterns) != len(names):  # they are distinct: if as many, none is missing
         every = itertools.product(side.patterns.items(), itertools.product(*map(range, counts)))
-        (_, (pattern, _)), index = next(one for one in every if (one[0][0], one[1]) not in names)
+        (_, (pattern, _)), index = next(pair for pair in every if (pair[0][0], pair[1]) not in names)
         missing = pattern.filled({**instance.common, **dict(zip(other.stack, map(str, index)))})
         raise CheckpointKeyError(f"{missing} is missing; {next(iter(names.values()))} cannot be converted without it")
     (text, _), name = next(iter(names.items()))

@@ -71,10 +71,11 @@ class TensorsOfRanks:
             only_first: whether the other ranks' copies of plain tensors may not be written, because they may differ.
         """
         keys, dtypes = dict[str, int](), dict[str, int]()
-        key = np.fromiter((keys.setdefault(k, len(keys)) for own in layouts for k in own.keys), np.int64)
-        dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for own in layouts for n in own.dtypes), np.int64)
-        ndim, flags = np.concatenate([own.ndim for own in layouts]), np.concatenate([own.flags for own in layouts])
-        owner = np.repeat(np.arange(len(key)), np.concatenate([own.boxes for own in layouts]))
+        key = np.fromiter((keys.setdefault(k, len(keys)) for layout in layouts for k in layout.keys), np.int64)
+        dtype = np.fromiter((dtypes.setdefault(n, len(dtypes)) for layout in layouts for n in layout.dtypes), np.int64)
+        ndim = np.concatenate([layout.ndim for layout in layouts])
+        flags = np.concatenate([layout.flags for layout in layouts])
+        owner = np.repeat(np.arange(len(key)), np.concatenate([layout.boxes for layout in layouts]))
         plain = np.flatnonzero(flags & PLAIN)
         again = np.ones(len(plain), bool)
         again[np.unique(key[plain], return_index=True)[1]] = False
@@ -87,15 +88,15 @@ class TensorsOfRanks:
             dtype_names=list(dtypes),
             ranks=len(layouts),
             key=key,
-            rank=np.repeat(np.arange(len(layouts)), [len(own.keys) for own in layouts]),
+            rank=np.repeat(np.arange(len(layouts)), [len(layout.keys) for layout in layouts]),
             dtype=dtype,
             ndim=ndim,
-            shape=_padded(np.concatenate([own.shapes for own in layouts]), ndim, axes, 1),
+            shape=_padded(np.concatenate([layout.shapes for layout in layouts]), ndim, axes, 1),
             main=main,
             may_repeat=flags & MAY_REPEAT > 0,
             owner=owner,
-            offsets=_padded(np.concatenate([own.offsets for own in layouts]), ndim[owner], axes, 0),
-            sizes=_padded(np.concatenate([own.sizes for own in layouts]), ndim[owner], axes, 1),
+            offsets=_padded(np.concatenate([layout.offsets for layout in layouts]), ndim[owner], axes, 0),
+            sizes=_padded(np.concatenate([layout.sizes for layout in layouts]), ndim[owner], axes, 1),
             usable=~copies[owner],
             itemsize=np.array([dtype_from_name(name).itemsize for name in dtypes] or [1])[dtype],
             first_of_key=np.unique(key, return_index=True)[1],
@@ -134,9 +135,9 @@ def validate_sharding_integrity(tensors: TensorsOfRanks, objects: Sequence[Seque
         problems.setdefault(number, text)
     texts = [f"{tensors.keys[number]}: {text}" for number, text in sorted(problems.items())]
     ranks, of_key = defaultdict[str, list[int]](list), dict[str, set[str]]()
-    shapes = {item.key: item.global_shape for own in objects for item in own}
-    for rank, own in enumerate(objects):
-        for item in own:
+    shapes = {item.key: item.global_shape for items in objects for item in items}
+    for rank, items in enumerate(objects):
+        for item in items:
             mains = of_key.setdefault(item.key, set())  # of a key that only replicas hold it stays empty
             if is_main_replica(item.replica_id):
                 ranks[item.unique_key].append(rank)
@@ -206,14 +207,14 @@ def common_differences(per_rank: Sequence[Mapping[Path, int]], plain: Sequence[M
     """
     first: dict[Path, int] = dict(per_rank[0])
     holders: dict[Path, list[int]] = defaultdict(list)
-    for rank, (own, paths) in enumerate(zip(per_rank, plain, strict=True)):
+    for rank, (prints, paths) in enumerate(zip(per_rank, plain, strict=True)):
         for path in paths.values():
-            if path in own:
-                first.setdefault(path, own[path])
+            if path in prints:
+                first.setdefault(path, prints[path])
                 holders[path].append(rank)
     differing: dict[Path, list[int]] = defaultdict(list)
-    for rank, own in enumerate(per_rank):
-        for path, value in own.items():
+    for rank, prints in enumerate(per_rank):
+        for path, value in prints.items():
             if first.get(path) != value:
                 differing[path].append(rank)
     partial = {path: ranks for path, ranks in holders.items() if len(ranks) < len(per_rank)}

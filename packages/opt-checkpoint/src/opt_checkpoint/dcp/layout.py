@@ -22,7 +22,7 @@ from opt_checkpoint.state.tree import FlatState, Path, path_text
 _SUMMED_BYTES = 1 << 20  # bytes that a sum converts to 64 bits at a time
 _ODD = 0x9E3779B1
 MAIN, MAY_REPEAT, PLAIN = 1, 2, 4  # flags of a tensor: a main replica; one with a digest; a plain tensor of the state
-Held: TypeAlias = Sequence[tuple[ShardedTensor, Sequence[FlatBox]]]  # the tensors of a rank and their non-empty boxes
+Shards: TypeAlias = Sequence[tuple[ShardedTensor, Sequence[FlatBox]]]  # the tensors of a rank and their non-empty boxes
 
 
 class LocalLayout(NamedTuple):
@@ -54,16 +54,16 @@ class LocalLayout(NamedTuple):
     plain: dict[str, Path] = {}  # noqa: RUF012
 
     @classmethod
-    def of(cls, held: Held, flags: Sequence[int]) -> LocalLayout:
+    def of(cls, shards: Shards, flags: Sequence[int]) -> LocalLayout:
         """The layout of tensors."""
-        boxes = [flat.box for _, of_shard in held for flat in of_shard]
+        boxes = [flat.box for _, of_shard in shards for flat in of_shard]
         return cls(
-            keys=[shard.key for shard, _ in held],
-            dtypes=[DTYPE_NAMES[shard.dtype] for shard, _ in held],
+            keys=[shard.key for shard, _ in shards],
+            dtypes=[DTYPE_NAMES[shard.dtype] for shard, _ in shards],
             flags=np.array(flags, np.uint8),
-            ndim=np.array([len(shard.global_shape) for shard, _ in held], np.uint8),
-            boxes=np.array([len(of_shard) for _, of_shard in held], np.int32),
-            shapes=np.array([n for shard, _ in held for n in shard.global_shape], np.int64),
+            ndim=np.array([len(shard.global_shape) for shard, _ in shards], np.uint8),
+            boxes=np.array([len(of_shard) for _, of_shard in shards], np.int32),
+            shapes=np.array([n for shard, _ in shards for n in shard.global_shape], np.int64),
             offsets=np.array([n for box in boxes for n in box.offsets], np.int64),
             sizes=np.array([n for box in boxes for n in box.sizes], np.int64),
         )
@@ -93,7 +93,7 @@ class LocalContents(NamedTuple):
     common: dict[Path, int] = {}  # noqa: RUF012
 
 
-def local_contents(flat: FlatState, held: Held) -> LocalContents:
+def local_contents(flat: FlatState, shards: Shards) -> LocalContents:
     """Describe a rank's state for the coordinator.
 
     Two tensors of this rank may share an identity if their values are equal, such as a parameter that two model chunks
@@ -101,7 +101,7 @@ def local_contents(flat: FlatState, held: Held) -> LocalContents:
 
     Args:
         flat: the state.
-        held: its tensors, in order, with their boxes.
+        shards: its tensors, in order, with their boxes.
 
     Raises:
         CheckpointingException: a tensor has no data, is on the meta device, or has a dtype that cannot be stored; or
@@ -133,9 +133,9 @@ def local_contents(flat: FlatState, held: Held) -> LocalContents:
         for path, tensor in flat.tensors.items()
         if tensor.key == path_text(path) and any(type(part) is int for part in path)
     }
-    objects = tuple(held.without_data() for held in flat.objects.values())
+    objects = tuple(item.without_data() for item in flat.objects.values())
     return LocalContents(
-        layout=LocalLayout.of(held, flags)._replace(objects=objects, plain=paths),
+        layout=LocalLayout.of(shards, flags)._replace(objects=objects, plain=paths),
         digests=np.array(digests, np.int64),
         common={path: fingerprint(value) for path, value in {**flat.common, **plain}.items()},
     )

@@ -201,19 +201,19 @@ class ShardedLoadPlanner:
             self._to_copy.append((shard.data, dense))
             shard = replace(shard, data=dense)
         offsets, sizes = columns_of([chunk.box for chunk in stored.chunks], len(stored.shape))
-        for held in boxes_of(shard):
-            low, high = np.array(held.box.offsets), np.add(*held.box)
+        for flat_box in boxes_of(shard):
+            low, high = np.array(flat_box.box.offsets), np.add(*flat_box.box)
             near = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1)).tolist()
-            shared = [(n, box) for n in near if (box := stored.chunks[n].box.overlap(held.box)) is not None]
+            shared = [(n, box) for n in near if (box := stored.chunks[n].box.overlap(flat_box.box)) is not None]
             found = sum(box.numel for _, box in shared)
-            if found != held.box.numel and shard.global_shape == stored.shape:
+            if found != flat_box.box.numel and shard.global_shape == stored.shape:
                 raise CheckpointMismatchError(
-                    f"{shard.key}: the checkpoint holds {found} of the {held.box.numel} elements of box {held.box}"
+                    f"{shard.key}: the checkpoint holds {found} of {flat_box.box.numel} elements of {flat_box.box}"
                 )
             for number, box in shared:
                 chunk = stored.chunks[number]
                 region = chunk.region(box.within(chunk.box), box.sizes)
-                self.items.append(TensorRead(key, stored.dtype, chunk, region, view_of(shard, held, box)))
+                self.items.append(TensorRead(key, stored.dtype, chunk, region, view_of(shard, flat_box, box)))
 
     def _check_description(self, shard: ShardedTensor, stored: StoredTensor) -> None:
         if shard.global_shape != stored.shape:

@@ -45,9 +45,9 @@ def stored_names(flat: FlatState, index: CheckpointIndex, aliases: Mapping[str, 
             name = path_text(path) if path_text(path) in index.tensors else relative.get(path, name)
         names[path] = name
     names.update(_main_values(flat, index, names, aliases))
-    for path, held in flat.objects.items():
+    for path, item in flat.objects.items():
         shortened = relative.get(path)
-        names[path] = held.unique_key if shortened is None or held.unique_key in index.objects else shortened
+        names[path] = item.unique_key if shortened is None or item.unique_key in index.objects else shortened
     return names
 
 
@@ -60,9 +60,9 @@ def _main_values(
     stored are read from the parameter.
     """
     stored = index.tensors
-    own = {path: flat.relative[path].key if path in flat.relative else t.key for path, t in flat.tensors.items()}
+    keys = {path: flat.relative[path].key if path in flat.relative else t.key for path, t in flat.tensors.items()}
     asked: dict[str, set[str]] = defaultdict(set)
-    for path, key in own.items():
+    for path, key in keys.items():
         asked[key].add(names[path])
 
     def name_of(key: str) -> str | None:
@@ -75,10 +75,10 @@ def _main_values(
     for path, shard in flat.tensors.items():
         name = names[path]
         if name not in stored:
-            if own[path].startswith(_MAINS):
-                chosen[path] = name_of(own[path].removeprefix(_MAINS))
+            if keys[path].startswith(_MAINS):
+                chosen[path] = name_of(keys[path].removeprefix(_MAINS))
         elif shard.has_mains and shard.dtype.is_floating_point and shard.dtype.itemsize > stored[name].dtype.itemsize:
-            chosen[path] = name_of(_MAINS + own[path])
+            chosen[path] = name_of(_MAINS + keys[path])
     return {path: name for path, name in chosen.items() if name is not None}
 
 
@@ -113,7 +113,7 @@ def stored_under(path: Path, index: CheckpointIndex) -> dict[Path, str]:
     found = {key: tuple(recorded[key]) for key in stored if key in recorded}
     if index.kind is not Kind.OURS and not path:
         found = {key: found.get(key, (key,)) for key in stored}
-    return {own[len(path) :]: key for key, own in found.items() if own[: len(path)] == path}
+    return {stored_path[len(path) :]: key for key, stored_path in found.items() if stored_path[: len(path)] == path}
 
 
 def merged(value: Any, parts: Mapping[Path, Any], *, lists: bool = False) -> Any:

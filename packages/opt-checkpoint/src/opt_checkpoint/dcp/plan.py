@@ -106,11 +106,11 @@ class GlobalPlan:
         main = tensors.main.copy()  # the second of two equal blocks is a replica; validation rejects two that differ
         main[repeats[_are_equal(tensors, repeats, digests), 1]] = False
         checked = replace(tensors, main=main)
-        validate_sharding_integrity(checked, [own.objects for own in layouts])
+        validate_sharding_integrity(checked, [layout.objects for layout in layouts])
         parts = assign_parts(checked)
         first_box = np.searchsorted(tensors.rank[tensors.owner], np.arange(tensors.ranks))
         local, ends = parts.box - first_box[parts.rank], np.searchsorted(parts.rank, np.arange(tensors.ranks + 1))
-        objects = [[o.unique_key for o in own.objects if is_main_replica(o.replica_id)] for own in layouts]
+        objects = [[o.unique_key for o in layout.objects if is_main_replica(o.replica_id)] for layout in layouts]
         assigned = [
             AssignedParts(local[a:b], parts.offsets[a:b], parts.sizes[a:b], keys)
             for a, b, keys in zip(ends.tolist(), ends[1:].tolist(), objects)
@@ -251,14 +251,14 @@ def _least_loaded(tensors: TensorsOfRanks, groups: _Groups, group: Array, nbytes
     heaps: dict[bytes, list[tuple[int, int]]] = {}
     of_group: dict[int, tuple[list[tuple[int, int]], Array, Array]] = {}
     chosen = np.zeros(len(group), np.int64)
-    for number, (own, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
-        if own not in of_group:
-            boxes = groups.members[groups.start[own] :][: groups.holders[own]]
+    for number, (group_id, size) in enumerate(zip(group.tolist(), nbytes.tolist())):
+        if group_id not in of_group:
+            boxes = groups.members[groups.start[group_id] :][: groups.holders[group_id]]
             holders = tensors.rank[tensors.owner[boxes]]
             if (name := holders.tobytes()) not in heaps:
                 heaps[name] = sorted((load[r], r) for r in holders.tolist())
-            of_group[own] = heaps[name], holders, boxes
-        heap, holders, boxes = of_group[own]
+            of_group[group_id] = heaps[name], holders, boxes
+        heap, holders, boxes = of_group[group_id]
         seen, rank = heap[0]
         while seen != load[rank]:  # another set of holders has loaded this rank since
             heapq.heapreplace(heap, (load[rank], rank))

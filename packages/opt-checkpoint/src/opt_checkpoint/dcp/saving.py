@@ -47,23 +47,23 @@ from opt_checkpoint.store import MANIFEST, Location, Target, target_at
 logger = logging.getLogger(__name__)
 
 
-def view_of(shard: ShardedTensor, held: FlatBox, part: Box) -> Tensor:
-    """Return the values of `part`, a box within a held box, as a view of the shard's data.
+def view_of(shard: ShardedTensor, flat_box: FlatBox, part: Box) -> Tensor:
+    """Return the values of `part`, a box within a box of the shard, as a view of the shard's data.
 
     Args:
         shard: the shard, with data.
-        held: one of `boxes_of(shard)`.
-        part: a box inside `held.box`, in global coordinates.
+        flat_box: one of `boxes_of(shard)`.
+        part: a box inside `flat_box.box`, in global coordinates.
     """
     assert shard.data is not None
     values = shard.data.detach()
     if shard.flattened_range is not None:
         if not values.is_contiguous():
             raise CheckpointValueError(f"{shard.key} holds a flat range in memory that is not contiguous")
-        values = values[held.start : held.stop].view(held.box.sizes)
+        values = values[flat_box.start : flat_box.stop].view(flat_box.box.sizes)
     elif shard.prepend_axis_num:
         values = values[(None,) * shard.prepend_axis_num]
-    return values if part == held.box else held.box.part_of(values, part)
+    return values if part == flat_box.box else flat_box.box.part_of(values, part)
 
 
 class ShardedSavePlanner:
@@ -129,11 +129,11 @@ class ShardedSavePlanner:
         Raises:
             CheckpointingException: the states of the ranks do not fit together.
         """
-        digests = np.concatenate([own.digests for own in contents])
+        digests = np.concatenate([of_rank.digests for of_rank in contents])
         cached = self._cached.plan if self.is_cached else None
-        layouts = cached.layouts if cached else [own.layout for own in contents if own.layout is not None]
-        common = [] if self._has_equal_common else [own.common for own in contents]
-        if differing := common and common_differences(common, [own.plain for own in layouts]):
+        layouts = cached.layouts if cached else [of_rank.layout for of_rank in contents if of_rank.layout is not None]
+        common = [] if self._has_equal_common else [of_rank.common for of_rank in contents]
+        if differing := common and common_differences(common, [layout.plain for layout in layouts]):
             text = f"common values differ between ranks: {', '.join(differing[:8])}"
             if self._policy == "equal":
                 raise CheckpointValueError(
@@ -150,7 +150,7 @@ class ShardedSavePlanner:
         paths = [path for path in self.flat.common if not any(path[: len(part)] == part for part in parts)]
         self._stock = dict(leaf for path in paths for leaf in _stock_leaves(path, lookup(self.flat.state, path)))
         self.stock_only = self._stock.keys() - set(self.plan.tensors.keys)
-        first, *others = (own.objects for own in self.plan.assigned)
+        first, *others = (parts.objects for parts in self.plan.assigned)
         self.objects_of_ranks = [[*first, COMMON_KEY, *(k for k in self._stock if k in self.stock_only)], *others]
         return [None] * len(contents) if cached else [*self.plan.assigned]
 
@@ -194,12 +194,12 @@ class ShardedSavePlanner:
         boxes = [(shard, box) for shard, of_shard in self._held for box in of_shard]
         columns = (self.assigned.box.tolist(), self.assigned.offsets.tolist(), self.assigned.sizes.tolist())
         for number, offsets, sizes in zip(*columns, strict=True):
-            shard, held = boxes[number]
-            axes = len(held.box.sizes)
+            shard, flat_box = boxes[number]
+            axes = len(flat_box.box.sizes)
             part = Box(tuple(offsets[:axes]), tuple(sizes[:axes]))
-            if part != held.box and held.box.overlap(part) != part:
-                raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {held.box}")
-            yield shard.key, part, view_of(shard, held, part)
+            if part != flat_box.box and flat_box.box.overlap(part) != part:
+                raise CheckpointValueError(f"{shard.key}: the plan wants {part} of the box {flat_box.box}")
+            yield shard.key, part, view_of(shard, flat_box, part)
 
 
 def _stock_leaves(path: Path, value: Any) -> Iterator[tuple[str, Any]]:
@@ -294,14 +294,14 @@ class CheckpointWriter:
             OSError: the file system reports an error.
         """
         tensors, archives = _stored(planner, written)
-        objects = {key: place for own in written for key, place in own.objects.items()}
-        paths = {key: path for own in planner.plan.layouts for key, path in own.plain.items()}
+        objects = {key: place for file in written for key, place in file.objects.items()}
+        paths = {key: path for layout in planner.plan.layouts for key, path in layout.plain.items()}
         index = CheckpointIndex(
             path=self.path,
             kind=Kind.OURS,
             tensors=tensors,
             objects={key: place for key, place in objects.items() if key not in planner.stock_only},
-            files={own.name: own.stored for own in written},
+            files={file.name: file.stored for file in written},
             save_id=self.save_id,
             details={"torch": torch.__version__, PATHS: paths, **self.details},
         )
@@ -331,9 +331,9 @@ def _stored(planner: ShardedSavePlanner, written: Sequence[WrittenFile]) -> tupl
     nbytes = np.prod(parts.sizes, axis=1) * tensors.itemsize[tensors.owner[parts.box]]
     count = np.maximum(1, -(-nbytes // PIECE_BYTES))  # of the checksums of each part
     counts = np.bincount(parts.rank, weights=count, minlength=len(written)).tolist()
-    for rank, (own, given, objects) in enumerate(zip(written, assigned, planner.objects_of_ranks, strict=True)):
-        has_parts = own.parts_crc == given.crc and len(own.places) == len(given.box) and len(own.sums) == counts[rank]
-        if not has_parts or own.objects.keys() != set(objects):
+    for rank, (file, given, objects) in enumerate(zip(written, assigned, planner.objects_of_ranks, strict=True)):
+        has_parts = file.parts_crc == given.crc and (len(file.places), len(file.sums)) == (len(given.box), counts[rank])
+        if not has_parts or file.objects.keys() != set(objects):
             raise CheckpointValueError(
                 f"rank {rank} has not written the {len(given.box)} parts and {len(objects)} objects that were planned"
             )
@@ -344,8 +344,8 @@ def _stored(planner: ShardedSavePlanner, written: Sequence[WrittenFile]) -> tupl
     raw = [tensors.keys[number].encode("utf-8", "surrogatepass") for number in keys.tolist()]
     dtypes = sorted(tensors.dtype_names)
     renumbered = np.array([dtypes.index(name) for name in tensors.dtype_names] or [0])
-    places = np.concatenate([own.places for own in written])[order]
-    sums = np.concatenate([own.sums for own in written])
+    places = np.concatenate([file.places for file in written])[order]
+    sums = np.concatenate([file.sums for file in written])
     shift = np.repeat((np.cumsum(count) - count)[order] - (np.cumsum(count[order]) - count[order]), count[order])
     columns = {
         "keys": np.frombuffer(b"".join(raw), "|u1"),
@@ -360,4 +360,4 @@ def _stored(planner: ShardedSavePlanner, written: Sequence[WrittenFile]) -> tupl
         "start": np.ascontiguousarray(places[:, 0]),
         "sums": sums[np.arange(len(sums)) + shift],
     }
-    return StoredTensors(columns, tuple(dtypes), {own.name: own.stored for own in written}), places[:, 1:]
+    return StoredTensors(columns, tuple(dtypes), {file.name: file.stored for file in written}), places[:, 1:]

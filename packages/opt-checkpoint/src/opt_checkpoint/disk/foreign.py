@@ -327,8 +327,8 @@ def _tensor_of(key: str, stored: Made, places: Mapping[_Key, ByteRange]) -> Stor
     if type(listed) is not list:
         raise _damaged(f"{key} has no list of chunks")
     chunks = []
-    for one in listed:
-        of_chunk = _attributes(one, "ChunkStorageMetadata")
+    for chunk in listed:
+        of_chunk = _attributes(chunk, "ChunkStorageMetadata")
         offsets, sizes = _integers(of_chunk.get("offsets"), key), _integers(of_chunk.get("sizes"), key)
         box = Box(offsets, sizes)
         place = places.get((key, offsets))

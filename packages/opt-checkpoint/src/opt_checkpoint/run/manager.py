@@ -278,8 +278,7 @@ class CheckpointManager(Closing):
             CheckpointingException: as `opt_checkpoint.load_optimizer`.
         """
         chosen = self._chosen(step, options.get("verify"))
-        path = self.series.path(chosen)
-        report = load_optimizer(model, optimizer, path, process_group=self._group, **options)
+        report = load_optimizer(model, optimizer, self.series.path(chosen), process_group=self._group, **options)
         self._go_to(chosen)
         return report
 

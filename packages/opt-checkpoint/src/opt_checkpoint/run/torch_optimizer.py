@@ -90,34 +90,34 @@ def sharded_optimizer(
     named = list(_named(model, optimizer))
     states: Mapping[Tensor, Mapping[str, Any]] = optimizer.state
     if type(optimizer).state_dict is not Optimizer.state_dict:  # in another form, such as codes
-        params = [own.param for own in named]
+        params = [member.param for member in named]
         states = {params[index]: values for index, values in optimizer.state_dict()["state"].items()}
-    for own in named:
-        for state_name, value in states.get(own.param, {}).items():
+    for member in named:
+        for state_name, value in states.get(member.param, {}).items():
             if not isinstance(value, Tensor):
-                plain[own.name][state_name] = value
+                plain[member.name][state_name] = value
                 continue
-            key = f"{PREFIX}{state_name}.{own.name}"
-            if is_dtensor(own.param) and not is_dtensor(value) and value.dim():
+            key = f"{PREFIX}{state_name}.{member.name}"
+            if is_dtensor(member.param) and not is_dtensor(value) and value.dim():
                 raise CheckpointValueError(
                     f"{key} is a plain tensor of shape {tuple(value.shape)} for a DTensor parameter: it may be a "
                     f"shard, or the same on all ranks; describe it with make_sharded_state"
                 )
-            tensors[own.name][state_name] = _described(own, key, value, rank)
+            tensors[member.name][state_name] = _described(member, key, value, rank)
     parts = {
         "state": dict(tensors),
         "plain_state": dict(plain),
-        "state_names": {own.name: sorted(states.get(own.param, {})) for own in named},
-        "param_shapes": {own.name: list(own.param.shape) for own in named},
+        "state_names": {member.name: sorted(states.get(member.param, {})) for member in named},
+        "param_shapes": {member.name: list(member.param.shape) for member in named},
         **groups_to_saved(optimizer.param_groups, _names_by_group(optimizer, named)),
     }
     return ScopedState(parts, replaces=OPTIMIZER)
 
 
-def _described(own: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:
+def _described(member: _Named, key: str, value: Tensor, rank: int) -> ShardedTensor:
     """Describe a state. That of a tensor-parallel parameter or an expert is refused on several ranks."""
     described = sharded_like(key, value, replica_id=rank)
-    described.marks = own.marks if own.marks.problem() else None
+    described.marks = member.marks if member.marks.problem() else None
     return described
 
 
@@ -127,8 +127,8 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
     params = dict(model.named_parameters(remove_duplicate=False))
     plain = plain_names(model, params)
     marks = marks_of(model, plain, params)
-    for name, own in sorted(plain.items(), key=lambda item: item[1]):
-        names.setdefault(id(params[name]), own)
+    for name, plain_name in sorted(plain.items(), key=lambda item: item[1]):
+        names.setdefault(id(params[name]), plain_name)
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in names:
@@ -140,7 +140,7 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[_Named]:
 
 
 def _names_by_group(optimizer: Optimizer, named: Sequence[_Named]) -> list[list[str]]:
-    names = {id(own.param): own.name for own in named}
+    names = {id(member.param): member.name for member in named}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
@@ -208,19 +208,19 @@ def fill_optimizer(
 
     def prepare() -> None:
         saved, named = find_optimizer(opened, at), list(_named(model, optimizer))
-        prepared.append((saved, named, {own.name: _fresh_state(own, opened.index, saved) for own in named}))
+        prepared.append((saved, named, {member.name: _fresh_state(member, opened.index, saved) for member in named}))
         set_groups(_copied(optimizer.param_groups))  # finds errors before changes
 
     from_all(ranks, prepare, f"preparing to load the optimizer from {path}")
     saved, named, fresh = prepared[0]
     _warn_of_another_class(optimizer, saved, path)
     wanted = {
-        f"{own.name}/{state_name}": _described(own, saved.keys[own.name][state_name], tensor, ranks.rank)
-        for own in named
-        for state_name, tensor in fresh[own.name].items()
+        f"{member.name}/{state_name}": _described(member, saved.keys[member.name][state_name], tensor, ranks.rank)
+        for member in named
+        for state_name, tensor in fresh[member.name].items()
     }
     read(wanted)
-    state = {own.param: {**fresh[own.name], **saved.plain_state.get(own.name, {})} for own in named}
+    state = {member.param: {**fresh[member.name], **saved.plain_state.get(member.name, {})} for member in named}
     if type(optimizer).load_state_dict is Optimizer.load_state_dict:
         groups = set_groups(optimizer.param_groups)
         for param, states in state.items():  # the last step, and it cannot fail
@@ -229,7 +229,7 @@ def fill_optimizer(
                 optimizer.state[param] = states
     else:
         copied = _copied(optimizer.param_groups)
-        groups, params = set_groups(copied), [own.param for own in named]
+        groups, params = set_groups(copied), [member.param for member in named]
         numbers = itertools.count()
         packed = {
             "state": {i: state[param] for i, param in enumerate(params) if state[param]},
@@ -239,7 +239,7 @@ def fill_optimizer(
         from_all(ranks, lambda: optimizer.load_state_dict(packed), what)
     return OptimizerLoadReport(
         groups=groups,
-        uninitialised=tuple(own.name for own in named if not saved.state_names.get(own.name)),
+        uninitialised=tuple(member.name for member in named if not saved.state_names.get(member.name)),
         gone=tuple(n for n, states in saved.state_names.items() if states and n not in fresh),
     )
 
@@ -258,23 +258,23 @@ def _warn_of_another_class(optimizer: Optimizer, saved: SavedOptimizer, path: Lo
         logger.warning("%s was saved by a different optimizer than %s: %s", path, type(optimizer).__name__, text)
 
 
-def _fresh_state(own: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
+def _fresh_state(member: _Named, index: CheckpointIndex, saved: SavedOptimizer) -> dict[str, Tensor]:
     """New memory for the stored states of one parameter, in their stored dtypes, laid out like the parameter."""
-    then, now = saved.param_shapes.get(own.name), list(own.param.shape)
-    if then is not None and saved.state_names.get(own.name) and list(then) != now:
-        raise CheckpointMismatchError(f"{own.name} has shape {now}, but its state was saved for shape {list(then)}")
+    then, now = saved.param_shapes.get(member.name), list(member.param.shape)
+    if then is not None and saved.state_names.get(member.name) and list(then) != now:
+        raise CheckpointMismatchError(f"{member.name} has shape {now}, but its state was saved for shape {list(then)}")
     fresh = {}
-    for state_name, key in saved.keys.get(own.name, {}).items():
+    for state_name, key in saved.keys.get(member.name, {}).items():
         stored = index.tensors[key]
-        local = local_tensor(own.param.detach())
-        if is_dtensor(own.param) and stored.shape not in ((), tuple(own.param.shape)):
-            fresh[state_name] = empty_like_sharded(own.param, stored.shape, stored.dtype)
-        elif stored.shape == tuple(own.param.shape) and state_name != "step":
+        local = local_tensor(member.param.detach())
+        if is_dtensor(member.param) and stored.shape not in ((), tuple(member.param.shape)):
+            fresh[state_name] = empty_like_sharded(member.param, stored.shape, stored.dtype)
+        elif stored.shape == tuple(member.param.shape) and state_name != "step":
             memory = torch.empty_like(local, dtype=stored.dtype)  # every element is read, or the load raises
-            fresh[state_name] = like_sharded(own.param.detach(), memory)
+            fresh[state_name] = like_sharded(member.param.detach(), memory)
         else:
             # torch's optimizers keep the step count on the host unless they are captured or fused.
-            on_device = stored.shape or own.group.get("capturable") or own.group.get("fused")
+            on_device = stored.shape or member.group.get("capturable") or member.group.get("fused")
             device = local.device if on_device else "cpu"
             fresh[state_name] = torch.empty(stored.shape, dtype=stored.dtype, device=device)
     return fresh
