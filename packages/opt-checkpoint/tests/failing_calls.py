@@ -54,7 +54,7 @@ class Calls:
             act()
         self.after(name, key)
         if name == "listing":
-            return [listed for listed in result if not self.hidden(listed.key)]
+            return [listed for listed in result if not self.hidden(listed["path"])]
         return [folder for folder in result if not self.hidden(f"{key}/{folder}")] if name == "folders" else result
 
     def __enter__(self) -> Self:

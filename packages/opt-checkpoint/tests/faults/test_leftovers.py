@@ -225,7 +225,7 @@ def test_a_lease_is_renewed_until_it_is_released(tmp_path: Path, monkeypatch: py
 
 def renewed(lease: Path | ObjectPath) -> Any:
     """When a lease was last renewed."""
-    return lease.stat().st_mtime_ns if isinstance(lease, Path) else Bucket(lease)._head("").modified
+    return lease.stat().st_mtime_ns if isinstance(lease, Path) else Bucket(lease)._head("")["last_modified"]
 
 
 def test_a_save_leaves_the_temporary_directory_of_another_save_of_this_process_alone(tmp_path: Path) -> None:
