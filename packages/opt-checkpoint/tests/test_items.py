@@ -61,19 +61,13 @@ def test_every_dtype_and_shape_is_an_archive_that_torch_loads(name: str) -> None
 def test_an_archive_of_more_than_four_gigabytes_is_read_by_zip_tools_and_torch(tmp_path: Path) -> None:
     numel = (1 << 30) + 5
     nbytes, path = 4 * numel, tmp_path / "large"
-    zeros = zlib.crc32(bytes(1 << 20))
-    crc, count = 0, 0
-    while count < nbytes:  # the sum of a hole, without reading one
-        size = min(1 << 20, nbytes - count)
-        crc, count = crc32_combine(crc, zeros if size == 1 << 20 else zlib.crc32(bytes(size)), size), count + size
     with path.open("wb") as file:
-        before, after = frame_tensor(torch.float32, (numel,)).with_sum(crc)
+        before, after = frame_tensor(torch.float32, (numel,))
         file.write(before)
         file.seek(nbytes, os.SEEK_CUR)
         file.write(after)
     with zipfile.ZipFile(path) as archive:
-        entry = archive.getinfo("archive/data/0")
-        assert (entry.file_size, entry.CRC) == (nbytes, crc)
+        assert archive.getinfo("archive/data/0").file_size == nbytes
     assert torch.load(path, weights_only=True, mmap=True).shape == (numel,)
 
 

@@ -33,7 +33,7 @@ CONTRADICTIONS = {
         {"global_shape": (8, 3, 1), "prepend_axis_num": 2},
         "as many axes as each other",
     ),
-    "prepended axes": ({"prepend_axis_num": 1}, "plus 1 prepended axes"),
+    "prepended axes": ({"prepend_axis_num": 1}, "1 prepended axes"),
     "offset off the grid": ({"global_offset": (3, 0)}, r"Global offset \(3\) must be divisible by local shape \(4\)"),
     "outside": ({"global_offset": (8, 0)}, "outside the global shape"),
     "uneven outside": ({"global_offset": (5, 0), "axis_fragmentations": None}, "outside the global shape"),

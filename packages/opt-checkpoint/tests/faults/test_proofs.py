@@ -58,7 +58,7 @@ def test_a_wanted_box_that_is_not_covered_is_refused(tmp_path: Path, monkeypatch
     save_as_ranks(halves(), tmp_path / "x")
     monkeypatch.setattr(Box, "overlap", lambda box, wanted: box if box.offsets == (0, 0) else None)
     target = torch.full((6, 2), -1.0)
-    with pytest.raises(CheckpointMismatchError, match="holds 6 of the 12 elements"):
+    with pytest.raises(CheckpointMismatchError, match="holds 6 of 12 elements"):
         load({"w": sharded_like("w", target)}, tmp_path / "x")
     assert (target == -1).all()
 

@@ -242,11 +242,11 @@ def _damage(path: Location, files: Mapping[str, StoredFile]) -> Iterator[tuple[s
             yield name, str(error)
 
 
-def check_sizes(index: CheckpointIndex) -> None:
-    """Raise `CheckpointCorruptError` if a file is missing, has another size, or belongs to another save."""
+def check_sizes(index: CheckpointIndex, *, headers: bool = True) -> None:
+    """Raise `CheckpointCorruptError` if a file is missing, has another size, or, by its header, is of another save."""
     for name, problem in size_problems(index.path, index.files).items():
         raise CheckpointCorruptError(f"{index.path} is damaged: {name}: {problem}")
-    names, files = [name for name in index.files if name.endswith(".distcp")], DataFiles(index)
+    names, files = [name for name in index.files if headers and name.endswith(".distcp")], DataFiles(index)
     with ThreadPoolExecutor(_THREADS) as pool:
         for done in [pool.submit(files.check_header, name) for name in names]:
             done.result()

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from opt_checkpoint.disk.checkpoint import read_committed, size_problems
+from opt_checkpoint.disk.checkpoint import check_sizes, read_committed
 from opt_checkpoint.errors import CheckpointCorruptError
 from opt_checkpoint.store import AnyPath, Location, Store, location_of, store_at
 
@@ -47,7 +47,9 @@ def committed_steps(directory: AnyPath) -> list[int]:
     """
     series = Series(location_of(directory))
     gone = series.abandoned()
-    return [s for s in sorted(series.committed()) if series.is_whole(s) and not series.is_abandoned(s, gone)]
+    return [
+        s for s in sorted(series.committed()) if series.is_whole(s, headers=True) and not series.is_abandoned(s, gone)
+    ]
 
 
 class Rollback(NamedTuple):
@@ -134,20 +136,17 @@ class Series:
         """Remember that this process has saved a step."""
         self._whole[step] = True
 
-    def is_whole(self, step: int) -> bool:
-        """Whether a committed step has all its files, by manifest and sizes. Each step is looked at once."""
+    def is_whole(self, step: int, *, headers: bool = False) -> bool:
+        """Whether a committed step has all its files, by manifest, sizes and headers. Each step is looked at once."""
         if self._whole.get(step) is None:
             try:
-                index = read_committed(self.path(step))
-                problems = size_problems(index.path, index.files)
+                check_sizes(read_committed(self.path(step)), headers=headers)
+                self._whole[step] = True
             except FileNotFoundError:  # deleted by its trainer
                 return False
             except CheckpointCorruptError as error:
-                problems = {"manifest": str(error)}
-            self._whole[step] = not problems
-            for name, problem in problems.items():
-                logger.warning("%s is damaged and does not count as kept: %s: %s", self.path(step), name, problem)
-                break
+                self._whole[step] = False
+                logger.warning("%s does not count as kept: %s", self.path(step), error)
         return bool(self._whole[step])
 
     def retire(self, new: int, keep: int, keep_every: int | None, damaged: Collection[int], stays: int | None) -> None:

@@ -2,8 +2,7 @@
 
 Keys are `optimizer.state.<state name>.<parameter name>`, as if the optimizer were not sharded. State that does not
 exist yet is created in its stored dtype, never by a step with artificial gradients. An optimizer that overrides
-`state_dict` and `load_state_dict` may store its state in another form (as codes, as local shards); it is saved and
-loaded in the form of its state_dict.
+`state_dict` and `load_state_dict` is saved and loaded in the form of its state_dict (as codes, as local shards).
 
 Four forms are read: that of `sharded_optimizer`; that of opt-stack's optimizers, whose groups alone are plain values;
 that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as torchtitan saves it, with the states
@@ -73,12 +72,11 @@ def sharded_optimizer(
 ) -> ShardedStateDict:
     """An optimizer's state and groups as a sharded state: `save({"optimizer": sharded_optimizer(model, opt)}, path)`.
 
-    A parameter that never had a gradient has no state, and is recorded as such.
+    A parameter without a state, which never had a gradient, is recorded as such.
 
     Args:
         model: contains every parameter of the optimizer.
-        optimizer: any `torch.optim.Optimizer` whose state tensors have the shape and layout of their parameter, or are
-            the same on all ranks.
+        optimizer: any torch optimizer whose states have the layout of their parameter, or are equal on all ranks.
         process_group: the ranks that hold the same plain tensors; None for all.
 
     Raises:
