@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from pathlib import Path
 
 from failing_calls import WRITES, Calls, at, bucket_in, die
-from processes import join_world, new_meeting, start
+from processes import join_world
 from states import state_at
 
-from opt_checkpoint import CheckpointFailedError, CheckpointManager, TieredCheckpointManager, save
+from opt_checkpoint import CheckpointFailedError, TieredCheckpointManager, save
 from opt_checkpoint.run.series import step_name
-
-
-def train_and_save(rank: int, size: int, meeting: str, folder: str, background: bool, steps: int) -> None:
-    """Resume from the newest step, then save step after step until killed."""
-    join_world(rank, size, meeting)
-    manager = CheckpointManager(folder, keep=2, in_background=background)
-    start = manager.latest() or 0
-    for step in range(start + 1, start + 1 + steps):
-        manager.save(step, state_at(step, rank, size))
-    manager.close()
-    os._exit(0)
 
 
 def save_and_die(folder: str, step: int, call: int) -> None:
@@ -74,36 +61,3 @@ def save_tiers_and_die(rank: int, size: int, meeting: str, folder: str, victim: 
     except CheckpointFailedError:
         os._exit(3)
     os._exit(0)
-
-
-def save_at_once(folder: str, step: int, start_at: float) -> None:
-    """One of several jobs that save the same step; exits 0 when it won, 3 on a clean error."""
-    while time.time() < start_at:
-        time.sleep(0.001)
-    try:
-        save(state_at(step, 0, 1), Path(folder) / step_name(step))
-    except ValueError:
-        os._exit(3)
-    os._exit(0)
-
-
-def run_until_killed(size: int, folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
-    """Start a world, kill some of its ranks a while after its first commit, then the rest; exit codes by rank."""
-
-    def committed() -> set[str]:
-        return {p.name for p in folder.glob("step-*")}
-
-    before, meeting = committed(), new_meeting(folder.parent)
-    arguments = (size, meeting, str(folder), background, 100_000)
-    processes = [start(train_and_save, rank, *arguments) for rank in range(size)]
-    deadline = time.monotonic() + 60
-    while committed() <= before and time.monotonic() < deadline:
-        time.sleep(0.002)
-    time.sleep(after_s)
-    for victim in victims:
-        os.kill(processes[victim].pid, signal.SIGKILL)
-    time.sleep(0.1)
-    for process in processes:
-        process.kill()
-        process.join(30)
-    return [process.exitcode for process in processes]

@@ -9,10 +9,7 @@ from typing import Any
 from checkpoint_ranks import RankPool
 from states import assert_is_step, state_at
 
-from opt_checkpoint import (
-    Resume,
-    TieredCheckpointManager,
-)
+from opt_checkpoint import Resume, TieredCheckpointManager
 from opt_checkpoint.run.series import step_name
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -43,10 +40,10 @@ def resume(rank: int, size: int, folder: str, options: dict[str, Any]) -> Resume
         return found
 
 
-def resumed(ranks: RankPool, size: int, folder: Path, **options: Any) -> Resume | None:
-    """What all ranks of a new world resume from, which is the same on each."""
+def resumed(ranks: RankPool, size: int, folder: Path, **options: Any) -> Any:
+    """What all ranks of a new world resume from, which is the same on each: a `Resume` or None."""
     found = ranks.run(size, resume, str(folder), options)
-    assert all(one == found[0] for one in found)
+    assert found.count(found[0]) == size
     return found[0]
 
 

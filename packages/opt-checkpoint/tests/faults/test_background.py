@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,24 @@ from opt_checkpoint.run.save_load import save_as
 
 
 def test_what_changes_after_the_call_is_not_saved(tmp_path: Path) -> None:
-    gate = threading.Event()
-    state = state_at(1, 0, 1)
-    saver = AsyncSaver()
+    """A snapshot that held the tensors of `model.state_dict()` would store what training writes during the save."""
+    gate, model, saver = threading.Event(), torch.nn.Linear(3, 2), AsyncSaver()
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    state = state_at(1, 0, 1) | {"model": model.state_dict(), "list": [torch.ones(2)]}
     with Calls(lambda name, key: gate.wait(60)):
         handle = saver.save(state, tmp_path / "x")
         assert not handle.done()
-        state["w"].data.fill_(-5)
-        state["b"].data.fill_(-5)
-        state["rng"].data["seed"] = -5
-        state["groups"][0]["lr"] = -5
+        with torch.no_grad():
+            for tensor in (state["w"].data, state["b"].data, *model.parameters(), state["list"][0]):
+                tensor.fill_(-5)
+        state["rng"].data["seed"] = state["groups"][0]["lr"] = -5
         gate.set()
         assert handle.wait() == tmp_path / "x"
-    assert_is_step(load(state_at(0, 0, 1, filled=False), tmp_path / "x").state, 1, 0, 1)
+    wanted = {"model": {name: torch.zeros_like(value) for name, value in before.items()}, "list": None}
+    loaded = load(state_at(0, 0, 1, filled=False) | wanted, tmp_path / "x").state
+    assert_is_step(loaded, 1, 0, 1)
+    assert all(torch.equal(wanted["model"][name], value) for name, value in before.items())
+    assert loaded["list"][0].tolist() == [1.0, 1.0]
     saver.close()
 
 
@@ -137,24 +143,23 @@ def test_a_process_that_ends_without_waiting_finishes_its_save(tmp_path: Path) -
     assert verify_checkpoint(tmp_path / "x") == []
 
 
-def test_memory_of_a_snapshot_is_used_again(tmp_path: Path) -> None:
-    saver = AsyncSaver()
-    seen = set()
+def staged(saver: AsyncSaver) -> tuple[int, set[int]]:
+    """Bytes and addresses of the memory of snapshots."""
+    buffers = saver._staging._buffers.values()
+    return sum(buffer.nbytes for buffer in buffers), {buffer.data_ptr() for buffer in buffers}
+
+
+def test_memory_of_a_snapshot_is_used_again_or_freed_and_a_small_view_is_staged_alone(tmp_path: Path) -> None:
+    saver, bucket, seen = AsyncSaver(), torch.zeros(1 << 20), []
     for step in (1, 2, 3):
-        saver.save(state_at(step, 0, 1), tmp_path / str(step)).wait()
-        seen.add(tuple(sorted(b.data_ptr() for b in saver._staging._buffers.values())))
-    assert len(seen) == 1
-    assert sum(buffer.nbytes for buffer in saver._staging._buffers.values()) == (12 * 40 + 5 + LARGE_NUMEL) * 4
-    saver.close()
-
-
-def test_a_small_view_of_a_large_bucket_is_staged_alone(tmp_path: Path) -> None:
-    bucket = torch.zeros(1 << 20)
-    state = state_at(1, 0, 1)
-    state["b"].data = bucket[:5]
-    saver = AsyncSaver()
-    saver.save(state, tmp_path / "x").wait()
-    assert sum(buffer.nbytes for buffer in saver._staging._buffers.values()) == (12 * 40 + 5 + LARGE_NUMEL) * 4
+        state = state_at(step, 0, 1)
+        state["b"].data = bucket[:5]
+        saver.save(state, tmp_path / str(step)).wait()
+        seen.append(staged(saver))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0][0] == (12 * 40 + 5 + LARGE_NUMEL) * 4
+    saver.save({"b": sharded_like("b", torch.ones(10))}, tmp_path / "less").wait()
+    assert staged(saver)[0] == 40
     saver.close()
 
 
@@ -189,17 +194,15 @@ def close_before_the_thread_runs(rank: int, size: int, folder: str, kind: str) -
     def interrupted(saver: AsyncSaver) -> None:
         raise KeyboardInterrupt
 
+    made: dict[str, Callable[[], Any]] = {
+        "saver": AsyncSaver,
+        "manager": lambda: CheckpointManager(folder),
+        "tiers": lambda: TieredCheckpointManager(f"{folder}/{rank}", folder, durable_every=1, node=str(rank)),
+    }
     threading.Thread.run = run_late
     try:
-        if kind == "saver":
-            saver: Any = AsyncSaver()
-            saver.save(state_at(1, 0, 1), Path(folder) / "x")
-        elif kind == "manager":
-            saver = CheckpointManager(folder)
-            saver.save(1, state_at(1, 0, 1))
-        else:
-            saver = TieredCheckpointManager(f"{folder}/{rank}", folder, durable_every=1, node=str(rank))
-            saver.save(1, state_at(1, 0, 1))
+        saver = made[kind]()
+        saver.save(*((state_at(1, 0, 1), Path(folder) / "x") if kind == "saver" else (1, state_at(1, 0, 1))))
         AsyncSaver.wait = interrupted
         with pytest.raises(KeyboardInterrupt):
             saver.close()

@@ -119,9 +119,19 @@ def test_files_of_another_save_are_found_though_their_sizes_are_the_same(tmp_pat
     first, second = (tmp_path / s / "__1_0.distcp" for s in "12")
     assert first.stat().st_size == second.stat().st_size
     shutil.copy(first, second)
+    shutil.copy(first, first.with_name("__7_0.distcp"))
     assert any("__1_0.distcp" in str(f) for f in verify_checkpoint(tmp_path / "2"))
+    assert [finding.file for finding in verify_checkpoint(tmp_path / "1")] == ["__7_0.distcp"]
     with pytest.raises(CheckpointCorruptError, match=r"__1_0\.distcp belongs to a different save"):
         load(state_at(0, 0, 1, filled=False), tmp_path / "2")
+
+
+def test_a_changed_common_value_is_noticed(tmp_path: Path) -> None:
+    save({"note": "precious", "w": sharded_like("w", torch.ones(2))}, tmp_path / "x")
+    file = tmp_path / "x" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"precious", b"pretious"))
+    with pytest.raises(CheckpointCorruptError, match="common_state/shard_0_1 has changed"):
+        load({"note": None}, tmp_path / "x")
 
 
 def flip_bit(file: Path, at: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import shutil
 import sys
@@ -13,11 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_ranks import ThreadRanks, on_threads
+import torch.distributed as dist
+from checkpoint_ranks import RankPool, ThreadRanks, error_on_all, on_threads
+from failing_calls import failing_at
 from states import assert_is_step, state_at
 
 from opt_checkpoint import (
+    AsyncSaver,
     CheckpointFailedError,
+    CheckpointingException,
     CheckpointKeyError,
     CheckpointManager,
     PlanCache,
@@ -32,25 +37,22 @@ from opt_checkpoint.run.ranks import from_all, from_first, through_first
 class Counted(ThreadRanks):
     """Ranks that record the messages they send: the kind of exchange, and its bytes."""
 
-    def _record(self, name: str, value: Any) -> None:
+    def _sent(self, name: str, value: Any) -> list[Any]:
         vars(self).setdefault("sent", []).append((name, len(pickle.dumps(value))))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        self._record("gather_objects", value)
         return super().gather_objects(value)
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._sent("gather_objects", value)
+
     def gather(self, value: Any) -> list[Any] | None:
-        self._record("gather", value)
-        values = super().gather_objects(value)
+        values = self._sent("gather", value)
         return values if self.rank == 0 else None
 
     def scatter(self, values: Any) -> Any:
-        self._record("scatter", values)
-        return super().gather_objects(values)[0][self.rank]
+        return self._sent("scatter", values)[0][self.rank]
 
     def broadcast(self, value: Any) -> Any:
-        self._record("broadcast", value)
-        return super().gather_objects(value)[0]
+        return self._sent("broadcast", value)[0]
 
 
 def counted(size: int, work: Callable[[Any], object]) -> list[tuple[str, int]]:
@@ -173,12 +175,14 @@ def test_an_exchange_completes_and_raises_on_every_rank(kind: type[BaseException
 
 
 def test_a_value_that_does_not_pickle_is_an_error_on_every_rank() -> None:
-    for results in (
-        on_threads(2, lambda ranks: from_all(ranks, threading.Lock if ranks.rank else int, "it")),
-        on_threads(2, lambda ranks: from_first(ranks, threading.Lock, "it")),
-        on_threads(2, lambda ranks: through_first(ranks, int, lambda _: threading.Lock(), "it")),
+    for act in (
+        lambda ranks: from_all(ranks, threading.Lock if ranks.rank else int, "it"),
+        lambda ranks: from_first(ranks, threading.Lock, "it"),
+        lambda ranks: through_first(ranks, int, lambda _: threading.Lock(), "it"),
     ):
-        assert all(isinstance(result, CheckpointFailedError) and "pickle" in str(result) for result in results)
+        error = error_on_all(2, act)
+        assert isinstance(error, CheckpointFailedError)
+        assert "pickle" in str(error)
 
 
 class Interrupted:
@@ -234,16 +238,20 @@ def check(results: list[Any], rank: int, at: int) -> bool:
     return False
 
 
+def sampled(act: Callable[[Any], object], rank: int, full: bool) -> range:
+    """Calls of an act at which to interrupt a rank."""
+    calls, _ = interrupted_at(act, rank, 0)
+    return range(1, calls + 1, 1 if full else max(1, calls // 40))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_at_any_call_of_a_save_is_itself_there_and_an_error_elsewhere(
-    tmp_path: Path, rank: int, full: bool
-) -> None:
+def test_an_interrupt_of_a_save_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int, full: bool) -> None:
     def act(ranks: Any) -> None:
         save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks)
 
-    calls, _ = interrupted_at(act, rank, 0)
+    numbers = sampled(act, rank, full)
     (tmp_path / "x").rename(tmp_path / "whole")
-    for at in range(1, calls + 1, 1 if full else max(1, calls // 40)):
+    for at in numbers:
         was_raised = check(interrupted_at(act, rank, at)[1], rank, at)
         left = [path for path in tmp_path.iterdir() if path.name != "whole"]
         assert was_raised or left
@@ -254,15 +262,12 @@ def test_an_interrupt_at_any_call_of_a_save_is_itself_there_and_an_error_elsewhe
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_interrupt_at_any_call_of_a_load_is_itself_there_and_an_error_elsewhere(
-    tmp_path: Path, rank: int, full: bool
-) -> None:
+def test_an_interrupt_of_a_load_is_itself_there_and_an_error_elsewhere(tmp_path: Path, rank: int, full: bool) -> None:
     def act(ranks: Any) -> Any:
         return load(state_at(0, ranks.rank, 2, filled=False), tmp_path / "x", process_group=ranks, threads=1).state
 
     on_threads(2, lambda ranks: save(state_at(1, ranks.rank, 2), tmp_path / "x", process_group=ranks))
-    calls, _ = interrupted_at(act, rank, 0)
-    for at in range(1, calls + 1, 1 if full else max(1, calls // 40)):
+    for at in sampled(act, rank, full):
         check(interrupted_at(act, rank, at)[1], rank, at)
     for number, loaded in enumerate(on_threads(2, act)):
         assert_is_step(loaded, 1, number, 2)
@@ -275,7 +280,70 @@ def test_a_key_that_one_rank_misses_is_the_same_error_on_all(tmp_path: Path) -> 
         wanted = {"a": torch.zeros(2), **({"other": torch.zeros(2)} if ranks.rank == 1 else {})}
         return load(wanted, tmp_path / "x", process_group=ranks)
 
-    texts = {(type(error), str(error)) for error in on_threads(3, ask)}
-    ((kind, text),) = texts
-    assert kind is CheckpointKeyError
-    assert "rank 1: CheckpointKeyError: 1 requested key(s) are not in" in text
+    error = error_on_all(3, ask)
+    assert isinstance(error, CheckpointKeyError)
+    assert "rank 1: CheckpointKeyError: 1 requested key(s) are not in" in str(error)
+
+
+# ----- errors
+
+
+def fail_to_copy(rank: int, size: int, folder: str) -> None:
+    """A snapshot fails on rank 1, with an error or an interrupt."""
+    saver = AsyncSaver()
+    for error in (ZeroDivisionError("no copy"), KeyboardInterrupt()):
+
+        class Broken(torch.Tensor):
+            def detach(self, error: BaseException = error) -> Any:
+                raise error
+
+        state = state_at(1, rank, size)
+        if rank == 1:
+            state["b"].data = state["b"].data.as_subclass(Broken)
+        is_own = rank == 1 and isinstance(error, KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt if is_own else CheckpointFailedError) as caught:
+            saver.save(state, Path(folder) / "x")
+        assert is_own or f"rank 1: {type(error).__name__}: {error}" in str(caught.value)
+    saver.close()
+
+
+def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(2, fail_to_copy, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def save_without_the_other(rank: int, size: int, folder: str) -> float:
+    dist.barrier()  # making the group has the timeout too
+    saver = AsyncSaver(timeout_s=3)
+    started = time.monotonic()
+    if rank == 0:
+        with pytest.raises(CheckpointFailedError, match="a rank did not answer"):
+            saver.save(state_at(1, rank, size), Path(folder) / "x")
+    taken = time.monotonic() - started
+    dist.barrier()
+    return taken
+
+
+def test_a_background_save_waits_for_an_absent_rank_until_its_timeout(ranks: RankPool, tmp_path: Path) -> None:
+    taken = ranks.run(2, save_without_the_other, str(tmp_path))
+    assert 2 < taken[0] < 50
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_failing_disk_is_an_os_error_and_not_a_value_error(tmp_path: Path, error: int) -> None:
+    with pytest.raises(CheckpointFailedError) as caught, failing_at(4, error):
+        save(state_at(1, 0, 1), tmp_path / "x")
+    assert isinstance(caught.value, OSError)
+    assert not isinstance(caught.value, ValueError)
+    assert caught.value.errno == error
+    assert str(caught.value).startswith(f"saving {tmp_path / 'x'} failed: OSError: [Errno {error}]")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.errno) == (str(caught.value), error)
+
+
+def test_bad_input_is_a_value_error_without_ranks_in_its_message(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^saving \S+ failed: ") as caught:
+        save({"w": (sharded_like("w", torch.ones(2)),)}, tmp_path / "x")
+    assert isinstance(caught.value, CheckpointingException)
+    assert "rank 0" not in str(caught.value)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), ValueError)

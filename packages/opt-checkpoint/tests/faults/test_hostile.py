@@ -1,10 +1,19 @@
-"""F13: hostile files. No code runs, no file outside the directory is opened, nothing huge is allocated."""
+"""Hostile files: reading one runs nothing, changes nothing, stays small, and ends in an error of ours."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
+import pickle
+import random
+import resource
+import shutil
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +21,9 @@ import pytest
 import torch
 from checkpoint_ranks import save_as_ranks
 from states import state_at
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint import save as dcp_save
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from opt_checkpoint import (
     CheckpointCorruptError,
@@ -22,9 +33,103 @@ from opt_checkpoint import (
     load,
     read_common,
     read_index,
+    verify_checkpoint,
 )
+from opt_checkpoint.__main__ import main
 from opt_checkpoint.disk.data_file import crc32
+from opt_checkpoint.disk.foreign import read_pickle
 from opt_checkpoint.disk.manifest import decode_columns, encode_columns
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+_watched: list[str] | None = None
+_EVENTS = ("pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.remove", "os.rename", "socket.connect")
+
+
+def _watch(event: str, arguments: Any) -> None:
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    if _watched is not None and (event in _EVENTS or writes):
+        _watched.append(f"{event} {arguments}")
+
+
+sys.addaudithook(_watch)
+
+
+@contextmanager
+def nothing_happens() -> Iterator[None]:
+    """In this block no class is looked up for a pickle, no program started, and no file written."""
+    global _watched
+    _watched = []
+    try:
+        yield
+    finally:
+        seen, _watched = _watched, None
+    assert seen == []
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> Path:
+    dcp_save({"w": torch.arange(12.0).view(3, 4), "n": 5, "l": [torch.zeros(2)]}, checkpoint_id=tmp_path / "stock")
+    return tmp_path / "stock"
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    save_as_ranks([state_at(1, rank, 2) for rank in range(2)], tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def wanted_w(numel: tuple[int, ...] = (3, 4)) -> dict[str, ShardedTensor]:
+    return {"w": ShardedTensor.from_rank_offsets("w", torch.full(numel, 7.0))}
+
+
+# ----- pickles
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def test_a_metadata_file_cannot_write_to_a_file_outside(tmp_path: Path, stock: Path) -> None:
+    """`_get_layout` is `getattr(torch, name)` in torch; `PyTorchFileWriter` opens a file for writing."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    call = b"ctorch.serialization\n_get_layout\n" + text("torch.PyTorchFileWriter") + b"\x85R"
+    (stock / ".metadata").write_bytes(b"\x80\x02" + call + text(str(victim)) + b"\x85R.")
+    with nothing_happens():
+        with pytest.raises(CheckpointCorruptError):
+            read_index(stock)
+        assert main(["ls", str(tmp_path)]) == 0
+    assert victim.read_text() == "precious"
+
+
+def test_a_metadata_file_cannot_change_attributes_of_classes(stock: Path) -> None:
+    before = dcp.MetadataIndex.__hash__
+    state = b"N}" + text("__hash__") + b"cbuiltins\nlist\ns\x86"
+    raw = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadataIndex\n" + state + b"b."
+    (stock / ".metadata").write_bytes(raw)
+    try:
+        with nothing_happens(), pytest.raises(CheckpointCorruptError, match="sets the state of a Name"):
+            read_index(stock)
+        assert dcp.MetadataIndex.__hash__ is before
+    finally:
+        dcp.MetadataIndex.__hash__ = before
+
+
+def test_megatrons_gathered_plans_are_passed_over(stock: Path) -> None:
+    """Its `.metadata` also holds the save plans of all ranks, which a load does not need."""
+    plain = pickle.loads((stock / ".metadata").read_bytes())
+    plain.all_local_plans = [SavePlan([WriteItem(dcp.MetadataIndex("w"), WriteItemType.BYTE_IO)])]
+    expected = read_index(stock)
+    (stock / ".metadata").write_bytes(pickle.dumps(plain))
+    assert read_index(stock) == expected
+
+
+def test_a_small_pickle_of_an_exponentially_large_value_ends_at_once(stock: Path) -> None:
+    doubled = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(200))
+    for raw in (b"\x80\x02)" + doubled + b".", b"\x80\x02})" + doubled + b"Ns."):  # as the value; as a key
+        (stock / ".metadata").write_bytes(raw)
+        with pytest.raises(CheckpointCorruptError):
+            read_index(stock)
 
 
 class Hostile:
@@ -35,12 +140,6 @@ class Hostile:
 
     def __reduce__(self) -> Any:
         return os.system, (f"touch {self.mark}",)
-
-
-@pytest.fixture
-def ours(tmp_path: Path) -> Path:
-    save_as_ranks([state_at(1, 0, 1)], tmp_path / "ours")
-    return tmp_path / "ours"
 
 
 def forge(path: Path, lie: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
@@ -54,9 +153,8 @@ def forge(path: Path, lie: Callable[[dict[str, Any], dict[str, Any]], None]) -> 
 def test_a_hostile_object_is_refused(tmp_path: Path, ours: Path) -> None:
     stream = io.BytesIO()
     torch.save([Hostile(tmp_path / "ran")], stream)
-    raw = stream.getvalue()
-    file = ours / "__0_0.distcp"
-    place = ["__0_0.distcp", file.stat().st_size, len(raw), crc32(raw)]
+    raw, file = stream.getvalue(), ours / "__0_0.distcp"
+    place = [file.name, file.stat().st_size, len(raw), crc32(raw)]
     file.write_bytes(file.read_bytes() + raw)
 
     def lie(header: dict[str, Any], columns: dict[str, Any]) -> None:
@@ -65,36 +163,87 @@ def test_a_hostile_object_is_refused(tmp_path: Path, ours: Path) -> None:
         header["files"] = [[file.name, file.stat().st_size, crc32(file.read_bytes())], *others]
 
     forge(ours, lie)
-    with pytest.raises(CheckpointCorruptError, match="cannot be loaded safely"):
-        read_common(read_index(ours))
-    with pytest.raises(CheckpointCorruptError, match="cannot be loaded safely"):
-        load({"rng": ShardedObject("rng", None, (1,), (0,))}, ours)
+    for read in (
+        lambda: read_common(read_index(ours)),
+        lambda: load({"r": ShardedObject("rng", None, (1,), (0,))}, ours),
+    ):
+        with pytest.raises(CheckpointCorruptError, match="cannot be loaded safely"):
+            read()
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_hostile_stock_chunk_is_refused(tmp_path: Path) -> None:
     stream = io.BytesIO()
     torch.save(Hostile(tmp_path / "ran"), stream)
     dcp_save({"w": torch.zeros(3000)}, checkpoint_id=tmp_path / "x")
     (file,) = (tmp_path / "x").glob("*.distcp")
-    raw = stream.getvalue()
-    file.write_bytes(raw.ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
-    data = torch.full((3000,), 7.0)
+    file.write_bytes(stream.getvalue().ljust(file.stat().st_size, b"\0")[: file.stat().st_size])
+    state = wanted_w((3000,))
     with pytest.raises(CheckpointingException):
-        load({"w": ShardedTensor.from_rank_offsets("w", data)}, tmp_path / "x")
-    assert (data == 7).all()
+        load(state, tmp_path / "x")
+    assert (state["w"].data == 7).all()
     assert not (tmp_path / "ran").exists()
 
 
-def column(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any], dict[str, Any]], None]:
-    return lambda header, columns: columns.__setitem__(name, change(columns[name].copy()))
+# ----- archives, links, FIFOs
 
 
-def put(position: Any, value: int) -> Callable[[Any], Any]:
-    def change(array: Any) -> Any:
-        array[position] = value
-        return array
+def deflated(archive: bytes) -> bytes:
+    """The same archive of torch, its entries compressed, with 256 MiB of zeros in the pickle's place."""
+    stream = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(archive)) as source,
+        zipfile.ZipFile(stream, "w", compression=zipfile.ZIP_DEFLATED, compresslevel=1) as target,
+    ):
+        for name in source.namelist():
+            with target.open(name, "w", force_zip64=True) as entry:
+                entry.write(source.read(name))
+                for _ in range(16 if name.endswith("data.pkl") else 0):
+                    entry.write(bytes(16 << 20))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("wanted", ["tensor", "object"])
+def test_a_small_archive_of_much_is_refused_without_unpacking_it(stock: Path, wanted: str) -> None:
+    (file,) = stock.glob("*.distcp")
+    index = read_index(stock)
+    place = index.tensors["w"].chunks[0].place if wanted == "tensor" else index.objects["n"]
+    bomb = deflated(file.read_bytes()[place.start : place.start + place.nbytes])
+    plain = pickle.loads((stock / ".metadata").read_bytes())
+    for info in plain.storage_data.values():
+        if info.offset == place.start:
+            info.offset, info.length = file.stat().st_size, len(bomb)
+    file.write_bytes(file.read_bytes() + bomb)
+    (stock / ".metadata").write_bytes(pickle.dumps(plain))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointCorruptError, match="compressed"):
+        load(wanted_w() if wanted == "tensor" else {"n": None}, stock)
+    assert verify_checkpoint(stock)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+@pytest.mark.parametrize("name", ["manifest.bin", "__0_0.distcp", ".metadata", "stock __0_0.distcp"])
+def test_what_is_not_a_regular_file_is_refused(ours: Path, stock: Path, tmp_path: Path, name: str) -> None:
+    is_ours, moved = name in ("manifest.bin", "__0_0.distcp"), tmp_path / "moved"
+    path, wanted = (ours, state_at(0, 0, 1, filled=False)) if is_ours else (stock, wanted_w())
+    file = path / name.split()[-1]
+    file.rename(moved)
+    makes = [lambda: file.symlink_to(moved), lambda: os.mkfifo(file), file.mkdir]
+    for make in makes if is_ours else makes[:2]:
+        make()
+        with pytest.raises(CheckpointCorruptError, match=r"is not a regular file|is missing"):
+            load(wanted, path)
+        assert verify_checkpoint(path)
+        file.rmdir() if file.is_dir() else file.unlink()
+
+
+# ----- manifests that lie
+
+
+def column(name: str, position: Any, value: int) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(header: dict[str, Any], columns: dict[str, Any]) -> None:
+        columns[name] = columns[name].copy()
+        columns[name][position] = value
 
     return change
 
@@ -106,31 +255,32 @@ def rename_file(name: str) -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return change
 
 
-COLUMN_LIES = {
+LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a path upwards": rename_file("../secret"),
     "an absolute path": rename_file("/etc/passwd"),
     "a folder": rename_file("sub/secret"),
     "two dots": rename_file(".."),
     "an empty name": rename_file(""),
     "a negative size of a file": lambda h, c: h["files"][0].__setitem__(1, -1),
-    "a start beyond the file": column("start", put(-1, 1 << 50)),
-    "a negative start": column("start", put(-1, -8)),
-    "a huge start": column("start", put(-1, (1 << 63) - 1)),
-    "a file that is not listed": column("file", put(-1, 99)),
-    "a chunk outside the tensor": column("offsets", put((-1, 0), 5)),
-    "a huge chunk": column("sizes", put((-1, slice(None)), 1 << 40)),
-    "an empty chunk": column("sizes", put((-1, 0), 0)),
-    "a huge shape": column("shape", put((-1, slice(None)), 1 << 61)),
-    "a negative shape": column("shape", put((-1, 0), -12)),
-    "more axes than there are": column("ndim", put(-1, 7)),
-    "an axis less": column("ndim", put(-1, 1)),
+    "a size beyond 63 bits": lambda h, c: h["files"][0].__setitem__(1, 1 << 63),
+    "a start beyond the file": column("start", -1, 1 << 50),
+    "a negative start": column("start", -1, -8),
+    "a huge start": column("start", -1, (1 << 63) - 1),
+    "a file that is not listed": column("file", -1, 99),
+    "a chunk outside the tensor": column("offsets", (-1, 0), 5),
+    "a huge chunk": column("sizes", (-1, slice(None)), 1 << 40),
+    "an empty chunk": column("sizes", (-1, 0), 0),
+    "a huge shape": column("shape", (-1, slice(None)), 1 << 61),
+    "a negative shape": column("shape", (-1, 0), -12),
+    "more axes than there are": column("ndim", -1, 7),
+    "an axis less": column("ndim", -1, 1),
     "an unknown dtype": lambda h, c: h.__setitem__("dtypes", ["os.system"]),
-    "a dtype that is not listed": column("dtype", put(-1, 9)),
-    "a chunk too many": column("chunks", put(-1, 2)),
-    "chunks of nobody": column("chunks", put(-1, 0)),
-    "a checksum too few": column("sums", lambda a: a[1:]),
-    "a key too long": column("key_bytes", put(0, 1 << 30)),
-    "a key that is not text": column("keys", put(0, 0xFF)),
+    "a dtype that is not listed": column("dtype", -1, 9),
+    "a chunk too many": column("chunks", -1, 2),
+    "chunks of nobody": column("chunks", -1, 0),
+    "a checksum too few": lambda h, c: c.__setitem__("sums", c["sums"][1:]),
+    "a key too long": column("key_bytes", 0, 1 << 30),
+    "a key that is not text": column("keys", 0, 0xFF),
     "no column of keys": lambda h, c: c.pop("keys"),
     "a column of another dtype": lambda h, c: c.__setitem__("start", c["file"]),
     "no files": lambda h, c: h.pop("files"),
@@ -138,23 +288,160 @@ COLUMN_LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", COLUMN_LIES.values(), ids=COLUMN_LIES.keys())
-def test_columns_that_lie_are_refused_before_any_file_is_opened(
-    ours: Path, lie: Callable[[Any, Any], None], monkeypatch: pytest.MonkeyPatch
+def test_manifests_that_lie_are_refused_before_any_file_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forge(ours, lie)
-    (ours.parent / "secret").write_bytes((ours / "__0_0.distcp").read_bytes())
-    opened: list[str] = []
-    os_open = os.open
+    ours = tmp_path / "ours"
+    save_as_ranks([state_at(1, 0, 1)], ours)
+    (tmp_path / "secret").write_bytes((ours / "__0_0.distcp").read_bytes())
+    manifest, opened, os_open = (ours / "manifest.bin").read_bytes(), list[str](), os.open
     monkeypatch.setattr(os, "open", lambda path, *a, **k: opened.append(str(path)) or os_open(path, *a, **k))
-    wanted = state_at(0, 0, 1, filled=False)
-    with pytest.raises(CheckpointCorruptError):
-        load(wanted, ours, verify="none")
-    assert opened == [str(ours / "manifest.bin")]
-    assert (wanted["w"].data == -1).all()
+    for name, lie in LIES.items():
+        (ours / "manifest.bin").write_bytes(manifest)
+        forge(ours, lie)
+        opened.clear()
+        wanted = state_at(0, 0, 1, filled=False)
+        with suppress(CheckpointCorruptError):
+            load(wanted, ours, verify="none")
+            raise AssertionError(name)
+        assert opened == [str(ours / "manifest.bin")], name
+        assert (wanted["w"].data == -1).all(), name
 
 
-def test_a_truncated_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Path) -> None:
+@pytest.mark.parametrize("rows", [(0, 6), (3, 6)], ids=["all", "the second half"])
+def test_rows_that_are_stored_nowhere_are_not_loaded(tmp_path: Path, rows: tuple[int, int]) -> None:
+    """The second chunk is moved onto the first: the volumes still add up."""
+    halves = [{"w": ShardedTensor.from_rank_offsets("w", torch.full((3, 2), float(r)), (0, r, 2))} for r in (0, 1)]
+    save_as_ranks(halves, tmp_path / "x")
+    forge(tmp_path / "x", lambda header, columns: columns.update(offsets=columns["offsets"] * 0))
+    part = torch.full((rows[1] - rows[0], 2), -1.0)
+    shard = ShardedTensor("w", part, torch.float32, tuple(part.shape), (6, 2), (rows[0], 0), None)
+    with pytest.raises(CheckpointCorruptError, match=r"chunks .* of w overlap"):
+        load({"w": shard}, tmp_path / "x")
+    assert (part == -1).all()
+
+
+def test_a_lost_manifest_does_not_make_the_directory_a_stock_checkpoint(ours: Path) -> None:
     (ours / "manifest.bin").unlink()
     with pytest.raises(CheckpointCorruptError, match=r"written by opt-checkpoint, but its manifest\.bin is gone"):
         load({}, ours)
+
+
+# ----- fuzz
+
+
+def damage(raw: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, removed, added or moved."""
+    changed = bytearray(raw)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at, kind = rng.randrange(len(changed) + 1), rng.randrange(5)
+        if kind == 0 and at < len(changed):
+            changed[at] = rng.randrange(256)
+        elif kind == 1:
+            del changed[at : at + rng.choice((1, 1, 4, 64))]
+        elif kind == 2:
+            changed[at:at] = rng.randbytes(rng.choice((1, 4, 8)))
+        elif kind == 3:
+            start = rng.randrange(len(changed) + 1)
+            changed[at:at] = changed[start : start + rng.randrange(64)]
+        elif at < len(changed):
+            changed[at] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+NAMES = (
+    *(f"ctorch.distributed.checkpoint.metadata\n{name}\n" for name in ("Metadata", "MetadataIndex")),
+    *("ctorch.distributed.checkpoint.metadata\nTensorStorageMetadata\n", "ctorch\nSize\n", "ctorch\nfloat32\n"),
+    *("ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n", "ctorch.serialization\n_get_layout\n"),
+    *("ccollections\nOrderedDict\n", "cbuiltins\nset\n", "cos\nsystem\n", "cbuiltins\neval\n"),
+)
+WORDS = ("state_dict_metadata", "storage_data", "fqn", "w", "offset", "__class__", "__reduce__", "torch.load", "id")
+ACTS = b"()]}R\x81b\x85\x86\x87tueasN\x88\x890 1\x8f\x90\x91\x93\x92Q"
+
+
+def random_pickle(rng: random.Random) -> bytes:
+    """Random opcodes with arguments of the right form, so that many run for a while before they fail."""
+    parts = [b"\x80\x02"]
+    for _ in range(rng.randrange(1, 60)):
+        arguments = (
+            lambda: rng.choice(NAMES).encode(),
+            lambda: text(rng.choice(WORDS)),
+            lambda: b"K" + rng.randbytes(1),
+            lambda: rng.choice((b"q", b"h")) + bytes([rng.randrange(3)]),
+            *(lambda: bytes([rng.choice(ACTS)]),) * 2,
+        )
+        parts.append(rng.choice(arguments)())
+    return b"".join(parts) + b"."
+
+
+def read_all(path: Path) -> None:
+    """Everything a reader may do with a directory."""
+    index = read_index(path)
+    read_common(index)
+    state: dict[str, Any] = {
+        key: ShardedTensor.from_rank_offsets(key, torch.zeros(t.shape, dtype=t.dtype))
+        for key, t in index.tensors.items()
+        if t.nbytes < 1 << 20
+    }
+    load({**state, "rng": ShardedObject("rng", None, (1,), (0,)), "n": None}, path, strict="ignore_all")
+
+
+def assert_only_our_errors(path: Path, seed: int) -> None:
+    for attempt in (read_all, lambda p: [str(f) for f in verify_checkpoint(p)], lambda p: main(["ls", str(p.parent)])):
+        try:
+            attempt(path)
+        except CheckpointingException:
+            pass
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} of {path}: {type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize("source", ["stock", "ours"])
+def test_every_damage_to_any_file_ends_in_an_error_of_ours(
+    source: str, tmp_path: Path, full: bool, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good: Path = request.getfixturevalue(source)
+    victim, names = tmp_path / "folder" / "victim", sorted(p.name for p in good.iterdir())
+    shutil.copytree(good, victim)
+    for seed in range(4000 if full else 150):
+        rng = random.Random(seed)
+        name = names[0] if rng.random() < 0.5 else rng.choice(names)
+        (victim / name).write_bytes(damage((good / name).read_bytes(), rng))
+        assert_only_our_errors(victim, seed)
+        (victim / name).write_bytes((good / name).read_bytes())
+        capsys.readouterr()
+
+
+def test_forged_manifests_end_in_an_error_of_ours(ours: Path, full: bool) -> None:
+    """Damage below a checksum that is right."""
+    body = (ours / "manifest.bin").read_bytes()[:-4]
+    for seed in range(3000 if full else 120):
+        changed = damage(body, random.Random(seed))
+        (ours / "manifest.bin").write_bytes(changed + zlib.crc32(changed).to_bytes(4, "little"))
+        assert_only_our_errors(ours, seed)
+
+
+def test_random_pickles_are_values_or_errors_of_ours(full: bool) -> None:
+    for seed in range(10_000 if full else 500):
+        raw = random_pickle(random.Random(seed))
+        with nothing_happens(), suppress(CheckpointCorruptError):
+            read_pickle(raw, "fuzz", lambda name: name.module != "os")
+
+
+class Call:
+    def __init__(self, rng: random.Random) -> None:
+        self.function = rng.choice((os.system, eval, torch.load, getattr, setattr, open, pickle.loads))
+
+    def __reduce__(self) -> Any:
+        return self.function, ("true",), {"a": 1}
+
+
+def test_calls_anywhere_in_a_metadata_file_are_not_run(stock: Path, full: bool) -> None:
+    plain = pickle.loads((stock / ".metadata").read_bytes())
+    for seed in range(1000 if full else 60):
+        rng = random.Random(seed)
+        field = rng.choice(("planner_data", "storage_meta", "version", "storage_data", "state_dict_metadata"))
+        forged = dcp.Metadata(**{**plain.__dict__, field: rng.choice((Call(rng), {"w": Call(rng)}, [Call(rng)]))})
+        (stock / ".metadata").write_bytes(pickle.dumps(forged, protocol=rng.choice((2, 3, 4, 5))))
+        with nothing_happens(), pytest.raises(CheckpointCorruptError, match="which no checkpoint needs"):
+            read_index(stock)

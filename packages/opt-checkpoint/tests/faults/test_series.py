@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import shutil
-import threading
 import uuid
 import warnings
 from pathlib import Path
@@ -35,8 +33,6 @@ from opt_checkpoint import (
 )
 from opt_checkpoint.run.series import SUPERSEDED, step_name
 
-BACKGROUND = pytest.mark.parametrize("background", [False, True])
-
 
 def empty() -> Any:
     return state_at(0, 0, 1, filled=False)
@@ -63,10 +59,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return f"memory://{uuid.uuid4().hex}/run"
 
 
-@BACKGROUND
-def test_a_rollback_stays_rolled_back(place: Any, background: bool) -> None:
+def test_a_rollback_stays_rolled_back(place: Any) -> None:
     saved(place, 80, 100, 120)
-    with CheckpointManager(place, keep=9, in_background=background) as manager:
+    with CheckpointManager(place, keep=9) as manager:
         assert manager.load(empty(), step=100).state["step"] == 100
         manager.save(110, state_at(110, 0, 1))
         manager.wait()
@@ -101,46 +96,29 @@ class Died(BaseException):
     """Stands for the end of the process."""
 
 
+def die() -> None:
+    raise Died
+
+
 def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step(tmp_path: Path) -> None:
-    seen, last = set(), 10_000
+    seen, last = set(), 1
     for call in range(10_000):
         place = saved(tmp_path / str(call), 100, 120)
         manager = CheckpointManager(place, keep=9, in_background=False)
         manager.load(empty(), step=100)
         with Calls() as calls, contextlib.suppress(Died):
-
-            def die(name: str, key: str, at: int = call, calls: Calls = calls) -> None:
-                if at and len(calls.made) >= at:
-                    raise Died
-
-            calls.before = die
+            calls.before = lambda name, key, calls=calls, call=call: die() if 0 < call <= len(calls.made) else None
             manager.save(110, state_at(110, 0, 1))
         newest = CheckpointManager(place).latest()
-        committed = (place / step_name(110)).exists()
-        assert newest == (110 if committed else 120), call
+        assert newest == (110 if (place / step_name(110)).exists() else 120), call
         seen.add(newest)
         assert verify_checkpoint(place / step_name(newest)) == []
         saved(place, 130)
         assert CheckpointManager(place).latest() == 130
-        if call == 0:
-            last = len(calls.made)
+        last = last if call else len(calls.made)
         if call > last:
             break
     assert seen == {110, 120}
-
-
-def test_failed_saves_do_not_make_the_record_of_rollbacks_grow(tmp_path: Path) -> None:
-    saved(tmp_path, 100, 120)
-    manager = CheckpointManager(tmp_path, in_background=False)
-    manager.load(empty(), step=100)
-    with Calls(lambda name, key: error(errno.EIO) if ".distcp" in key else None):
-        for _ in range(20):
-            with pytest.raises(OSError, match="Input/output") as caught:
-                manager.save(110, state_at(110, 0, 1))
-            assert isinstance(caught.value, CheckpointFailedError)
-            assert not isinstance(caught.value, ValueError)
-    assert CheckpointManager(tmp_path).latest() == 120
-    assert 1 <= len(json.loads((tmp_path / SUPERSEDED).read_text())["pending"]) <= 8
 
 
 def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Path) -> None:
@@ -155,12 +133,7 @@ def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Pat
 
 def test_a_damaged_record_of_abandoned_steps_is_named(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    for content in (
-        b"",
-        b"[]",
-        b'{"steps": {}, "pending": 3}',
-        json.dumps({"steps": {"x": 1}, "pending": []}).encode(),
-    ):
+    for content in (b"", b"[]", b'{"steps": {}, "pending": 3}', b'{"steps": {"x": 1}, "pending": []}'):
         (tmp_path / SUPERSEDED).write_bytes(content)
         with pytest.raises(CheckpointCorruptError, match=r"superseded\.json is damaged.*remove it"):
             CheckpointManager(tmp_path).latest()
@@ -200,21 +173,18 @@ def test_a_crash_before_the_durable_tier_records_a_local_rollback(tmp_path: Path
     assert two_tiers(tmp_path).latest() == 120
 
 
-@BACKGROUND
 @pytest.mark.parametrize("damage", ["truncated", "flipped bit", "flipped manifest"])
-def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, background: bool, damage: str) -> None:
+def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, damage: str) -> None:
     saved(tmp_path, 80, 100, 120)
     data = tmp_path / step_name(120) / "__0_0.distcp"
     if damage == "truncated":
         data.write_bytes(data.read_bytes()[:-8])
     else:
         flip(data if damage == "flipped bit" else data.with_name("manifest.bin"))
-    with CheckpointManager(tmp_path, keep=9, in_background=background) as manager:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with CheckpointManager(tmp_path, keep=9) as manager:
+        with pytest.warns(match="step-000000120 is damaged and is skipped") as caught:
             assert_is_step(manager.load(empty()).state, 100, 0, 1)
-        named = [str(w.message) for w in caught if "step-000000120 is damaged and is skipped" in str(w.message)]
-        assert len(named) == 1
+        assert len(caught) == 1
         assert (manager.latest(), manager.steps()) == (100, [80, 100])
         for step in (110, 120):
             manager.save(step, state_at(step, 0, 1))
@@ -237,9 +207,8 @@ def names_in(place: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in place.iterdir() if path.name.startswith("step-"))
 
 
-@BACKGROUND
 @pytest.mark.parametrize("damage", ["truncated", "missing", "manifest"])
-def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, background: bool, damage: str) -> None:
+def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, damage: str) -> None:
     """A run that went back by number lost the step that it had resumed from."""
     saved(tmp_path, 10, 20, 30)
     for step in (20, 30):
@@ -249,9 +218,9 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, background: bool, da
         else:
             (data if damage == "truncated" else data.with_name("manifest.bin")).write_bytes(b"cut")
     load(empty(), tmp_path / step_name(10))
-    with CheckpointManager(tmp_path, keep=2, in_background=background) as manager:
+    with CheckpointManager(tmp_path, keep=2) as manager:
         manager.save(31, state_at(31, 0, 1))
-    with CheckpointManager(tmp_path, keep=2, in_background=background) as manager:
+    with CheckpointManager(tmp_path, keep=2) as manager:
         manager.save(25, state_at(25, 0, 1))
         manager.wait()
         assert names_in(tmp_path) == [10, 20, 25, 30, 31]  # 31 is abandoned, and 25 and 10 are kept
@@ -259,9 +228,7 @@ def test_damaged_steps_do_not_count_as_kept(tmp_path: Path, background: bool, da
 
 
 @pytest.mark.parametrize("abandoned", [False, True])
-def test_the_step_that_was_resumed_from_stays_until_enough_later_ones_are_there(
-    tmp_path: Path, abandoned: bool
-) -> None:
+def test_the_step_resumed_from_stays_until_enough_later_ones_are_there(tmp_path: Path, abandoned: bool) -> None:
     """Flipped bits, which are found by no size, were kept in its place."""
     saved(tmp_path, 10, 20, 30, 40)
     with CheckpointManager(tmp_path, keep=2, in_background=False) as manager:
@@ -414,44 +381,6 @@ def test_a_failing_close_does_not_replace_the_exception_of_the_training(tmp_path
         manager.save(1, state_at(1, 0, 1))
 
 
-@pytest.mark.parametrize("step", [np.int64(5), torch.tensor(5), 5])
-def test_a_step_is_any_integer(tmp_path: Path, step: Any) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(step, state_at(5, 0, 1))
-    assert committed_steps(tmp_path) == [5]
-
-
-@pytest.mark.parametrize("step", [-1, 2.5, "7", None])
-def test_other_steps_are_refused(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(ValueError, match=r"step=.* must"):
-        CheckpointManager(tmp_path).save(step, {})
-
-
-@BACKGROUND
-def test_a_snapshot_does_not_alias_the_weights(tmp_path: Path, background: bool) -> None:
-    """A snapshot that held the tensors of `model.state_dict()` would store what training writes during the save."""
-    gate, started = threading.Event(), threading.Event()
-
-    def wait(name: str, key: str) -> None:
-        started.set()
-        assert not background or gate.wait(60)
-
-    model = torch.nn.Linear(3, 2)
-    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    nested = {"model": model.state_dict(), "lists": [torch.ones(2)], "plain": {"lr": [0.1]}}
-    with Calls(wait), CheckpointManager(tmp_path, in_background=background) as manager:
-        manager.save(1, nested)
-        with torch.no_grad():
-            for value in (*model.parameters(), nested["lists"][0]):
-                value.fill_(99.0)
-        nested["plain"]["lr"][0] = 99.0
-        gate.set()
-    wanted = {"model": {name: torch.zeros_like(value) for name, value in before.items()}, "lists": None, "plain": None}
-    state = CheckpointManager(tmp_path).load(wanted).state
-    assert all(torch.equal(wanted["model"][name], value) for name, value in before.items())
-    assert (state["lists"][0].tolist(), state["plain"]) == ([1.0, 1.0], {"lr": [0.1]})
-
-
 @pytest.mark.needs_extra
 def test_deletion_in_a_store_removes_the_commit_first(tmp_path: Path) -> None:
     """Otherwise a crash in between would leave a step that claims to be complete and is not."""
@@ -486,3 +415,17 @@ def test_requests_of_a_save_do_not_grow_with_the_steps_or_files_that_are_kept(tm
         requests.append(sorted(calls.names))
     assert requests[0] == requests[1] == requests[2]
     assert len(requests[0]) < 40
+
+
+def test_steps_are_integers_of_any_kind_and_numbers_of_kept_ones_positive(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest() is None
+        for step in (np.int64(5), torch.tensor(6), 7):
+            manager.save(step, state_at(5, 0, 1))
+        for wrong in (-1, 2.5, "7", None):
+            with pytest.raises(ValueError, match=r"step=.* must"):
+                manager.save(wrong, {})  # type: ignore[arg-type]
+    assert committed_steps(tmp_path) == [5, 6, 7]
+    for options in ({"keep": 0}, {"keep_every": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            CheckpointManager(tmp_path, **options)

@@ -14,16 +14,13 @@ from checkpoint_ranks import RankPool
 from states import state_at
 
 from opt_checkpoint import (
-    CheckpointManager,
     CheckpointMismatchError,
     CheckpointValueError,
-    Resume,
     ShardedTensor,
     TieredCheckpointManager,
     sharded_like,
     verify_checkpoint,
 )
-from opt_checkpoint.disk.manifest import decode_columns, encode_columns
 from opt_checkpoint.run.series import step_name
 from opt_checkpoint.tiers import local_tier
 from opt_checkpoint.tiers.local_tier import LocalTier
@@ -65,7 +62,6 @@ def resume_in_another_layout(rank: int, size: int, folder: str) -> None:
     with tiers(folder, rank) as manager:
         assert_is_of_step(manager.load(wanted(rank)).state, 2, rank)
         found = manager.find()
-        assert found is not None
         assert (found.step, found.tier) == (2, "durable")
         assert "step 3 of the local tier: " in found.passed_over[-1]
     with tiers(folder, rank) as manager:
@@ -135,16 +131,6 @@ def alone(folder: Path, **options: Any) -> TieredCheckpointManager:
         return tiers(str(folder), 0, **options)
 
 
-def test_a_damaged_durable_tier_does_not_stop_the_next_save(tmp_path: Path) -> None:
-    with alone(tmp_path, durable_every=1) as manager:
-        manager.save(1, state_at(1, 0, 1))
-    (tmp_path / "durable" / step_name(1) / "__0_0.distcp").unlink()
-    with alone(tmp_path, durable_every=1) as manager:
-        assert manager.latest() == 1
-        assert manager.save(2, state_at(2, 0, 1))
-    assert CheckpointManager(tmp_path / "durable").latest() == 2
-
-
 def test_a_removal_that_was_interrupted_is_finished_by_the_next_save(tmp_path: Path) -> None:
     """A step that was half removed when its process was killed stayed, and took the memory of a tmpfs."""
     with alone(tmp_path) as manager:
@@ -191,25 +177,3 @@ def test_a_list_with_plain_values_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointValueError, match="a list with plain values; the local tier saves dicts"):
             manager.wait()
         assert manager.latest() == 1
-
-
-def test_a_part_that_records_no_paths_is_loaded(tmp_path: Path) -> None:
-    """As parts of 0.1.0 before tensors in lists were stored."""
-    with alone(tmp_path) as manager:
-        manager.save(1, {"w": torch.arange(3.0), "step": 1})
-    (manifest,) = tmp_path.rglob("step-*/rank-*/manifest.bin")
-    line = b"opt-checkpoint manifest 2\n"
-    header, columns = decode_columns(line, manifest.read_bytes(), "manifest")
-    del header["details"]["rank_part"]["paths"]
-    manifest.write_bytes(encode_columns(line, header, columns))
-    with alone(tmp_path) as manager:
-        loaded = manager.load({"w": torch.zeros(3), "step": None}).state
-    assert (loaded["w"].tolist(), loaded["step"]) == ([0.0, 1.0, 2.0], 1)
-
-
-def test_find_says_which_step_is_taken_for_a_state(tmp_path: Path) -> None:
-    with alone(tmp_path, durable_every=2) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, {"w": sharded_like("w", torch.full((2,), float(step)))})
-    with alone(tmp_path) as manager:
-        assert manager.find({"w": sharded_like("w", torch.zeros(2))}) == Resume(3, "local", (0,), ())

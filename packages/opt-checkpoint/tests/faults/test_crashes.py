@@ -1,8 +1,10 @@
-"""F4: what was not synced is lost with the power; a committed checkpoint is whole nevertheless."""
+"""Power that is lost or a kill at any call: a committed checkpoint is whole, and what was not synced is lost."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,16 @@ from typing import Any
 import pytest
 from checkpoint_ranks import save_as_ranks
 from failing_calls import Calls, LossyCalls, PowerLoss
+from processes import start
 from states import assert_is_step, state_at
 
-from opt_checkpoint import CheckpointManager, committed_steps, verify_checkpoint
+from opt_checkpoint import CheckpointManager, committed_steps, save, verify_checkpoint
 from opt_checkpoint.run.series import step_name
+from opt_checkpoint.store.lease import LEASE
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from killed_ranks import save_and_die
 
 SIZE = 2
 
@@ -79,3 +87,39 @@ def test_the_directories_above_a_first_checkpoint_survive_a_loss_of_power(tmp_pa
         save_as_ranks(states(1), tmp_path / "there" / "new" / "run" / step_name(1))
     calls.after_loss()
     assert committed_steps(tmp_path / "there" / "new" / "run") == [1]
+
+
+# ----- kills
+
+
+def check_restart(folder: Path) -> int:
+    """Every committed step is whole and equals what was saved; a restart resumes from the newest, and clears up when
+    it saves."""
+    steps = committed_steps(folder)
+    for step in steps:
+        assert verify_checkpoint(folder / step_name(step)) == []
+    manager = CheckpointManager(folder, keep=10_000, in_background=False)
+    assert_is_step(manager.load(state_at(0, 0, 1, filled=False)).state, steps[-1], 0, 1)
+    for killed in folder.glob(".opt-checkpoint-tmp-*"):
+        lease = killed / LEASE
+        if not lease.exists() or not lease.stat().st_size:  # killed before its lease was written, or before the commit
+            os.utime(killed, (0, 0))
+            for file in killed.iterdir():
+                os.utime(file, (0, 0))
+    manager.save(steps[-1] + 1, state_at(steps[-1] + 1, 0, 1))
+    assert sorted(p.name for p in folder.iterdir()) == [step_name(s) for s in (*steps, steps[-1] + 1)]
+    return steps[-1]
+
+
+def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path: Path, full: bool) -> None:
+    with Calls() as counting:
+        save(state_at(1, 0, 1), tmp_path / "counted")
+    calls = range(1, len(counting.made) + 1)
+    for call in calls if full else calls[::3]:
+        folder = tmp_path / str(call)
+        save(state_at(1, 0, 1), folder / step_name(1))
+        process = start(save_and_die, str(folder), 2, call)
+        process.join(60)
+        assert process.exitcode == -signal.SIGKILL
+        renamed = counting.names.index("rename") + 1 < call
+        assert check_restart(folder) == (2 if renamed else 1)
