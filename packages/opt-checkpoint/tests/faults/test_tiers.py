@@ -63,7 +63,7 @@ def test_after_any_one_node_is_lost_the_newest_step_is_resumed_from_copies(tmp_p
         assert resumed(ranks, 3, folder) == Resume(2, "local", (0, 1, 2), ())  # the fetched part stays
     for lost in (0, 1):
         shutil.rmtree(folder / f"node-{lost}")
-    reasons = ("step 2 of the local tier: the parts of ranks [0] are on no node",)
+    reasons = ("step 2 of the local tier: the parts of ranks [0, 1] are on no node",)
     assert resumed(ranks, 3, folder) == Resume(2, "durable", (), reasons)
 
 
