@@ -1,5 +1,6 @@
 """A small model, its batches, and the configurations of the wrapper that tests go through."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import ParamAndGradBuffer
 from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_distributed.comm.collectives import Pending
+from opt_distributed.comm.threads import ThreadComm, World
 
 Config = DistributedDataParallelConfig
 
@@ -43,8 +45,22 @@ def batch(iteration: int, size: int) -> Tensor:
 
 
 def over(comm: Comm, across: Comm | None = None) -> Roles:
-    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
+    return of_axes(Axes(dp=comm, tp=Alone(), inter=across or Alone()), comm)
+
+
+def of_axes(axes: Axes, everyone: Comm) -> Roles:
+    return Roles(dense=axes, expert=axes, everyone=everyone)
+
+
+def grid() -> Callable[[int], Axes]:
+    """Rank r of 4 as shard r % 2 of optimizer instance r // 2; call the result once on each rank."""
+    rows, columns = [World(2) for _ in range(2)], [World(2) for _ in range(2)]
+
+    def axes(rank: int) -> Axes:
+        instance, shard = divmod(rank, 2)
+        return Axes(dp=ThreadComm(rows[instance], shard), tp=Alone(), inter=ThreadComm(columns[shard], instance))
+
+    return axes
 
 
 def bucket_of(memory: ParamAndGradBuffer, index: int) -> Tensor:
@@ -58,6 +74,21 @@ def shard_of(memory: ParamAndGradBuffer, index: int, rank: int) -> Tensor:
     """Rank `rank`'s shard of the parameters of a bucket."""
     assert memory.param_data is not None
     return memory.param_data[memory.layout.buckets[index].shard(rank, memory.layout.num_shards)]
+
+
+def lose_shards_of_others(memory: ParamAndGradBuffer, rank: int) -> list[int]:
+    """Leave only this rank's shards of the parameters; returns their sizes. The rest is NaN."""
+    sizes = []
+    for index in range(len(memory.layout.buckets)):
+        kept = shard_of(memory, index, rank).clone()
+        bucket_of(memory, index).fill_(float("nan"))
+        shard_of(memory, index, rank).copy_(kept)
+        sizes.append(kept.numel())
+    return sizes
+
+
+def backward(loss: Tensor, **kwargs: bool) -> None:
+    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
 
 class Unfinished(Alone):

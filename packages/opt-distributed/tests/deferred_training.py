@@ -91,12 +91,7 @@ def wrapped(config: Config, *, num_microbatches: int = 1, whole: bool = False) -
     def train(replicas: Replicas) -> list[Tensor]:
         net = Uneven() if whole else Net()
         groups = Roles(dense=replicas.axes, expert=replicas.axes, everyone=Alone())
-        ddp = DistributedDataParallel(
-            config,
-            net,
-            groups=groups,
-            optimizer_config=LAYER_WISE if whole else None,
-        )
+        ddp = DistributedDataParallel(config, net, groups=groups, optimizer_config=LAYER_WISE if whole else None)
         assert all(bool(bucket.cuts) == whole for bucket in ddp.synced_buffers[0].plan.layout.buckets)
         for step in range(NUM_STEPS):
             with ddp.no_sync():

@@ -1,30 +1,24 @@
 """Faults: what goes wrong in a wrapped model is an error with a remedy, on every rank that would go on."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from data_parallel_net import Unfinished, over
+from data_parallel_net import SHARDED, Config, Unfinished, backward, over
 from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, StorageError
 from opt_distributed.comm import Alone
 from opt_distributed.comm.threads import ThreadComm
 
-Config = DistributedDataParallelConfig
-SHARDED = Config(use_distributed_optimizer=True)
-OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=20)
-
-
-def backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
+OVERLAP = replace(SHARDED, overlap_grad_reduce=True, bucket_size=20)
+ONES = torch.ones(1, 4)
 
 
 def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]:
@@ -41,69 +35,48 @@ def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]
     return found
 
 
-# --- ranks that do not fit together ------------------------------------------------------------------------
+def wrap(config: Config = SHARDED, *, per_token: bool = False) -> DistributedDataParallel:
+    return DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Alone()), calculate_per_token_loss=per_token)
 
 
-def another_model(rank: int) -> tuple[Config, nn.Module]:
-    return SHARDED, nn.Linear(4, 5 if rank == 1 else 4)
+# --- ranks that do not fit together -----------------------------------------------------------------------------------
 
 
-def other_experts(rank: int) -> tuple[Config, nn.Module]:
+def other_experts(rank: int) -> nn.Module:
     model = nn.Linear(4, 4 + rank % 2, bias=False)
     model.weight.allreduce = False  # type: ignore[attr-defined]
-    return SHARDED, model
+    return model
 
 
-def another_configuration(rank: int) -> tuple[Config, nn.Module]:
-    return replace(SHARDED, average_in_collective=rank == 1), nn.Linear(4, 4)
-
-
-def dtypes_in_another_order(rank: int) -> tuple[Config, nn.Module]:
+def dtypes_in_another_order(rank: int) -> nn.Module:
     """Each buffer is the same on all ranks, but not the order in which they travel."""
     children = {"wide": nn.Linear(4, 4), "narrow": nn.Linear(4, 4, dtype=torch.bfloat16)}
-    return SHARDED, nn.ModuleDict({name: children[name] for name in sorted(children, reverse=rank != 1)})
+    return nn.ModuleDict({name: children[name] for name in sorted(children, reverse=rank != 1)})
 
 
-DIFFERENT = {
-    another_model: "layout of chunk 0, fp32 dense",
-    other_experts: "layout of chunk 0, fp32 experts",
-    another_configuration: "average_in_collective is False on rank 0 and True on rank 1",
-    dtypes_in_another_order: "order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16",
+DIFFERENT: dict[str, Callable[[int], tuple[Config, nn.Module]]] = {
+    "layout of chunk 0, fp32 dense": lambda rank: (SHARDED, nn.Linear(4, 5 if rank == 1 else 4)),
+    "layout of chunk 0, fp32 experts": lambda rank: (SHARDED, other_experts(rank)),
+    "average_in_collective is False on rank 0 and True on rank 1": lambda rank: (
+        replace(SHARDED, average_in_collective=rank == 1),
+        nn.Linear(4, 4),
+    ),
+    "order of buffers is chunk 0, fp32 dense, flat shards, fp32 gradients, chunk 0, bf16": lambda rank: (
+        SHARDED,
+        dtypes_in_another_order(rank),
+    ),
 }
 
 
-@pytest.mark.parametrize(("make", "message"), DIFFERENT.items())
-def test_ranks_with_different_models_are_refused_on_every_rank(
-    make: Callable[[int], tuple[Config, nn.Module]], message: str
-) -> None:
+@pytest.mark.parametrize("message", DIFFERENT)
+def test_ranks_with_different_models_are_refused_on_every_rank(message: str) -> None:
     def rank_main(comm: ThreadComm) -> None:
-        config, model = make(comm.rank)
+        config, model = DIFFERENT[message](comm.rank)
         DistributedDataParallel(config, model, groups=over(comm))
 
     for error in errors_of(3, rank_main):
         assert error.startswith("LayoutError: data-parallel ranks [1] laid their buffers out differently from rank 0")
         assert f"; {message}" in error
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    """Of one rank, which suffices for placements."""
-    with world_of_one():
-        yield init_device_mesh("cpu", (1,))
-
-
-def test_a_parameter_that_is_laid_out_already_is_refused_on_every_rank(mesh: DeviceMesh) -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        model = nn.Linear(4, 4)
-        if comm.rank == 1:
-            model.weight = nn.Parameter(laid_out)
-        DistributedDataParallel(SHARDED, model, groups=over(comm))
-
-    laid_out = distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])
-    refused = "is a DTensor, laid out already; leave the model unwrapped, the step takes it as is"
-    other, own = errors_of(2, rank_main)
-    assert own == f"LayoutError: weight {refused}"
-    assert other == f"LayoutError: rank 1 refused: LayoutError: weight {refused}"
 
 
 def with_shared_memory(model: nn.Linear) -> nn.Module:
@@ -116,20 +89,29 @@ def with_rows_that_do_not_fit(model: nn.Linear) -> nn.Module:
     return model
 
 
+def laid_out(model: nn.Linear) -> nn.Module:
+    with world_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        model.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)]))
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "wraps", "refused"),
     [
         (with_shared_memory, "LayoutError", "StorageError: bias and weight share memory"),
         (with_rows_that_do_not_fit, "ValueError", "ConfigError: weight: head_rows=3 of shape (4, 4)"),
         (lambda model: nn.LazyLinear(4), "ValueError", "ConfigError: parameter 'weight' is uninitialized"),
+        (laid_out, "LayoutError", "LayoutError: weight is a DTensor, laid out already; leave the model unwrapped"),
     ],
 )
 def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank(
     change: Callable[[nn.Linear], nn.Module], wraps: str, refused: str
 ) -> None:
+    changed = change(nn.Linear(4, 4))
+
     def rank_main(comm: ThreadComm) -> None:
-        model = nn.Linear(4, 4)
-        DistributedDataParallel(SHARDED, change(model) if comm.rank == 1 else model, groups=over(comm))
+        DistributedDataParallel(SHARDED, changed if comm.rank == 1 else nn.Linear(4, 4), groups=over(comm))
 
     first, second = errors_of(2, rank_main)
     assert first.startswith(f"{wraps}: rank 1 refused: {refused}")
@@ -144,45 +126,42 @@ def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> 
     assert errors_of(2, rank_main) == [refused] * 2
 
 
-# --- configurations that the groups or the loss contradict ---------------------------------------------------
-
-REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
-    "instances without groups": (
+REFUSALS: dict[str, tuple[type[Exception], Callable[[], object]]] = {
+    "num_distributed_optimizer_instances=2, but the groups make up 1; pass an inter_dist_opt group": (
+        ValueError,
         lambda: wrap(replace(SHARDED, num_distributed_optimizer_instances=2)),
-        "num_distributed_optimizer_instances=2, but the groups make up 1; pass an inter_dist_opt group",
     ),
-    "means of sums": (
+    "average_in_collective=True averages, calculate_per_token_loss=True sums": (
+        ValueError,
         lambda: wrap(Config(average_in_collective=True), per_token=True),
-        "average_in_collective=True averages, calculate_per_token_loss=True sums; set one of them to False",
     ),
-    "hooks without overlap": (
-        lambda: wrap(SHARDED).enable_forward_pre_hook(),
-        "overlap_param_gather=False: parameters",
+    "overlap_param_gather=False: parameters": (ValueError, lambda: wrap().enable_forward_pre_hook()),
+    r"left its buffer \(torch.float32 on cpu\) and is now torch.bfloat16": (
+        StorageError,
+        lambda: wrap().to(torch.bfloat16),
     ),
+    "is now torch.bfloat16 on cpu; convert": (StorageError, lambda: wrap(Config()).to(torch.bfloat16)),
 }
 
 
-def wrap(config: Config, *, per_token: bool = False) -> DistributedDataParallel:
-    return DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Alone()), calculate_per_token_loss=per_token)
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_contradicts_the_groups_the_loss_or_the_buffers_is_refused(message: str) -> None:
+    kind, call = REFUSALS[message]
+    with pytest.raises(kind, match=message):
+        call()
 
 
-@pytest.mark.parametrize(("build", "message"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_what_cannot_be_meant_is_refused(build: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-# --- gradients out of turn ---------------------------------------------------------------------------------------
+# --- gradients out of turn --------------------------------------------------------------------------------------------
 
 
 def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
         ddp = DistributedDataParallel(OVERLAP, nn.Linear(4, 4), groups=over(comm))
-        backward(ddp(torch.ones(1, 4)).sum())
+        backward(ddp(ONES).sum())
         ddp.finish_grad_sync()
         ddp.zero_grad_buffer()
-        backward(ddp(torch.ones(1, 4)).sum())
-        backward(ddp(torch.ones(1, 4)).sum())
+        backward(ddp(ONES).sum())
+        backward(ddp(ONES).sum())
 
     for error in errors_of(2, rank_main):
         assert error.startswith("GradientError: gradient 2 of ")
@@ -192,15 +171,18 @@ def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> Non
 @pytest.mark.parametrize("config", [SHARDED, OVERLAP, Config()], ids=["flat", "flat, overlap", "replicated"])
 def test_a_backward_onto_reduced_gradients_is_an_error(config: Config) -> None:
     ddp = wrap(config)
-    backward(ddp(torch.ones(1, 4)).sum())
+    backward(ddp(ONES).sum())
     ddp.finish_grad_sync()
     ddp.finish_grad_sync()
     with pytest.raises(GradientError, match="arrived after the reduction; call zero_grad_buffer"):
-        backward(ddp(torch.ones(1, 4)).sum())
+        backward(ddp(ONES).sum())
 
 
 def test_a_backward_that_raised_leaves_no_trace_after_zero_grad_buffer() -> None:
-    def rank_main(comm: ThreadComm) -> list[Tensor]:
+    def fail(*_: object) -> None:
+        raise ArithmeticError("in backward")
+
+    def rank_main(comm: ThreadComm) -> None:
         first = nn.Linear(4, 4)
         ddp = DistributedDataParallel(OVERLAP, nn.Sequential(first, nn.Linear(4, 4)), groups=over(comm))
         for param in ddp.parameters():
@@ -208,74 +190,49 @@ def test_a_backward_that_raised_leaves_no_trace_after_zero_grad_buffer() -> None
 
         def step() -> list[Tensor]:
             ddp.zero_grad_buffer()
-            backward(ddp(torch.ones(1, 4)).sum())
+            backward(ddp(ONES).sum())
             ddp.finish_grad_sync()
             return [bucket.result.clone() for bucket in ddp.grad_sync.buckets]
 
         before = step()
         ddp.zero_grad_buffer()
-        x = torch.ones(1, 4, requires_grad=True)
-        hook = first.register_full_backward_hook(_raise)
+        hook = first.register_full_backward_hook(fail)
         with pytest.raises(ArithmeticError):
-            backward(ddp(x).sum())
+            backward(ddp(ONES.clone().requires_grad_()).sum())
         hook.remove()
-        after = step()
-        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
-        return after
+        assert all(torch.equal(a, b) for a, b in zip(before, step(), strict=True))
 
     run_threads(2, rank_main)
 
 
-def _raise(*_: object) -> None:
-    raise ArithmeticError("in backward")
-
-
 def test_gradients_on_the_wire_cannot_be_scaled() -> None:
-    ddp = DistributedDataParallel(
-        replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), nn.Linear(4, 4), groups=over(Unfinished())
-    )
+    config = replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
+    ddp = DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Unfinished()))
     ddp.start_grad_sync()
-    with pytest.raises(
-        GradientError, match=r"cannot be scaled while they are being reduced; call finish_grad_sync\(\)"
-    ):
+    with pytest.raises(GradientError, match=r"cannot be scaled while they are being reduced; call finish_grad_sync"):
         ddp.scale_gradients(0.5)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_check_for_nan_names_the_parameter_and_stops_every_rank(value: float) -> None:
+def test_a_check_for_nan_names_the_parameter_and_stops_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
-        config = Config(use_distributed_optimizer=True)
-        config.check_for_nan_in_grad = True
-        model = nn.Linear(4, 4)
-        ddp = DistributedDataParallel(config, model, groups=over(comm))
-        loss = ddp(torch.ones(1, 4)).sum()
-        backward(loss * value if comm.rank == 1 else loss)
+        config = Config(use_distributed_optimizer=True, check_for_nan_in_grad=True)
+        ddp = DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
+        backward(ddp(ONES).sum() * (float("inf") if comm.rank == 1 else 1.0))
         ddp.finish_grad_sync()
 
-    first, second = errors_of(2, rank_main)
     where = "bucket 0 of chunk 0, fp32 dense, flat shards, fp32 gradients"
-    assert first == f"UnusableGradientError: gradients in {where} are not finite on another rank"
-    assert second == "UnusableGradientError: gradients of bias, weight are not finite on this rank"
-
-
-# --- models that change after they were wrapped --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("config", [SHARDED, Config()], ids=["flat", "replicated"])
-def test_a_model_that_is_converted_after_wrapping_is_refused(config: Config) -> None:
-    ddp = wrap(config)
-    with pytest.raises(
-        StorageError, match=r"left its buffer \(torch.float32 on cpu\) and is now torch.bfloat16 on cpu"
-    ):
-        ddp.to(torch.bfloat16)
+    assert errors_of(2, rank_main) == [
+        f"UnusableGradientError: gradients in {where} are not finite on another rank",
+        "UnusableGradientError: gradients of bias, weight are not finite on this rank",
+    ]
 
 
 def test_a_conversion_that_changes_nothing_is_none() -> None:
-    ddp = wrap(SHARDED)
+    ddp = wrap()
     assert ddp.to("cpu").float() is ddp
 
 
-# --- what Megatron-Core gets wrong here ------------------------------------------------------------------------------
+# --- what Megatron-Core gets wrong here -------------------------------------------------------------------------------
 
 
 def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
@@ -301,11 +258,7 @@ def test_a_group_of_mixed_dtypes_keeps_each_gradient_with_its_parameter() -> Non
     ddp = DistributedDataParallel(SHARDED, model, groups=over(Alone()))
     backward(2 * model.narrow.sum() + 3 * model.wide.sum())
     ddp.finish_grad_sync()
-    found = {
-        piece.id.name: buffer.memory.grad_piece(piece.id, piece.of_param)
-        for buffer in ddp.synced_buffers
-        for piece in buffer.owned()
-    }
+    found = {p.id.name: buffer.grad(p.id, p.of_param) for buffer in ddp.synced_buffers for p in buffer.owned()}
     assert torch.equal(found["narrow"], torch.full((4, 4), 2.0, dtype=torch.bfloat16))
     assert torch.equal(found["wide"], torch.full((8, 8), 3.0))
 
@@ -321,20 +274,3 @@ def test_two_wrappers_with_different_configurations_work_side_by_side() -> None:
     for ddp in wrapped:
         ddp.finish_grad_sync()
     assert [[call.kind for call in comm.calls if call.numel] for comm in recorded] == [["all_to_all"], ["all_reduce"]]
-
-
-def test_gradients_without_memory_are_refused_until_it_is_back() -> None:
-    ddp = wrap(SHARDED)
-    ddp.offload_grad_buffers()
-    assert all(buffer.memory.grad_data.untyped_storage().nbytes() == 0 for buffer in ddp.synced_buffers)
-    with pytest.raises(
-        GradientError, match=r"was freed by offload_grad_buffers\(\); call restore_grad_buffers\(\) first"
-    ):
-        backward(ddp(torch.ones(1, 4)).sum())
-    with pytest.raises(GradientError, match="was freed"):
-        ddp.finish_grad_sync()
-    ddp.restore_grad_buffers()
-    backward(ddp(torch.ones(1, 4)).sum())
-    ddp.finish_grad_sync()
-    result = ddp.grad_sync.buckets[0].result
-    assert set(result.tolist()) == {0.0, 1.0}

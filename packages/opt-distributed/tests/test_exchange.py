@@ -13,7 +13,7 @@ from torch import Tensor
 
 import opt_distributed.pieces.exchange as exchange
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Comm
+from opt_distributed.comm import Alone
 from opt_distributed.comm.collectives import DONE, Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_distributed.layout import Computes, SplitMatrix, compute_layout
@@ -32,36 +32,6 @@ class Grid(NamedTuple):
     kept: int = 0
 
 
-def run_grid(sizes: tuple[int, ...], rank_main: Callable[[list[Comm]], Any]) -> list[Any]:
-    """Runs `rank_main(comms)`, one `Comm` for each axis, on every rank; ranks count along the last axis first."""
-    coordinates = list(itertools.product(*map(range, sizes)))
-    worlds: dict[Any, World] = {}
-    for at in coordinates:
-        for axis, size in enumerate(sizes):
-            worlds.setdefault((axis, at[:axis], at[axis + 1 :]), World(size))
-
-    def start(world: ThreadComm) -> Any:
-        at = coordinates[world.rank]
-        comms = [ThreadComm(worlds[axis, at[:axis], at[axis + 1 :]], at[axis]) for axis in range(len(sizes))]
-        return rank_main(list(map(RecordingComm, comms)))
-
-    return run_threads(len(coordinates), start)
-
-
-def stage_of(comms: list[Comm], grid: Grid, computes: Computes) -> ComputeStage:
-    matrices = [SplitMatrix(id=id, shape=tuple(whole.shape), dims=grid.dims) for id, whole in WHOLES.items()]
-    layout = compute_layout(matrices, sizes=grid.sizes, computes=computes, kept=grid.kept)
-    return ComputeStage(layout, comms, of_whole={})
-
-
-def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
-    whole = WHOLES[id]
-    slot = next(slot for slot in stage.layout.slots if slot.matrix.id == id)
-    for dim, (start, length) in enumerate(zip(*stage.layout.block(slot, at), strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
 GRIDS = {
     "rows": Grid((3,), (0,)),
     "columns": Grid((4,), (1,)),
@@ -72,14 +42,45 @@ GRIDS = {
 }
 
 
+def run_grid(grid: Grid, rank_main: Callable[[Callable[[Computes], ComputeStage]], Any]) -> list[Any]:
+    """Runs `rank_main(stage of)`, on every rank; ranks count along the last axis first."""
+    coordinates = list(itertools.product(*map(range, grid.sizes)))
+    worlds: dict[Any, World] = {}
+    for at in coordinates:
+        for axis, size in enumerate(grid.sizes):
+            worlds.setdefault((axis, at[:axis], at[axis + 1 :]), World(size))
+    matrices = [SplitMatrix(id=id, shape=tuple(whole.shape), dims=grid.dims) for id, whole in WHOLES.items()]
+
+    def start(world: ThreadComm) -> Any:
+        at = coordinates[world.rank]
+        comms = [ThreadComm(worlds[axis, at[:axis], at[axis + 1 :]], index) for axis, index in enumerate(at)]
+
+        def stage_of(computes: Computes) -> ComputeStage:
+            layout = compute_layout(matrices, sizes=grid.sizes, computes=computes, kept=grid.kept)
+            return ComputeStage(layout, list(map(RecordingComm, comms)), of_whole={})
+
+        return rank_main(stage_of)
+
+    return run_threads(len(coordinates), start)
+
+
+def block(stage: ComputeStage, id: ParamId, at: tuple[int, ...]) -> Tensor:
+    whole = WHOLES[id]
+    slot = next(slot for slot in stage.layout.slots if slot.matrix.id == id)
+    for dim, (start, length) in enumerate(zip(*stage.layout.block(slot, at), strict=True)):
+        whole = whole.narrow(dim, start, length)
+    return whole
+
+
 @pytest.mark.parametrize("computes", [Computes.OWNER, Computes.EVERY])
 @pytest.mark.parametrize("name", GRIDS)
 def test_whole_matrices_come_to_who_computes_them_and_parts_go_back(name: str, computes: Computes) -> None:
-    """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole."""
+    """Uneven parts and empty ones included. What goes back is another tensor: it comes from the whole. With owners, a
+    gather and a scatter are an exchange each along an axis, which carries every part once."""
     grid = GRIDS[name]
 
-    def rank_main(comms: list[Comm]) -> list[ParamId]:
-        stage = stage_of(comms, grid, computes)
+    def rank_main(stage_of: Callable[[Computes], ComputeStage]) -> list[ParamId]:
+        stage = stage_of(computes)
         parts = {id: block(stage, id, stage.at) for id in IDS}
         wholes = stage.gather(parts)
         for id, whole in wholes.items():
@@ -87,28 +88,17 @@ def test_whole_matrices_come_to_who_computes_them_and_parts_go_back(name: str, c
         back = stage.scatter({id: 2 * whole for id, whole in wholes.items()}, like=parts)
         assert all(torch.equal(back[id], 2 * part) for id, part in parts.items())
         assert list(wholes) == [id for id in wholes if stage.computes(id)]
+        if name == "rows" and computes is Computes.OWNER:
+            (comm,) = stage.comms
+            assert isinstance(comm, RecordingComm)
+            numel = max(sum(part.numel() for part in parts.values()), sum(whole.numel() for whole in wholes.values()))
+            assert [call.kind for call in comm.calls] == ["all_to_all", "all_to_all"]
+            assert sum(call.num_bytes for call in comm.calls) == 4 * 2 * numel
         return list(wholes)
 
-    computed = [id for ids in run_grid(grid.sizes, rank_main) for id in ids]
-    blocks = torch.Size(grid.sizes[: grid.kept]).numel()
-    times = blocks if computes is Computes.OWNER else torch.Size(grid.sizes).numel()
+    computed = [id for ids in run_grid(grid, rank_main) for id in ids]
+    times = torch.Size(grid.sizes[: grid.kept] if computes is Computes.OWNER else grid.sizes).numel()
     assert {id: computed.count(id) for id in IDS} == dict.fromkeys(IDS, times)
-
-
-def test_a_gather_and_a_scatter_are_one_exchange_each_and_carry_every_part_once() -> None:
-    grid = Grid((3,), (0,))
-
-    def rank_main(comms: list[Comm]) -> tuple[list[str], int]:
-        stage = stage_of(comms, grid, Computes.OWNER)
-        parts = {id: block(stage, id, stage.at) for id in IDS}
-        stage.scatter(stage.gather(parts), like=parts)
-        (comm,) = comms
-        assert isinstance(comm, RecordingComm)
-        sent = sum(part.numel() for part in parts.values())
-        owned = sum(WHOLES[id].numel() for id in IDS if stage.computes(id))
-        return [call.kind for call in comm.calls], sum(c.num_bytes for c in comm.calls) - 4 * 2 * max(sent, owned)
-
-    assert run_grid(grid.sizes, rank_main) == [(["all_to_all", "all_to_all"], 0)] * 3
 
 
 def tasks_of(stage: ComputeStage) -> list[Task]:
@@ -119,26 +109,22 @@ def tasks_of(stage: ComputeStage) -> list[Task]:
     return [Task(Hyper(lr=0.1), work) for work in works.values()]
 
 
-def test_what_is_gathered_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the elements that a rank computes: of all matrices where every rank does, of its share where owners do."""
+def test_what_is_gathered_at_once_is_bounded_and_in_one_order_for_any_order_on_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the elements that a rank computes: of all matrices where every rank does, of its share where owners do. Rows
+    of the hyper table come in the order of a rank's own parameters."""
     monkeypatch.setattr(exchange, "WHOLE_NUMEL", 40)
 
-    def rank_main(comms: list[Comm]) -> tuple[list[int], list[int]]:
-        every, owner = (stage_of(comms, Grid((2,), (0,)), computes) for computes in (Computes.EVERY, Computes.OWNER))
-        return [len(run) for run in every.runs(tasks_of(every))], [len(run) for run in owner.runs(tasks_of(owner))]
+    def rank_main(stage_of: Callable[[Computes], ComputeStage]) -> list[list[list[ParamId]]]:
+        found = []
+        for computes in (Computes.EVERY, Computes.OWNER):
+            stage = stage_of(computes)
+            tasks = tasks_of(stage)[:: 1 if stage.at == (0,) else -1]
+            found.append([[exchange.matrix_of(task.work) for task in run] for run in stage.runs(tasks)])
+        return found
 
-    assert run_grid((2,), rank_main) == [([2, 2, 1], [4, 1])] * 2
-
-
-def test_matrices_are_gathered_in_one_order_for_any_order_on_a_rank() -> None:
-    """Rows of the hyper table come in the order of a rank's own parameters."""
-
-    def rank_main(comms: list[Comm]) -> list[list[ParamId]]:
-        stage = stage_of(comms, Grid((2,), (0,)), Computes.OWNER)
-        tasks = tasks_of(stage)[:: 1 if stage.at == (0,) else -1]
-        return [[exchange.matrix_of(task.work) for task in run] for run in stage.runs(tasks)]
-
-    assert run_grid((2,), rank_main) == [[IDS]] * 2
+    assert run_grid(Grid((2,), (0,)), rank_main) == [[[IDS[:2], IDS[2:4], IDS[4:]], [IDS[:4], IDS[4:]]]] * 2
 
 
 class Pretended(Alone):
@@ -160,13 +146,9 @@ def num_calls(size: int) -> int:
     layout = compute_layout(matrices, sizes=(size,), computes=Computes.OWNER)
     stage = ComputeStage(layout, [Pretended(size)], of_whole={})
     parts = {id: torch.zeros(1, 4) for id in ids}
-
-    def exchanged() -> None:
-        stage.scatter(stage.gather(parts), like=parts)
-
-    exchanged()
+    stage.scatter(stage.gather(parts), like=parts)
     profile = cProfile.Profile()
-    profile.runcall(exchanged)
+    profile.runcall(lambda: stage.scatter(stage.gather(parts), like=parts))
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 

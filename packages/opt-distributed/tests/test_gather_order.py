@@ -5,31 +5,24 @@ from typing import Any
 
 import pytest
 import torch
+from data_parallel_net import Config, over
 from recording_comm import RecordingComm
 from torch import nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, share_launch_order
-from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 
 WIDTHS = (4, 18, 24)  # of the chunks
 NUMELS = (256, 512, 768)  # of their buffers, padded: records tell them apart
+GATHERS = [f"all_gather {number}" for number in range(len(WIDTHS))]
 Chunks = list[DistributedDataParallel]
 
 
 def wrap(recording: RecordingComm, **fields: Any) -> Chunks:
-    axes = Axes(dp=recording, tp=Alone())
-    config = DistributedDataParallelConfig(
-        **{"use_distributed_optimizer": True, "overlap_param_gather": True, "align_param_gather": True, **fields}
-    )
-    chunks = [
-        DistributedDataParallel(
-            config, nn.Linear(width, width), groups=Roles(dense=axes, expert=axes, everyone=recording), chunk=number
-        )
-        for number, width in enumerate(WIDTHS)
-    ]
+    config = Config(use_distributed_optimizer=True, overlap_param_gather=True, align_param_gather=True, **fields)
+    models = [nn.Linear(width, width) for width in WIDTHS]
+    chunks = [DistributedDataParallel(config, of, groups=over(recording), chunk=n) for n, of in enumerate(models)]
     share_launch_order(chunks)
     recording.calls.clear()
     return chunks
@@ -40,21 +33,17 @@ def step(chunks: Chunks, value: float) -> None:
     for chunk in reversed(chunks):
         for buffer in chunk.synced_buffers:
             for piece in buffer.owned():
-                param = dict(chunk.module.named_parameters(remove_duplicate=False))[piece.id.name]
-                param.data.view(-1)[piece.of_param] = value
+                buffer.params[piece.id].data.view(-1)[piece.of_param] = value
             buffer.publish_()
 
 
-def are(chunk: DistributedDataParallel, value: float) -> bool:
-    return all(bool((param == value).all()) for param in chunk.module.parameters())
+def are(chunks: Chunks, value: float) -> bool:
+    return all(bool((param == value).all()) for chunk in chunks for param in chunk.module.parameters())
 
 
 def trace(recording: RecordingComm) -> list[str]:
     """Gathers by chunk, and reductions."""
     return [f"{call.kind} {NUMELS.index(call.numel)}" for call in recording.calls if call.numel]
-
-
-GATHERS = [f"all_gather {number}" for number in range(len(WIDTHS))]
 
 
 def test_a_schedule_starts_the_gathers_that_are_aligned() -> None:
@@ -65,13 +54,12 @@ def test_a_schedule_starts_the_gathers_that_are_aligned() -> None:
             recording.calls.clear()
             step(chunks, float(number))
             assert trace(recording) == [], "the step starts none"
-            chunks[0].start_param_sync(list(chunks[0].module._parameters))
-            assert trace(recording) == GATHERS[:1]
-            chunks[0].start_param_sync()
-            assert trace(recording) == GATHERS[:1], "asked twice, started once"
+            for _ in range(2):  # asked twice, started once
+                chunks[0].start_param_sync(list(chunks[0].module._parameters))
+                assert trace(recording) == GATHERS[:1]
             chunks[2].start_param_sync()
             assert trace(recording) == GATHERS
-            assert all(are(chunk, float(number)) for chunk in chunks)
+            assert are(chunks, float(number))
 
     run_threads(2, rank_main)
 
@@ -121,7 +109,7 @@ def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks]
         (ask if comm.rank == 0 else other)(chunks)
         for chunk in chunks:
             chunk.finish_grad_sync()
-        assert all(are(chunk, 3.0) for chunk in chunks)
+        assert are(chunks, 3.0)
         return [kind for kind in trace(recording) if kind.startswith(("all_gather", "reduce_scatter"))]
 
     first, second = run_threads(2, rank_main)
@@ -143,16 +131,24 @@ def test_a_chunk_that_was_not_requested_is_gathered_before_it_is_written_again()
                 chunk.finish_grad_sync()
                 chunk.zero_grad_buffer()
             assert len(recording.of("all_gather")) == len(WIDTHS) * (number + 1)
-            assert all(are(chunk, float(number)) for chunk in chunks)
+            assert are(chunks, float(number))
 
     run_threads(2, rank_main)
 
 
-def test_a_forced_gather_gathers_whether_or_not_it_is_due() -> None:
-    recording = RecordingComm(Alone())
-    chunks = wrap(recording)
-    chunks[1].start_param_sync(force_sync=True)
-    assert trace(recording) == GATHERS[1:2]
+def test_a_forced_gather_gathers_whether_or_not_it_is_due_and_waits_or_not() -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        recording = RecordingComm(comm)
+        chunks = wrap(recording)
+        chunks[1].start_param_sync(force_sync=True)
+        assert not chunks[1].param_sync.is_pending
+        chunks[1].start_param_sync(force_dispatch=True)
+        assert trace(recording) == GATHERS[1:2] * 2
+        assert chunks[1].param_sync.is_pending
+        chunks[1].free_overlap_buffers()
+        assert not chunks[1].param_sync.is_pending
+
+    run_threads(2, rank_main)
 
 
 def test_without_hooks_gathers_complete_in_the_step() -> None:
@@ -169,6 +165,6 @@ def test_without_hooks_gathers_complete_in_the_step() -> None:
             chunk.enable_forward_pre_hook()
         step(chunks, 3.0)
         assert len(recording.calls) == 2 * len(WIDTHS)
-        assert all(are(chunk, 3.0) for chunk in chunks)
+        assert are(chunks, 3.0)
 
     run_threads(2, rank_main)

@@ -6,46 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from deferred_training import Config, Net, backward, batch
+from data_parallel_net import Config, of_axes, over
+from deferred_training import Net, backward, batch
 from fake_accelerator import DeferredRank, HostReadError, run_deferred
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, UnusableGradientError, bucket
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.device import HostCopy
 from opt_distributed.comm.threads import ThreadComm, World
 
 ORDERS = range(6)
-CONFIG = Config(
-    use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=16, check_for_nan_in_grad=True,
-    average_in_collective=False,
-)  # fmt: skip
 BAD_ITERATION = 1
-
-
-def run(one: DeferredRank, *, value: float, instances: int = 1) -> list[str]:
-    """The verdict of each of three iterations, the second of which has `value` in a gradient of the last rank."""
-    size = one.size // instances
-    row = one.rank // size * size
-    dp = one.comm_over(range(row, row + size))
-    inter = one.comm_over(range(one.rank % size, one.size, size)) if instances > 1 else Alone()
-    axes = Axes(dp=dp, tp=Alone(), inter=inter)
-    config = Config(**{**vars(CONFIG), "num_distributed_optimizer_instances": instances})
-    net = Net()
-    ddp = DistributedDataParallel(config, net, groups=Roles(dense=axes, expert=axes, everyone=Alone()))
-    found = []
-    for iteration in range(3):
-        with one.device.host_reads_forbidden():
-            loss = ddp(batch(iteration, one.rank)).square().mean()
-            if iteration == BAD_ITERATION and one.rank == one.size - 1:
-                loss = loss + value * net.layers[1].bias[2]
-            backward(loss)
-            found.append(verdict(ddp))
-            ddp.zero_grad_buffer()
-    return found
 
 
 def verdict(ddp: DistributedDataParallel) -> str:
@@ -56,22 +30,45 @@ def verdict(ddp: DistributedDataParallel) -> str:
     return ""
 
 
+def run(rank: DeferredRank, *, value: float, instances: int = 1) -> list[str]:
+    """The verdict of each of three iterations, the second of which has `value` in a gradient of the last rank."""
+    size = rank.size // instances
+    row = rank.rank // size * size
+    inter = rank.comm_over(range(rank.rank % size, rank.size, size)) if instances > 1 else Alone()
+    axes = Axes(dp=rank.comm_over(range(row, row + size)), tp=Alone(), inter=inter)
+    config = Config(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=16, check_for_nan_in_grad=True
+    )
+    config.num_distributed_optimizer_instances = instances
+    net = Net()
+    ddp = DistributedDataParallel(config, net, groups=of_axes(axes, Alone()))
+    found = []
+    for iteration in range(3):
+        with rank.device.host_reads_forbidden():
+            loss = ddp(batch(iteration, rank.rank)).square().mean()
+            if iteration == BAD_ITERATION and rank.rank == rank.size - 1:
+                loss = loss + value * net.layers[1].bias[2]
+            backward(loss)
+            found.append(verdict(ddp))
+            ddp.zero_grad_buffer()
+    return found
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("instances", [1, 2])
 def test_every_rank_has_the_verdict_and_the_parameter_is_named(value: float, instances: int) -> None:
     for seed in ORDERS:
         *others, last = run_deferred(2 * instances, partial(run, value=value, instances=instances), seed=seed)
         assert last == ["", "gradients of layers.1.bias are not finite on this rank", ""]
-        for other in others:
-            assert other[0] == other[2] == ""
-            assert other[1].startswith("gradients in bucket 1 of chunk 0, fp32 dense")
-            assert other[1].endswith("are not finite on another rank")
+        for before, bad, after in others:
+            assert before == after == ""
+            assert bad.startswith("gradients in bucket 1 of chunk 0, fp32 dense")
+            assert bad.endswith("are not finite on another rank")
 
 
 def test_large_finite_gradients_are_finite() -> None:
     """Squares of them are not."""
-    for found in run_deferred(2, partial(run, value=1e30), seed=0):
-        assert found == ["", "", ""]
+    assert run_deferred(2, partial(run, value=1e30), seed=0) == [["", "", ""]] * 2
 
 
 def it_is_read_in_backward(patch: pytest.MonkeyPatch) -> None:
@@ -106,33 +103,25 @@ def test_a_fault_is_noticed(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None
     assert any(is_noticed(seed) for seed in range(20))
 
 
+# --- much larger than before ------------------------------------------------------------------------------------------
+
 SIZE = 16
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": SIZE}
 
 
-class Layer(nn.Linear):
-    """Its gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE, 1, bias=False)
-
-
 def wrap(comm: Comm, across: Comm | None = None, **fields: Any) -> DistributedDataParallel:
-    axes = Axes(dp=comm, tp=Alone(), inter=across or Alone())
-    config = DistributedDataParallelConfig(check_for_large_grads=True, **fields)
-    return DistributedDataParallel(config, Layer(), groups=Roles(dense=axes, expert=axes, everyone=comm))
+    """A layer whose gradient is the input."""
+    config = Config(check_for_large_grads=True, **fields)
+    return DistributedDataParallel(config, nn.Linear(SIZE, 1, bias=False), groups=over(comm, across))
 
 
 def iterate(ddp: DistributedDataParallel, value: float) -> str:
     """What an iteration raised, whose gradient is `value` everywhere."""
-    ddp(torch.full((1, SIZE), value)).sum().backward()
-    try:
-        ddp.finish_grad_sync()
-    except UnusableGradientError as error:
-        return str(error)
-    finally:
-        ddp.zero_grad_buffer()
-    return ""
+    backward(ddp(torch.full((1, SIZE), value)).sum())
+    found = [verdict(ddp) for _ in range(2)]
+    assert found[0] == found[1], "a second finish gives the same verdict"
+    ddp.zero_grad_buffer()
+    return found[0]
 
 
 @pytest.mark.parametrize("fields", [{}, OVERLAP], ids=["in the step", "overlapping"])
@@ -154,50 +143,24 @@ def test_a_gradient_ten_times_the_first_hundred_is_refused(fields: dict[str, Any
         assert [before, *after] == [""] * 4
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_instances_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "NUM_ITERATIONS", 2)
-
-
-@pytest.mark.usefixtures("short")
-def test_the_other_instances_hear_of_it() -> None:
     world = World(2)
 
-    def rank_main(comm: ThreadComm) -> list[str]:
+    def rank_main(comm: ThreadComm) -> list[bool]:
         across = ThreadComm(world, comm.rank)
         ddp = wrap(Alone(), across, use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
-        return [iterate(ddp, value if comm.rank else 1.0)[:20] for value in (1.0, 1.0, 11.0)]
+        return [bool(iterate(ddp, value if comm.rank else 1.0)) for value in (1.0, 1.0, 11.0)]
 
-    assert run_threads(2, rank_main) == [["", "", "gradients in bucket "]] * 2
+    assert run_threads(2, rank_main) == [[False, False, True]] * 2
 
 
-@pytest.mark.usefixtures("short")
-def test_iterations_without_a_gradient_teach_nothing() -> None:
+def test_only_accepted_iterations_with_gradients_teach_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "NUM_ITERATIONS", 2)
     ddp = wrap(Alone())
-    found = [iterate(ddp, value) for value in (0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 9.0)]
-    assert found == [""] * 8
-    assert iterate(ddp, 11.0) != ""
-
-
-@pytest.mark.usefixtures("short")
-def test_a_refused_iteration_does_not_raise_the_limit() -> None:
-    ddp = wrap(Alone())
-    assert [iterate(ddp, value) for value in (1.0, 1.0)] == ["", ""]
-    assert all(iterate(ddp, value) for value in (11.0, 11.0, 200.0))
-
-
-@pytest.mark.usefixtures("short")
-def test_a_second_finish_gives_the_same_verdict_and_learns_nothing() -> None:
-    ddp = wrap(Alone())
-    for value, is_large in ((1.0, False), (50.0, False), (501.0, True)):
-        ddp(torch.full((1, SIZE), value)).sum().backward()
-        for _ in range(2):
-            if is_large:
-                with pytest.raises(UnusableGradientError, match="unexpectedly large"):
-                    ddp.finish_grad_sync()
-            else:
-                ddp.finish_grad_sync()
-        ddp.zero_grad_buffer()
+    values = [(0.0, False), (0.0, False), (1.0, False), (0.0, False), (1.0, False), (0.0, False), (9.0, False)]
+    for value, is_large in [*values, (11.0, True), (11.0, True), (200.0, True), (9.0, False)]:
+        assert bool(iterate(ddp, value)) == is_large, value
 
 
 def test_a_bucket_sends_two_numbers_more_and_backward_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +175,5 @@ def test_a_bucket_sends_two_numbers_more_and_backward_reads_nothing(monkeypatch:
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "item", refuse)
         patch.setattr(Tensor, "tolist", refuse)
-        ddp(torch.ones(1, SIZE)).sum().backward()
+        backward(ddp(torch.ones(1, SIZE)).sum())
     assert [(call.kind, call.numel) for call in recording.calls] == [("all_reduce", 2), ("all_reduce", 128)]
-    ddp.finish_grad_sync()

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import over
+from data_parallel_net import Config, backward, over
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.main_grad import main_grad
@@ -17,7 +16,8 @@ from opt_distributed.comm import Alone, Comm
 from opt_distributed.comm.threads import ThreadComm, World
 
 BF16 = torch.bfloat16
-SMALL = 2.0**-9  # lost beside 1 in bf16, whose numbers there are 2**-7 apart; four of them are not
+SMALL = 2.0**-9  # lost when added to 1 in bf16, whose numbers there are 2**-7 apart; four of them are not
+MICROBATCHES = (1.0, SMALL, SMALL, SMALL, SMALL)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicated": {},
     "sharded": {"use_distributed_optimizer": True},
@@ -30,7 +30,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 class Model(nn.Module):
     """Two layers whose gradients are the input."""
 
-    def __init__(self, dtype: torch.dtype = BF16) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.first = nn.Linear(8, 1, bias=False, dtype=dtype)
         self.second = nn.Linear(8, 1, bias=False, dtype=dtype)
@@ -39,18 +39,20 @@ class Model(nn.Module):
         return (self.first(x) + self.second(x)).sum()  # type: ignore[no-any-return]
 
 
-def wrap(comm: Comm, dtype: torch.dtype = BF16, **fields: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(DistributedDataParallelConfig(**fields), Model(dtype), groups=over(comm))
+def wrap(
+    comm: Comm, *patterns: str, across: Comm | None = None, dtype: torch.dtype = BF16, **fields: Any
+) -> DistributedDataParallel:
+    config = Config(param_name_patterns_for_fp32_local_accumulation=patterns, **fields)
+    return DistributedDataParallel(config, Model(dtype), groups=over(comm, across))
 
 
 def accumulate(ddp: DistributedDataParallel, *values: float) -> None:
     """One backward pass for each value; every gradient is the value everywhere."""
-    dtype = next(ddp.parameters()).dtype
     *others, last = values
     with ddp.no_sync():
         for value in others:
-            ddp(torch.full((1, 8), value, dtype=dtype)).backward()
-    ddp(torch.full((1, 8), last, dtype=dtype)).backward()
+            backward(ddp(torch.full((1, 8), value, dtype=BF16)))
+    backward(ddp(torch.full((1, 8), last, dtype=BF16)))
 
 
 def reduced(ddp: DistributedDataParallel) -> dict[str, set[float]]:
@@ -70,13 +72,12 @@ def reduced(ddp: DistributedDataParallel) -> dict[str, set[float]]:
 @pytest.mark.parametrize("patterns", [("first.*",), ("all",), ("nothing", "s?cond.weight")], ids=str)
 def test_microbatches_of_the_parameters_named_add_up_in_fp32(fields: dict[str, Any], patterns: tuple[str, ...]) -> None:
     """Three iterations: overlap begins with the second, and every one begins at zero."""
-    fields = {**fields, "param_name_patterns_for_fp32_local_accumulation": patterns}
     named = {"first.weight": patterns[0] != "nothing", "second.weight": patterns[0] != "first.*"}
 
     def rank_main(comm: ThreadComm) -> None:
-        ddp = wrap(comm, **fields)
+        ddp = wrap(comm, *patterns, **fields)
         for _ in range(3):
-            accumulate(ddp, 1.0, SMALL, SMALL, SMALL, SMALL)
+            accumulate(ddp, *MICROBATCHES)
             for name, values in reduced(ddp).items():
                 assert values <= {1.0 + 4 * SMALL if named[name] else 1.0}
             ddp.zero_grad_buffer()
@@ -84,35 +85,25 @@ def test_microbatches_of_the_parameters_named_add_up_in_fp32(fields: dict[str, A
     run_threads(2, rank_main)
 
 
-def test_what_travels_is_as_wide_as_the_parameters() -> None:
-    recording = RecordingComm(Alone())
-    ddp = wrap(recording, param_name_patterns_for_fp32_local_accumulation=("all",))
-    accumulate(ddp, 1.0)
-    ddp.finish_grad_sync()
-    assert [call.num_bytes for call in recording.of("all_reduce")] == [2 * 16]
-
-
 def test_gradients_of_all_instances_add_up() -> None:
-    rows, columns = World(2).comms(), World(2).comms()
+    world = World(2)
 
     def rank_main(comm: ThreadComm) -> None:
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True,
-            num_distributed_optimizer_instances=2,
-            param_name_patterns_for_fp32_local_accumulation=("all",),
-        )
-        groups = over(Alone(), ThreadComm(columns[0]._world, comm.rank))
-        ddp = DistributedDataParallel(config, Model(), groups=groups)
+        fields: dict[str, Any] = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
+        ddp = wrap(Alone(), "all", across=ThreadComm(world, comm.rank), **fields)
         accumulate(ddp, float(comm.rank), SMALL, SMALL, SMALL, SMALL)
         assert reduced(ddp)["first.weight"] == {0.5 + 4 * SMALL}
 
-    assert rows
     run_threads(2, rank_main)
 
 
-def test_fp32_gradients_have_no_second_memory() -> None:
-    ddp = wrap(Alone(), torch.float32, param_name_patterns_for_fp32_local_accumulation=("all",))
-    assert all(bucket.sums == {} for bucket in ddp.grad_sync.buckets)
+def test_what_travels_is_as_wide_as_the_parameters_and_fp32_gradients_have_no_second_memory() -> None:
+    recording = RecordingComm(Alone())
+    ddp = wrap(recording, "all")
+    accumulate(ddp, 1.0)
+    ddp.finish_grad_sync()
+    assert [call.num_bytes for call in recording.of("all_reduce")] == [2 * 16]
+    assert all(bucket.sums == {} for bucket in wrap(Alone(), "all", dtype=torch.float32).grad_sync.buckets)
 
 
 def scaled(ddp: DistributedDataParallel) -> None:
@@ -127,8 +118,8 @@ def rebound(ddp: DistributedDataParallel) -> None:
 @pytest.mark.parametrize("doubles", [scaled, rebound])
 @pytest.mark.parametrize("when", ["before the reduction", "after it"])
 def test_a_factor_reaches_the_sum(doubles: Callable[[DistributedDataParallel], None], when: str) -> None:
-    ddp = wrap(Alone(), param_name_patterns_for_fp32_local_accumulation=("first.*",))
-    accumulate(ddp, 1.0, SMALL, SMALL, SMALL, SMALL)
+    ddp = wrap(Alone(), "first.*")
+    accumulate(ddp, *MICROBATCHES)
     if when == "after it":
         ddp.finish_grad_sync()
     doubles(ddp)
@@ -137,9 +128,8 @@ def test_a_factor_reaches_the_sum(doubles: Callable[[DistributedDataParallel], N
 
 def test_a_fused_kernel_adds_to_the_sum() -> None:
     """It writes `main_grad` and sets the flag; the gradient from autograd is dropped."""
-    ddp = wrap(Alone(), param_name_patterns_for_fp32_local_accumulation=("all",))
+    ddp = wrap(Alone(), "all")
     weight = ddp.module.first.weight
-    assert main_grad(weight).dtype is torch.float32
     main_grad(weight).add_(1.0 + 2 * SMALL).add_(2 * SMALL)
     weight.grad_added_to_main_grad = True
     accumulate(ddp, 7.0)
@@ -147,13 +137,14 @@ def test_a_fused_kernel_adds_to_the_sum() -> None:
 
 
 def test_memory_that_was_given_away_comes_back_as_zeros() -> None:
-    ddp = wrap(Alone(), param_name_patterns_for_fp32_local_accumulation=("all",))
+    ddp = wrap(Alone(), "all")
     accumulate(ddp, 1.0)
     ddp.offload_grad_buffers()
-    held = [main_grad(param).untyped_storage().nbytes() for param in ddp.module.parameters()]
-    assert held == [0, 0]
-    with pytest.raises(GradientError, match="restore_grad_buffers"):
-        accumulate(ddp, 1.0)
+    assert all(main_grad(param).untyped_storage().nbytes() == 0 for param in ddp.module.parameters())
+    assert all(buffer.memory.grad_data.untyped_storage().nbytes() == 0 for buffer in ddp.synced_buffers)
+    for refused in (lambda: accumulate(ddp, 1.0), ddp.finish_grad_sync, ddp.start_grad_sync):
+        with pytest.raises(GradientError, match=r"was freed by offload_grad_buffers\(\); call restore_grad_buffers"):
+            refused()
     ddp.restore_grad_buffers()
-    accumulate(ddp, 1.0, SMALL, SMALL, SMALL, SMALL)
+    accumulate(ddp, *MICROBATCHES)
     assert reduced(ddp)["first.weight"] == {1.0 + 4 * SMALL}

@@ -1,4 +1,4 @@
-"""Gradients that reach `main_grad` in unusual ways: rebinding, graphs of gradients, recomputation."""
+"""Gradients that reach `main_grad` in unusual ways: rebinding, fused kernels, graphs of gradients, recomputation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -6,26 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from data_parallel_net import Unfinished, over
+from data_parallel_net import SHARDED, Config, Unfinished, backward, over
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
 from opt_distributed.comm import Alone
 from opt_distributed.comm.threads import ThreadComm
 
-REPLICATED = DistributedDataParallelConfig()
-SHARDED = DistributedDataParallelConfig(use_distributed_optimizer=True)
-OVERLAP = DistributedDataParallelConfig(
-    use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20
-)
-CONFIGS = {"replicated": REPLICATED, "sharded": SHARDED, "overlap": OVERLAP}
-
-
-def backward(loss: Tensor, **kwargs: bool) -> None:
-    loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+OVERLAP = replace(SHARDED, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20)
+CONFIGS = {"replicated": Config(), "sharded": SHARDED, "overlap": OVERLAP}
+configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 def filled(model: nn.Module) -> nn.Module:
@@ -49,10 +41,10 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def expected_grads(x: Tensor) -> dict[str, Tensor]:
-    model = make_model()
-    names, params = zip(*model.named_parameters(), strict=True)
-    return dict(zip(names, torch.autograd.grad(loss_of(model, x), params), strict=True))
+def expected_grads(x: Tensor, make: Callable[[], nn.Module] = make_model) -> dict[str, Tensor]:
+    model = make()
+    backward(loss_of(model, x.requires_grad_()))
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
 
 
 def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor], *, factor: float = 1.0) -> None:
@@ -63,43 +55,39 @@ def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor], *, fa
             torch.testing.assert_close(buffer.grad(piece.id, piece.of_param).flatten(), want, rtol=1e-12, atol=1e-14)
 
 
-# --- main_grad is bound to another tensor --------------------------------------------------------------------
+# --- main_grad is bound to another tensor -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [REPLICATED, SHARDED], ids=["replicated", "sharded"])
+def rebind(ddp: DistributedDataParallel) -> None:
+    for param in ddp.parameters():
+        param.main_grad = param.main_grad * 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("config", [Config(), SHARDED], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("moment", ["before the reduction", "between microbatches", "after the reduction"])
-def test_a_rebound_main_grad_is_the_gradient_that_is_reduced(
-    config: DistributedDataParallelConfig, moment: str
-) -> None:
+def test_a_rebound_main_grad_is_the_gradient_that_is_reduced(config: Config, moment: str) -> None:
     """The step went on to read the buffer, so the parameter was never updated again."""
 
     def rank_main(comm: ThreadComm) -> None:
         ddp = DistributedDataParallel(config, make_model(), groups=over(comm))
         for iteration in range(2):
-            x = inputs(iteration)
-            parts = x.chunk(2)
-            factor = 2.0
+            part = inputs(iteration).chunk(2)[comm.rank]
             if moment == "between microbatches":
                 with ddp.no_sync():
-                    backward(loss_of(ddp, parts[comm.rank]))
+                    backward(loss_of(ddp, part))
                 rebind(ddp)
-                factor = 3.0  # twice the first microbatch, and the second
-            backward(loss_of(ddp, parts[comm.rank]))
+            backward(loss_of(ddp, part))
             if moment == "before the reduction":
                 rebind(ddp)
             ddp.finish_grad_sync()
             if moment == "after the reduction":
                 rebind(ddp)
                 ddp.finish_grad_sync()  # as the step does
-            check_owned(ddp, expected_grads(x), factor=factor)
+            factor = 3.0 if moment == "between microbatches" else 2.0  # twice the first microbatch, and the second
+            check_owned(ddp, expected_grads(inputs(iteration)), factor=factor)
             ddp.zero_grad_buffer()
 
     run_threads(2, rank_main)
-
-
-def rebind(ddp: DistributedDataParallel) -> None:
-    for param in ddp.parameters():
-        param.main_grad = param.main_grad * 2  # type: ignore[attr-defined]
 
 
 def test_a_main_grad_that_is_rebound_on_the_wire_is_refused() -> None:
@@ -125,20 +113,38 @@ def test_a_main_grad_that_cannot_be_a_gradient_is_refused(value: object, in_back
         backward(loss_of(ddp, inputs(0))) if in_backward else ddp.finish_grad_sync()
 
 
-# --- graphs of gradients, recomputation -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("added", "zero_out", "expected"),
+    [(False, False, 0.5), (True, False, 0.0), (True, True, 0.5)],
+    ids=["not fused", "fused, returns garbage", "fused, returns zeros to be added"],
+)
+def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out: bool, expected: float) -> None:
+    """In the dtype of `main_grad`. The next iteration has no fused kernel, and a `grad` that a failed backward left."""
+    config = replace(SHARDED, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config, nn.Linear(3, 1, bias=False, dtype=torch.bfloat16), groups=over(Alone()))
+    weight: Any = ddp.module.weight
+    weight.grad_added_to_main_grad, weight.zero_out_wgrad = added, zero_out
+    backward(ddp(torch.full((1, 3), 0.5, dtype=torch.bfloat16)).sum())
+    assert (weight.main_grad.tolist(), weight.main_grad.dtype, weight.grad) == ([[expected] * 3], torch.float32, None)
+    weight.grad = torch.ones_like(weight)
+    ddp.zero_grad_buffer()
+    weight.zero_out_wgrad = False
+    backward(ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
+    assert weight.main_grad.tolist() == [[1.0] * 3]
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_backward_that_makes_a_graph_of_its_gradients_accumulates_them(
-    config: DistributedDataParallelConfig,
-) -> None:
+# --- graphs of gradients, recomputation -------------------------------------------------------------------------------
+
+
+@configs
+def test_a_backward_that_makes_a_graph_of_its_gradients_accumulates_them(config: Config) -> None:
     ddp = DistributedDataParallel(config, make_model(), groups=over(Alone()))
     for iteration in range(3):
-        x = inputs(iteration)
-        backward(loss_of(ddp, x), create_graph=True)
+        backward(loss_of(ddp, inputs(iteration)), create_graph=True)
         ddp.finish_grad_sync()
-        check_owned(ddp, expected_grads(x))
+        check_owned(ddp, expected_grads(inputs(iteration)))
         ddp.zero_grad_buffer()
+        ddp.zero_grad_buffer()  # twice is once
 
 
 class Recomputed(nn.Module):
@@ -157,19 +163,14 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@configs
 def test_a_module_used_twice_under_activation_checkpointing_has_the_gradients_of_one_process(
-    config: DistributedDataParallelConfig, use_reentrant: bool
+    config: Config, use_reentrant: bool
 ) -> None:
     def build() -> nn.Module:
         return filled(Recomputed(use_reentrant))
 
-    def expected(x: Tensor) -> dict[str, Tensor]:
-        model = build()
-        backward(loss_of(model, x.requires_grad_()))
-        return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
-
-    wanted = [expected(inputs(iteration)) for iteration in range(3)]
+    wanted = [expected_grads(inputs(iteration), build) for iteration in range(3)]
 
     def rank_main(comm: ThreadComm) -> None:
         ddp = DistributedDataParallel(config, build(), groups=over(comm))
@@ -182,70 +183,22 @@ def test_a_module_used_twice_under_activation_checkpointing_has_the_gradients_of
     run_threads(2, rank_main)
 
 
-# --- calls that change nothing -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "config", [REPLICATED, replace(REPLICATED, overlap_grad_reduce=True)], ids=["plain", "overlap"]
-)
-def test_asking_for_gathers_of_what_is_not_sharded_changes_nothing(config: DistributedDataParallelConfig) -> None:
-    """The second call, after a reduction, was an IndexError."""
-    ddp = DistributedDataParallel(config, make_model(), groups=over(Alone()))
-    for iteration in range(2):
-        before = [param.detach().clone() for param in ddp.parameters()]
-        ddp.start_param_sync(force_sync=iteration == 1)
-        ddp.finish_param_sync()
-        assert all(torch.equal(one, other) for one, other in zip(before, ddp.parameters(), strict=True))
-        backward(loss_of(ddp, inputs(iteration)))
-        ddp.finish_grad_sync()
-        check_owned(ddp, expected_grads(inputs(iteration)))
-        ddp.zero_grad_buffer()
-
-
-def test_zeroing_twice_is_zeroing_once() -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(OVERLAP, make_model(), groups=over(comm))
-        for iteration in range(3):
-            ddp.zero_grad_buffer()
-            ddp.zero_grad_buffer()
-            x = inputs(iteration)
-            backward(loss_of(ddp, x.chunk(2)[comm.rank]))
-            ddp.finish_grad_sync()
-            check_owned(ddp, expected_grads(x))
-            ddp.zero_grad_buffer()
-
-    run_threads(2, rank_main)
-
-
-BUILD_ERRORS: dict[str, Callable[[], Exception]] = {
-    "out of memory": lambda: torch.OutOfMemoryError("no memory for the gradients"),
-    "an error of the backend": lambda: RuntimeError("no device"),
-}
-
-
-@pytest.mark.parametrize("make_error", BUILD_ERRORS.values(), ids=BUILD_ERRORS.keys())
-def test_any_error_of_one_rank_while_building_reaches_every_rank(
-    make_error: Callable[[], Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_error_of_one_rank_while_building_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks waited for it until the group's timeout."""
     failing = nn.Linear(4, 4)
     build = ParamAndGradBuffer.__init__
 
     def build_or_fail(self: ParamAndGradBuffer, layout: Any, params: Mapping[Any, nn.Parameter], **kwargs: Any) -> None:
         if any(param is failing.weight for param in params.values()):
-            raise make_error()
+            raise torch.OutOfMemoryError("no memory for the gradients")
         build(self, layout, params, **kwargs)
 
     monkeypatch.setattr(ParamAndGradBuffer, "__init__", build_or_fail)
 
     def rank_main(comm: ThreadComm) -> str:
-        try:
+        with pytest.raises(Exception) as error:
             DistributedDataParallel(SHARDED, failing if comm.rank == 1 else nn.Linear(4, 4), groups=over(comm))
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+        return f"{error.typename}: {error.value}"
 
-    error = make_error()
-    other, failed = run_threads(2, rank_main)
-    assert failed == f"{type(error).__name__}: {error}"
-    assert other == f"LayoutError: rank 1 refused: {failed}"
+    failed = "OutOfMemoryError: no memory for the gradients"
+    assert run_threads(2, rank_main) == [f"LayoutError: rank 1 refused: {failed}", failed]

@@ -1,6 +1,5 @@
 """`nccl_ub`: buffers from a pool of NCCL memory. The calls to torch and NCCL are recorded by a double."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -8,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from data_parallel_net import shard_of
+from data_parallel_net import Config, over, shard_of
 from processes import world_of_one
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig
 from opt_distributed import ProcessGroupError, run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone, Axes, Comm, Roles, TorchComm, user_buffers
@@ -22,7 +19,7 @@ from opt_distributed.comm.threads import ThreadComm
 from opt_distributed.comm.user_buffers import nccl_backend
 from opt_distributed.layout import LayoutError
 
-CONFIG = DistributedDataParallelConfig(use_distributed_optimizer=True, nccl_ub=True)
+CONFIG = Config(use_distributed_optimizer=True, nccl_ub=True)
 LOCAL = replace(CONFIG, disable_symmetric_registration=True)
 
 
@@ -91,62 +88,43 @@ def double(monkeypatch: pytest.MonkeyPatch) -> Double:
     return made
 
 
-def group() -> RecordingComm:
-    """A group of one rank that is not `Alone`, so that its buffers are registered."""
-    return RecordingComm(Alone())
-
-
-def roles(comm: Comm, *, experts: Comm | None = None, inter: Comm | None = None) -> Roles:
-    dense = Axes(dp=comm, tp=Alone(), inter=inter or Alone())
-    expert = Axes(dp=experts or comm, tp=Alone(), inter=inter or Alone())
-    return Roles(dense=dense, expert=expert, everyone=comm)
-
-
-def with_an_expert() -> nn.ModuleDict:
-    model = nn.ModuleDict({"expert": nn.Linear(3, 3), "dense": nn.Linear(4, 4)})
-    for param in model["expert"].parameters():
-        param.allreduce = False  # type: ignore[assignment]
-    return model
-
-
-def test_buffers_come_from_a_pool_registered_with_the_group(double: Double) -> None:
-    comm = group()
-    ddp = DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(comm))
-    (pool,) = double.pools
-    (buffer,) = ddp.synced_buffers
-    assert pool.allocator == "ncclMemAlloc"
-    in_pool = {tensor.data_ptr() for tensor in pool.tensors}
-    assert in_pool == {buffer.memory.grad_data.data_ptr(), buffer.memory.param_data.data_ptr()}  # type: ignore[union-attr]
-    assert double.backends[id(comm)].registered == [(2, True)]  # after both were allocated
-    assert comm.of("all_reduce")  # without which torch's group has no communicator to register with
+def wrap(comm: Comm | None = None, config: Config = CONFIG) -> DistributedDataParallel:
+    """By default over a group of one rank that is not `Alone`, so that its buffers are registered."""
+    return DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm or RecordingComm(Alone())))
 
 
 @pytest.mark.parametrize(("config", "symmetric"), [(CONFIG, True), (LOCAL, False)], ids=["symmetric", "local"])
-def test_registration_is_symmetric_unless_disabled(
-    double: Double, config: DistributedDataParallelConfig, symmetric: bool
-) -> None:
-    comm = group()
-    DistributedDataParallel(config, nn.Linear(4, 4), groups=roles(comm))
-    assert double.backends[id(comm)].registered == [(2, symmetric)]
+def test_buffers_come_from_a_pool_registered_with_the_group(double: Double, config: Config, symmetric: bool) -> None:
+    comm = RecordingComm(Alone())
+    (buffer,) = wrap(comm, config).synced_buffers
+    (pool,) = double.pools
+    assert pool.allocator == "ncclMemAlloc"
+    in_pool = {tensor.data_ptr() for tensor in pool.tensors}
+    assert in_pool == {buffer.memory.grad_data.data_ptr(), buffer.memory.param_data.data_ptr()}  # type: ignore[union-attr]
+    assert double.backends[id(comm)].registered == [(2, symmetric)]  # after both were allocated
+    assert comm.of("all_reduce")  # without which torch's group has no communicator to register with
 
 
 def test_each_family_has_a_pool_registered_with_all_groups_that_reduce_it(double: Double) -> None:
-    dense, experts, inter = group(), group(), group()
-    DistributedDataParallel(CONFIG, with_an_expert(), groups=roles(dense, experts=experts, inter=inter))
+    dense, experts, inter = (RecordingComm(Alone()) for _ in range(3))
+    model = nn.ModuleDict({"expert": nn.Linear(3, 3), "dense": nn.Linear(4, 4)})
+    for param in model["expert"].parameters():
+        param.allreduce = False  # type: ignore[assignment]
+    axes = [Axes(dp=comm, tp=Alone(), inter=inter) for comm in (dense, experts)]
+    DistributedDataParallel(CONFIG, model, groups=Roles(dense=axes[0], expert=axes[1], everyone=dense))
     assert len(double.pools) == 2
     assert [len(double.backends[id(comm)].registered) for comm in (dense, experts, inter)] == [1, 1, 2]
 
 
 def test_training_in_registered_memory_gives_the_same_bits(double: Double) -> None:
-    def train(config: DistributedDataParallelConfig) -> Tensor:
+    def train(config: Config) -> Tensor:
         torch.manual_seed(0)
-        ddp = DistributedDataParallel(config, nn.Linear(4, 4), groups=roles(group()))
+        ddp = wrap(config=config)
         for _ in range(2):
             ddp(torch.ones(2, 4)).square().sum().backward()
             ddp.finish_grad_sync()
             for buffer in ddp.synced_buffers:
-                for index in range(len(buffer.plan.layout.buckets)):
-                    shard_of(buffer.memory, index, 0).add_(buffer.memory.result(index, 0), alpha=-0.1)
+                shard_of(buffer.memory, 0, 0).add_(buffer.memory.result(0, 0), alpha=-0.1)
                 buffer.publish_()
             ddp.zero_grad_buffer()
         return ddp.module.weight.detach().clone()
@@ -155,79 +133,39 @@ def test_training_in_registered_memory_gives_the_same_bits(double: Double) -> No
 
 
 def test_a_world_of_one_rank_has_nothing_to_register(double: Double) -> None:
-    DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(Alone()))
-    assert not double.pools
-    assert not double.backends
+    wrap(Alone())
+    assert (double.pools, double.backends) == ([], {})
 
 
-def test_a_torch_without_symmetric_registration_is_refused(double: Double) -> None:
+def test_what_torch_cannot_register_is_refused(double: Double) -> None:
+    """And registered gradients are not freed."""
+    with pytest.raises(ValueError, match="nccl_ub=True: gradients are in registered memory"):
+        wrap().offload_grad_buffers()
     double.knows_symmetric = False
     with pytest.raises(ProcessGroupError, match=r"set disable_symmetric_registration=True, or install torch 2\.9"):
-        DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(group()))
-    DistributedDataParallel(LOCAL, nn.Linear(4, 4), groups=roles(group()))
-
-
-def test_expandable_segments_are_refused(double: Double) -> None:
+        wrap()
+    wrap(config=LOCAL)
     double.is_expandable = True
+    double.backends.clear()
     with pytest.raises(ProcessGroupError, match="remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"):
-        DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(group()))
+        wrap(config=LOCAL)
     assert all(not backend.registered for backend in double.backends.values())
 
 
-def test_registered_gradients_are_not_freed(double: Double) -> None:
-    ddp = DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(group()))
-    with pytest.raises(ValueError, match="nccl_ub=True: gradients are in registered memory"):
-        ddp.offload_grad_buffers()
-    ddp(torch.ones(1, 4)).sum().backward()
-    ddp.finish_grad_sync()
-
-
 def test_groups_of_other_kinds_are_refused_on_every_rank() -> None:
-    def wrap(comm: ThreadComm) -> str:
+    def rank_main(comm: ThreadComm) -> str:
         with pytest.raises((ProcessGroupError, LayoutError)) as caught:
-            DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(comm))
+            wrap(comm)
         return str(caught.value)
 
     message = "with process groups of backend 'nccl', but collectives of this group use ThreadComm; set nccl_ub=False"
-    assert all(message in found for found in run_threads(2, wrap))
-
-
-# --- which backends are accepted: a real gloo group of one rank, and stand-ins for NCCL's -----------------------------
-
-
-@pytest.fixture
-def gloo() -> Iterator[dist.ProcessGroup]:
-    with world_of_one() as group:
-        yield group
-
-
-def test_gloo_is_refused_by_name(gloo: dist.ProcessGroup) -> None:
-    with pytest.raises(ProcessGroupError, match="parameters are on cpu and this group uses gloo; set nccl_ub=False"):
-        DistributedDataParallel(CONFIG, nn.Linear(4, 4), groups=roles(TorchComm(gloo)))
-    with pytest.raises(ProcessGroupError, match="backend 'nccl', but this group uses gloo; set nccl_ub=False"):
-        nccl_backend(TorchComm(gloo), torch.device("cuda"))
-
-
-def test_a_groups_own_allocator_is_refused(gloo: dist.ProcessGroup) -> None:
-    own = TorchComm(gloo, allocate=lambda numel, *, dtype, device: torch.zeros(numel, dtype=dtype, device=device))
-    with pytest.raises(ProcessGroupError, match=re.escape("TorchComm(group, allocate=...) allocates the buffers")):
-        nccl_backend(own, torch.device("cuda"))
+    assert all(message in found for found in run_threads(2, rank_main))
 
 
 class Registers:
     """torch 2.6's NCCL backend."""
 
     def register_mem_pool(self, pool: object) -> None: ...
-
-
-def test_a_torch_without_an_allocator_of_nccl_memory_is_refused(gloo: dist.ProcessGroup) -> None:
-    comm = TorchComm(gloo)
-    comm.group = StandIn(Registers())  # type: ignore[assignment]
-    with pytest.raises(ProcessGroupError, match="has no allocator of NCCL memory; set nccl_ub=False, or install torch"):
-        nccl_backend(comm, torch.device("cuda"))
-    backend = Backend()
-    comm.group = StandIn(backend)  # type: ignore[assignment]
-    assert nccl_backend(comm, torch.device("cuda")) is backend
 
 
 @dataclass
@@ -238,3 +176,22 @@ class StandIn:
 
     def _get_backend(self, device: torch.device) -> object:
         return self.backend
+
+
+def test_only_backends_that_allocate_and_register_memory_on_cuda_are_accepted() -> None:
+    """A real gloo group of one rank, and stand-ins for NCCL's."""
+    cuda = torch.device("cuda")
+    with world_of_one() as gloo:
+        comm, allocating = TorchComm(gloo), TorchComm(gloo, allocate=lambda n, **how: torch.zeros(n, **how))
+        for other, device, message in (
+            (comm, torch.device("cpu"), "parameters are on cpu and this group uses gloo; set nccl_ub=False"),
+            (comm, cuda, "backend 'nccl', but this group uses gloo; set nccl_ub=False"),
+            (allocating, cuda, r"TorchComm\(group, allocate=...\) allocates the buffers"),
+        ):
+            with pytest.raises(ProcessGroupError, match=message):
+                nccl_backend(other, device)
+        comm.group = StandIn(Registers())  # type: ignore[assignment]
+        with pytest.raises(ProcessGroupError, match="has no allocator of NCCL memory; set nccl_ub=False, or install"):
+            nccl_backend(comm, cuda)
+        comm.group = StandIn(Backend())  # type: ignore[assignment]
+        assert nccl_backend(comm, cuda) is comm.group.backend  # type: ignore[attr-defined]
