@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,25 +100,17 @@ class Unfinished(Alone):
         return None
 
 
-class Case(NamedTuple):
-    """A way to wrap the model."""
-
-    config: Config
-    optimizer_config: OptimizerConfig | None = None
-
-
 LAYER_WISE = OptimizerConfig(optimizer="muon", use_layer_wise_distributed_optimizer=True)
 SHARDED = Config(use_distributed_optimizer=True)
 OVERLAP = Config(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=150)
-CASES = {
-    "replicated": Case(Config()),
-    "replicated, overlap": Case(Config(overlap_grad_reduce=True, bucket_size=150)),
-    "replicated, average after": Case(Config(average_in_collective=True)),
-    "flat": Case(SHARDED),
-    "flat, overlap": Case(OVERLAP),
-    "flat, overlap, average after": Case(replace(OVERLAP, average_in_collective=True)),
-    "flat, high busbw": Case(replace(SHARDED, pad_buckets_for_high_nccl_busbw=True)),
-    "flat, fp32 accumulation": Case(replace(OVERLAP, reduce_scatter_with_fp32_accumulation=True)),
-    "whole": Case(SHARDED, LAYER_WISE),
-    "whole, overlap": Case(OVERLAP, LAYER_WISE),
+CASES: dict[str, tuple[Config, OptimizerConfig | None]] = {  # ways to wrap the model
+    "replicated": (Config(), None),
+    "replicated, overlap": (Config(overlap_grad_reduce=True, bucket_size=150), None),
+    "replicated, average after": (Config(average_in_collective=True), None),
+    "flat": (SHARDED, None),
+    "flat, overlap": (OVERLAP, None),
+    "flat, overlap, average after": (replace(OVERLAP, average_in_collective=True), None),
+    "flat, high busbw": (replace(SHARDED, pad_buckets_for_high_nccl_busbw=True), None),
+    "whole": (SHARDED, LAYER_WISE),
+    "whole, overlap": (OVERLAP, LAYER_WISE),
 }

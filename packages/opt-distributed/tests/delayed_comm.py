@@ -4,13 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from data_parallel_net import bucket_of, shard_of
 from torch import Tensor
 
 from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Op
-from opt_distributed.comm.collectives import Pending, zeros
+from opt_distributed.comm import Alone, Op
+from opt_distributed.comm.collectives import Pending
 
 DELAY = 1.0  # of a collective; it takes no longer than the compute of its bucket
 
@@ -47,10 +46,9 @@ class Late:
             self.write()
 
 
-class DelayedComm:
+class DelayedComm(Alone):
     """Rank 0 of two, whose peer always holds the same; collectives run one after another and each takes `DELAY`."""
 
-    rank = 0
     size = 2
 
     def __init__(self, timeline: Timeline):
@@ -79,12 +77,6 @@ class DelayedComm:
 
     def all_to_all_(self, out: Tensor, x: Tensor, *, async_op: bool = False) -> Pending:
         return self._later("all_to_all", lambda: out.copy_(x[: x.numel() // 2].repeat(2)), async_op)
-
-    def broadcast_(self, x: Tensor, *, src: int = 0) -> None:
-        return None
-
-    def allocate(self, numel: int, /, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return zeros(numel, dtype=dtype, device=device)
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, value]

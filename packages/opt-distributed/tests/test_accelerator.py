@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,6 @@ from opt_distributed.comm.device import Accelerator, Device, Graph, HostCopy, de
 CUDA = torch.device("cuda", 3)
 
 
-class FakeStream:
-    """A stream of a device."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-
 class Calls:
     """What was asked of torch."""
 
@@ -30,7 +24,7 @@ class Calls:
         self.is_capturing = False
         patch.setattr(torch.accelerator, "current_stream", self.note("current", lambda device: self.current))
         patch.setattr(torch.accelerator, "set_stream", self.note("set", lambda to: setattr(self, "current", to)))
-        patch.setattr(torch, "Stream", FakeStream)
+        patch.setattr(torch, "Stream", lambda device: SimpleNamespace(device=device))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
     def note(self, name: str, run: Any) -> Any:
@@ -75,31 +69,19 @@ def test_what_is_uploaded_is_pinned_and_copied_without_waiting_but_not_while_a_g
         Accelerator(CUDA).upload(torch.zeros(3))
 
 
-def test_a_copy_to_the_host_is_pinned_and_waits_for_its_event_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-
-    class Event:
-        def synchronize(self) -> None:
-            made.append("synchronize")
-
-    class Stream:
-        def record_event(self) -> Event:
-            made.append("record")
-            return Event()
-
-    def empty_like(tensor: Tensor, **options: Any) -> Tensor:
-        made.append(("empty", options))
-        return torch.zeros(tensor.shape)
-
-    copy_ = Tensor.copy_
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    monkeypatch.setattr(Tensor, "copy_", lambda to, of, **how: (made.append(("copy", how)), copy_(to, of))[1])
+def test_a_copy_to_the_host_is_pinned_and_waits_for_its_event_once(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_, event = Tensor.copy_, SimpleNamespace(synchronize=calls.note("synchronize", lambda: None))
+    calls.current = SimpleNamespace(record_event=calls.note("record", lambda: event))
+    monkeypatch.setattr(torch, "empty_like", calls.note("empty", lambda tensor, **how: torch.zeros(tensor.shape)))
+    monkeypatch.setattr(Tensor, "copy_", calls.note("copy", lambda to, of, **how: copy_(to, of)))
     copy = HostCopy(torch.ones(2), Accelerator(CUDA))
-    assert made == [("empty", {"device": "cpu", "pin_memory": True}), ("copy", {"non_blocking": True}), "record"]
-    assert torch.equal(copy.wait(), torch.ones(2))
-    copy.wait()
-    assert made[3:] == ["synchronize"]
+    for _ in range(2):
+        assert torch.equal(copy.wait(), torch.ones(2))
+    assert [call[0] for call in calls.made] == ["empty", "copy", "current", "record", "synchronize"]
+    assert calls.made[0][2:] == (("device", "cpu"), ("pin_memory", True))
+    assert calls.made[1][3:] == (("non_blocking", True),)
 
 
 def test_memory_is_given_back_and_taken_again_by_its_size() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opt_distributed import CollectiveError, run_threads
 from opt_distributed.buffers import ParamAndGradBuffer, ReducedGrads, StorageError
 from opt_distributed.buffers.bucket import GradBucket, Reduction
-from opt_distributed.buffers.wires import InFlight, SumEverywhere, SumInFp32, SumToShards, Wire
+from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToShards, Wire
 from opt_distributed.comm import Alone, Axes, Comm
 from opt_distributed.comm.collectives import Pending, Sizes
 from opt_distributed.comm.threads import ThreadComm
@@ -47,9 +47,6 @@ def make_buffer(
     )
 
 
-# --- storage ----------------------------------------------------------------------------------------------------------
-
-
 def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
     params = make_params(*SHAPES)
     params[ParamId(0, "transposed")] = nn.Parameter(torch.arange(6.0).view(2, 3).t())
@@ -59,13 +56,6 @@ def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
     assert all(torch.equal(param, before[id]) for id, param in params.items())
     buffer.param_data.fill_(3.0)
     assert all(bool((param == 3.0).all()) for param in params.values())
-
-
-def test_replicated_parameters_stay_where_they_are() -> None:
-    params = make_params((3, 3))
-    before = params[ParamId(0, "p0")].data_ptr()
-    buffer = make_buffer(params, sharded=False)
-    assert (params[ParamId(0, "p0")].data_ptr(), buffer.param_data) == (before, None)
 
 
 def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
@@ -82,6 +72,9 @@ def test_gradient_views_cover_the_buffer_without_touching_padding() -> None:
     assert buffer.grad_piece(ParamId(0, "p0"), slice(3, 63)).shape == (60,)
 
 
+SQUARE = make_params((2, 2))
+
+
 def overlapping() -> dict[ParamId, nn.Parameter]:
     memory = torch.ones(10)
     return {ParamId(0, "whole"): nn.Parameter(memory), ParamId(0, "part"): nn.Parameter(memory[4:6])}
@@ -90,31 +83,18 @@ def overlapping() -> dict[ParamId, nn.Parameter]:
 def with_layout_of(*shapes: tuple[int, ...]) -> ParamAndGradBuffer:
     layout = whole_layout([ParamShape(id=ParamId(0, f"p{i}"), shape=s) for i, s in enumerate(shapes)], num_shards=1)
     dtype = torch.float32
-    return ParamAndGradBuffer(
-        layout, make_params((2, 2)), param_dtype=dtype, grad_dtype=dtype, device=CPU, sharded=True
-    )
+    return ParamAndGradBuffer(layout, SQUARE, param_dtype=dtype, grad_dtype=dtype, device=CPU, sharded=True)
 
 
+FROZEN = {ParamId(0, "p"): nn.Parameter(torch.ones(2), requires_grad=False)}
 REFUSALS: dict[str, tuple[type[ValueError], Callable[[], object]]] = {
-    "p0 is torch.float32 in a buffer of torch.bfloat16": (
-        StorageError,
-        lambda: make_buffer(make_params((2, 2)), dtype=torch.bfloat16),
-    ),
-    "p0 is on cpu, the buffer on meta": (
-        StorageError,
-        lambda: make_buffer(make_params((2, 2)), device=torch.device("meta")),
-    ),
-    "p does not require a gradient": (
-        StorageError,
-        lambda: make_buffer({ParamId(0, "p"): nn.Parameter(torch.ones(2), requires_grad=False)}),
-    ),
+    "p0 is torch.float32 in a buffer of torch.bf": (StorageError, lambda: make_buffer(SQUARE, dtype=torch.bfloat16)),
+    "p0 is on cpu, the buffer on meta": (StorageError, lambda: make_buffer(SQUARE, device=torch.device("meta"))),
+    "p does not require a gradient": (StorageError, lambda: make_buffer(FROZEN)),
     "whole and part share memory; tie parameters": (StorageError, lambda: make_buffer(overlapping())),
     "layout and parameters differ in: p1": (LayoutError, lambda: with_layout_of((2, 2), (3,))),
     "layout and parameters differ in: p0;": (LayoutError, lambda: with_layout_of((2, 3))),
-    "planned for 2 shards, but the group has 1 ranks": (
-        LayoutError,
-        lambda: make_buffer(make_params((8, 8))).gather_(Alone()),
-    ),
+    "planned for 2 shards, but the group has 1 ranks": (LayoutError, lambda: make_buffer(SQUARE).gather_(Alone())),
 }
 
 
@@ -123,31 +103,6 @@ def test_parameters_that_cannot_share_a_buffer_are_refused(message: str) -> None
     kind, build = REFUSALS[message]
     with pytest.raises(kind, match=message):
         build()
-
-
-# --- sums over ranks --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("sharded", [True, False], ids=["shards", "everywhere"])
-@pytest.mark.parametrize("instances", [1, 2])
-def test_a_reduction_sums_over_all_replicas(sharded: bool, instances: int) -> None:
-    """Also of a parameter without a gradient on this rank, in a second reduction too."""
-    size = 2 * instances
-    worlds = grid()
-
-    def rank_main(comm: ThreadComm) -> None:
-        axes = worlds(comm.rank) if instances == 2 else Axes(dp=comm, tp=Alone())
-        buffer = make_buffer(make_params(*SHAPES), sharded=sharded)
-        reduced = ReducedGrads(buffer.layout, buffer.params, axes, dtype=torch.float32, device=CPU)
-        for factor in (1.0, 2.0):
-            lacking = ParamId(0, "p4") if comm.rank == 0 else None
-            grads = {id: torch.full_like(param, factor * (comm.rank + 1)) for id, param in buffer.params.items()}
-            reduced.reduce_({id: None if id == lacking else grad for id, grad in grads.items()})
-            for _, piece in buffer.layout.owned(axes.dp.rank if sharded else 0):
-                total = size * (size + 1) / 2 - (piece.id.name == "p4")
-                assert bool((reduced.piece(piece.id, piece.of_param) == factor * total).all())
-
-    run_threads(size, rank_main)
 
 
 WHOLE = [(24, 40), (3,), (10, 7), (200,), (30, 30), (1,), (0, 4), (16, 16), (90,), (7, 20), (70, 2), (9, 9), (50,)]
@@ -241,18 +196,6 @@ def test_sums_in_fp32_are_the_float64_sums_rounded_once_to_bf16() -> None:
         assert ((wire_result(SumInFp32, parts) - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all()
 
 
-def test_all_wires_leave_the_same_sum() -> None:
-    wires: tuple[Callable[[Comm], Wire], ...] = (
-        SumInFp32,
-        lambda comm: SumToShards(comm, Alone()),
-        lambda comm: SumEverywhere(comm, Alone()),
-    )
-    for size in (1, 2, 3, 4):
-        parts = torch.arange(float(size * 12)).view(size, 12)  # small integers: every order of adding is exact
-        for wire_of in wires:
-            assert wire_result(wire_of, parts).tolist() == parts.sum(0).tolist()
-
-
 def test_a_failed_collective_says_which_it_was() -> None:
     class Lost:
         def wait(self) -> None:
@@ -276,8 +219,6 @@ def test_threads_raise_the_error_that_stopped_the_others() -> None:
     with pytest.raises(KeyError, match="the cause"):
         run_threads(2, rank_main)
 
-
-# --- the ring of scratch buckets --------------------------------------------------------------------------------------
 
 NUM_BUCKETS = 4
 

@@ -7,15 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from data_parallel_net import CASES, OVERLAP, SHARDED, Case, Config, Net, backward, batch, grid, of_axes, over, shard_of
+from data_parallel_net import CASES, OVERLAP, SHARDED, Config, Net, backward, batch, over
 from recording_comm import RecordingComm
 from torch import Tensor, nn
 
+from opt_config import OptimizerConfig
 from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, default_bucket_size, share_launch_order
 from opt_distributed.buffers.main_grad import main_grad
-from opt_distributed.comm import Alone, Axes, Roles
-from opt_distributed.comm.threads import ThreadComm, World
+from opt_distributed.comm import Alone
+from opt_distributed.comm.threads import ThreadComm
 from opt_paramgroups import ParamId
 
 NUMEL = sum(param.numel() for param in Net().parameters())
@@ -46,56 +47,39 @@ def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor]) -> in
     return seen
 
 
-EXACT = {name: case for name, case in CASES.items() if "fp32" not in name}
-exact = pytest.mark.parametrize("case", EXACT.values(), ids=EXACT.keys())
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@exact
-def test_owned_gradients_are_the_mean_over_the_joined_batch(case: Case, size: int) -> None:
-    whole = [batch(iteration, 2 * size) for iteration in range(3)]
-    expected = [expected_grads(partial(loss_of, tokens=tokens)) for tokens in whole]
+@pytest.mark.parametrize(("config", "of_optimizer"), CASES.values(), ids=CASES)
+def test_owned_gradients_are_the_mean_over_the_joined_batch(
+    config: Config, of_optimizer: OptimizerConfig | None, size: int
+) -> None:
+    """Even worlds add up three microbatches. A gather between iterations changes nothing, also of replicas."""
+    num_microbatches = 1 if size % 2 else 3
+    whole = [batch(iteration, 2 * size * num_microbatches) for iteration in range(3)]
+    expected = [expected_grads(lambda net, x=x: num_microbatches * loss_of(net, x)) for x in whole]  # type: ignore[misc]
 
     def rank_main(comm: ThreadComm) -> int:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), optimizer_config=case.optimizer_config)
+        ddp = DistributedDataParallel(config, Net(), groups=over(comm), optimizer_config=of_optimizer)
         for tokens, grads in zip(whole, expected, strict=True):  # the first iteration learns, the others overlap
-            backward(loss_of(ddp, tokens.chunk(size)[comm.rank]))
-            ddp.finish_grad_sync()
-            seen = check_owned(ddp, grads)
-            ddp.zero_grad_buffer()
-        return seen
-
-    seen = run_threads(size, rank_main)
-    assert seen == [NUMEL] * size if not case.config.use_distributed_optimizer else sum(seen) == NUMEL
-
-
-@exact
-def test_microbatches_inside_no_sync_add_up_to_one_backward(case: Case) -> None:
-    """A gather between iterations changes nothing, also where nothing is sharded."""
-    tokens = batch(0, 12)
-    expected = expected_grads(lambda net: 3 * loss_of(net, tokens))
-
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), optimizer_config=case.optimizer_config)
-        for iteration in range(2):
-            *most, last = tokens.view(3, 2, 2, 6)[:, comm.rank]
+            *most, last = tokens.chunk(size)[comm.rank].chunk(num_microbatches)
             with ddp.no_sync():
                 for part in most:
                     backward(loss_of(ddp, part))
             backward(loss_of(ddp, last))
             ddp.finish_grad_sync()
-            check_owned(ddp, expected)
+            seen = check_owned(ddp, grads)
             ddp.zero_grad_buffer()
-            ddp.start_param_sync(force_sync=iteration == 1)
+            ddp.start_param_sync(force_sync=comm.size == 2)
+        return seen
 
-    run_threads(2, rank_main)
+    seen = run_threads(size, rank_main)
+    assert seen == [NUMEL] * size if not config.use_distributed_optimizer else sum(seen) == NUMEL
 
 
-@pytest.mark.parametrize("case", [CASES["flat, overlap"], CASES["replicated, overlap"]], ids=["flat", "replicated"])
+@pytest.mark.parametrize("name", ["flat, overlap", "replicated, overlap"])
 @pytest.mark.parametrize("skips", [(0, 1), (1, 1), (1, 0)], ids=["rank 1 skips", "both skip", "rank 0 skips"])
 @pytest.mark.parametrize("first_skips", [True, False], ids=["learned skipping", "learned not skipping"])
 def test_a_parameter_that_a_forward_did_not_use_counts_as_zero(
-    case: Case, skips: tuple[int, int], first_skips: bool
+    name: str, skips: tuple[int, int], first_skips: bool
 ) -> None:
     tokens = batch(0, 4)
 
@@ -107,7 +91,7 @@ def test_a_parameter_that_a_forward_did_not_use_counts_as_zero(
     expected = [expected_grads(partial(joined, skipping=plan)) for plan in plans]
 
     def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm))
+        ddp = DistributedDataParallel(CASES[name][0], Net(), groups=over(comm))
         for plan, grads in zip(plans, expected, strict=True):
             backward(loss_of(ddp, tokens.chunk(2)[comm.rank], skip=bool(plan[comm.rank])))
             ddp.finish_grad_sync()
@@ -133,71 +117,6 @@ def test_two_backward_passes_in_every_iteration_are_learned_in_the_first() -> No
     run_threads(2, rank_main)
 
 
-def test_instances_shard_inside_and_sum_across_and_start_from_the_first_ones_weights() -> None:
-    tokens = batch(0, 8)
-    expected = expected_grads(lambda net: loss_of(net, tokens))
-    worlds, config = grid(), replace(OVERLAP, num_distributed_optimizer_instances=2)
-
-    def rank_main(comm: ThreadComm) -> int:
-        net = Net()
-        for param in net.parameters():
-            param.data += comm.rank
-        ddp = DistributedDataParallel(config, net, groups=of_axes(worlds(comm.rank), comm), broadcast_params=True)
-        for _ in range(2):
-            backward(loss_of(ddp, tokens.chunk(4)[comm.rank]))
-            ddp.finish_grad_sync()
-            seen = check_owned(ddp, expected)
-            ddp.zero_grad_buffer()
-        return seen
-
-    seen = run_threads(4, rank_main)
-    assert seen[0] + seen[1] == seen[2] + seen[3] == NUMEL
-
-
-class Moe(nn.Module):
-    """A shared layer and one local expert of two; a token's expert is its parity."""
-
-    def __init__(self, expert: int) -> None:
-        super().__init__()
-        numbers = torch.Generator().manual_seed(5)
-        weights = [torch.randn(6, 6, generator=numbers, dtype=torch.float64) for _ in range(3)]
-        self.dense = nn.Parameter(weights[0].clone())
-        self.expert = nn.Parameter(weights[1 + expert].clone())
-        self.expert.allreduce = False  # type: ignore[attr-defined]
-
-    def forward(self, local: Tensor, routed: Tensor) -> Tensor:
-        """Dense output of this rank's rows, and the expert's of those routed here."""
-        return (local @ self.dense).square().sum() + (routed @ self.expert).square().sum()
-
-
-@pytest.mark.parametrize("config", [Config(), SHARDED], ids=["replicated", "flat"])
-def test_expert_gradients_are_summed_over_their_own_group_and_are_means_over_all_samples(config: Config) -> None:
-    # Ranks 0 and 2 hold expert 0, ranks 1 and 3 expert 1. Rank r has x[r]; in each pair of ranks, even rows of both
-    # go to expert 0 and odd ones to expert 1, as an all-to-all would send them.
-    x = torch.randn(4, 5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    experts = [World(2), World(2)]
-
-    def routed(rank: int) -> Tensor:
-        pair = rank // 2 * 2
-        return torch.cat([x[pair][rank % 2 :: 2], x[pair + 1][rank % 2 :: 2]])
-
-    def mean_grad(rows: Tensor, weight: Tensor) -> Tensor:
-        return torch.autograd.grad((rows @ weight).square().sum() / 4, weight)[0]
-
-    def rank_main(comm: ThreadComm) -> None:
-        expert = comm.rank % 2
-        of_expert = Axes(dp=ThreadComm(experts[expert], comm.rank // 2), tp=Alone())
-        groups = Roles(dense=Axes(dp=comm, tp=Alone()), expert=of_expert, everyone=comm)
-        ddp = DistributedDataParallel(config, Moe(expert), groups=groups)
-        backward(ddp(x[comm.rank], routed(comm.rank)))
-        ddp.finish_grad_sync()
-        assert [buffer.plan.is_expert for buffer in ddp.synced_buffers] == [False, True]
-        net, rows = Moe(expert), torch.cat([routed(expert), routed(expert + 2)])
-        check_owned(ddp, {"dense": mean_grad(x.flatten(0, 1), net.dense), "expert": mean_grad(rows, net.expert)})
-
-    run_threads(4, rank_main)
-
-
 KEPT = {
     "bf16": (SHARDED, torch.bfloat16),
     "fp32": (replace(SHARDED, grad_reduce_in_fp32=True), torch.float32),
@@ -220,9 +139,6 @@ def test_gradients_accumulate_and_travel_in_the_chosen_dtype(config: Config, dty
         return [call.num_bytes for call in recording.calls if call.kind in ("reduce_scatter", "all_to_all")]
 
     assert run_threads(2, rank_main) == [[256 * dtype.itemsize]] * 2
-
-
-# --- whole gradients on every rank (`force_all_reduce`) ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -270,28 +186,6 @@ def test_an_all_reduce_cannot_be_forced_once_gradients_are_reduced_to_shards() -
     run_threads(2, rank_main)
 
 
-# --- parameters -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["flat", "flat, overlap", "whole, overlap"])
-def test_what_each_owner_writes_is_what_every_forward_sees(name: str) -> None:
-    case, tokens, changed = CASES[name], batch(0, 2), Net()
-    for param in changed.parameters():
-        param.data.mul_(1.5)
-    expected = changed(tokens)
-
-    def rank_main(comm: ThreadComm) -> None:
-        ddp = DistributedDataParallel(case.config, Net(), groups=over(comm), optimizer_config=case.optimizer_config)
-        for buffer in ddp.synced_buffers:
-            for index in range(len(buffer.plan.layout.buckets)):
-                shard_of(buffer.memory, index, comm.rank).mul_(1.5)
-            buffer.publish_()
-        assert torch.equal(ddp(tokens), expected)
-        torch.testing.assert_close(ddp.state_dict(), changed.state_dict(), rtol=0, atol=0)
-
-    run_threads(3, rank_main)
-
-
 def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
     net = Net()
     saved = {name: value + 1 for name, value in deepcopy(net.state_dict()).items()}
@@ -312,9 +206,6 @@ def test_frozen_parameters_and_empty_chunks_are_left_alone() -> None:
     ddp(batch(0, 2))
     ddp.finish_grad_sync()
     ddp.zero_grad_buffer()
-
-
-# --- buckets ----------------------------------------------------------------------------------------------------------
 
 
 def buckets_of(config: Config, model: nn.Module) -> list[int]:

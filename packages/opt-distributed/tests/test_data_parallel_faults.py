@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from data_parallel_net import SHARDED, Config, Unfinished, backward, over
+from data_parallel_net import SHARDED, Config, backward, over
 from processes import world_of_one
-from recording_comm import RecordingComm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,7 +26,7 @@ def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]
     def caught(comm: ThreadComm) -> str:
         try:
             rank_main(comm)
-        except (ValueError, GradientError) as error:
+        except (ValueError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
@@ -37,9 +36,6 @@ def errors_of(size: int, rank_main: Callable[[ThreadComm], object]) -> list[str]
 
 def wrap(config: Config = SHARDED, *, per_token: bool = False) -> DistributedDataParallel:
     return DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Alone()), calculate_per_token_loss=per_token)
-
-
-# --- ranks that do not fit together -----------------------------------------------------------------------------------
 
 
 def other_experts(rank: int) -> nn.Module:
@@ -118,6 +114,21 @@ def test_a_model_that_one_rank_cannot_lay_out_is_refused_on_every_rank(
     assert second.startswith(refused)
 
 
+def test_any_error_of_a_rank_while_building_reaches_every_rank() -> None:
+    """The other ranks waited for it until the group's timeout."""
+
+    def fail(numel: int, **how: object) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    def rank_main(comm: ThreadComm) -> None:
+        if comm.rank == 1:
+            comm.allocate = fail  # type: ignore[assignment, method-assign]
+        DistributedDataParallel(SHARDED, nn.Linear(4, 4), groups=over(comm))
+
+    failed = "OutOfMemoryError: no memory"
+    assert errors_of(2, rank_main) == [f"LayoutError: rank 1 refused: {failed}", failed]
+
+
 def test_a_broadcast_that_only_some_ranks_ask_for_is_refused_on_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
         DistributedDataParallel(SHARDED, nn.Linear(4, 4), groups=over(comm), broadcast_params=comm.rank == 0)
@@ -149,9 +160,6 @@ def test_what_contradicts_the_groups_the_loss_or_the_buffers_is_refused(message:
     kind, call = REFUSALS[message]
     with pytest.raises(kind, match=message):
         call()
-
-
-# --- gradients out of turn --------------------------------------------------------------------------------------------
 
 
 def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> None:
@@ -205,14 +213,6 @@ def test_a_backward_that_raised_leaves_no_trace_after_zero_grad_buffer() -> None
     run_threads(2, rank_main)
 
 
-def test_gradients_on_the_wire_cannot_be_scaled() -> None:
-    config = replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
-    ddp = DistributedDataParallel(config, nn.Linear(4, 4), groups=over(Unfinished()))
-    ddp.start_grad_sync()
-    with pytest.raises(GradientError, match=r"cannot be scaled while they are being reduced; call finish_grad_sync"):
-        ddp.scale_gradients(0.5)
-
-
 def test_a_check_for_nan_names_the_parameter_and_stops_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
         config = Config(use_distributed_optimizer=True, check_for_nan_in_grad=True)
@@ -230,9 +230,6 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank() -> None:
 def test_a_conversion_that_changes_nothing_is_none() -> None:
     ddp = wrap()
     assert ddp.to("cpu").float() is ddp
-
-
-# --- what Megatron-Core gets wrong here -------------------------------------------------------------------------------
 
 
 def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
@@ -261,16 +258,3 @@ def test_a_group_of_mixed_dtypes_keeps_each_gradient_with_its_parameter() -> Non
     found = {p.id.name: buffer.grad(p.id, p.of_param) for buffer in ddp.synced_buffers for p in buffer.owned()}
     assert torch.equal(found["narrow"], torch.full((4, 4), 2.0, dtype=torch.bfloat16))
     assert torch.equal(found["wide"], torch.full((8, 8), 3.0))
-
-
-def test_two_wrappers_with_different_configurations_work_side_by_side() -> None:
-    """Megatron-Core's reduction is a module's global: the last wrapper's choice becomes everybody's."""
-    recorded = [RecordingComm(Alone()), RecordingComm(Alone())]
-    configs = [replace(SHARDED, reduce_scatter_with_fp32_accumulation=True), SHARDED]
-    wrapped = [
-        DistributedDataParallel(config, nn.Linear(4, 4), groups=over(comm))
-        for config, comm in zip(configs, recorded, strict=True)
-    ]
-    for ddp in wrapped:
-        ddp.finish_grad_sync()
-    assert [[call.kind for call in comm.calls if call.numel] for comm in recorded] == [["all_to_all"], ["all_reduce"]]

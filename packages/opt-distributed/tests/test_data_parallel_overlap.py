@@ -89,14 +89,6 @@ def test_all_but_the_last_reduction_and_the_first_gather_are_hidden(kind: type[n
     assert [iterate(ddp, timeline) for _ in range(3)][-1] == 2 * DELAY
 
 
-def test_without_overlap_a_buffer_is_reduced_and_gathered_at_once() -> None:
-    timeline = Timeline()
-    ddp = wrap(timeline, overlap_grad_reduce=False, overlap_param_gather=False)
-    iterate(ddp, timeline)
-    assert iterate(ddp, timeline) == 2 * DELAY
-    assert timeline.issued("reduce_scatter") > timeline.issued("backward")
-
-
 def test_each_bucket_is_issued_once_when_its_layer_is_done_after_a_first_iteration_that_learns() -> None:
     timeline = Timeline()
     ddp = wrap(timeline)
@@ -113,18 +105,6 @@ def test_each_bucket_is_issued_once_when_its_layer_is_done_after_a_first_iterati
         ]
 
 
-def test_microbatches_but_the_last_send_nothing() -> None:
-    timeline = Timeline()
-    ddp = wrap(timeline)
-    iterate(ddp, timeline)
-    timeline.events.clear()
-    with ddp.no_sync():
-        backward(ddp(torch.ones(1, WIDTH)).sum())
-    assert not timeline.issued("reduce_scatter")
-    backward(ddp(torch.ones(1, WIDTH)).sum())
-    assert len(timeline.issued("reduce_scatter")) == NUM_LAYERS
-
-
 def test_a_sum_in_fp32_holds_memory_for_one_bucket_at_a_time() -> None:
     timeline = Timeline()
     ddp = wrap(timeline, reduce_scatter_with_fp32_accumulation=True)
@@ -132,9 +112,6 @@ def test_a_sum_in_fp32_holds_memory_for_one_bucket_at_a_time() -> None:
     backward(ddp(torch.ones(1, WIDTH)).sum())
     flights = [bucket._flight for bucket in ddp.grad_sync.buckets]
     assert sum(flight is not None and flight._pending is not None for flight in flights) == 1
-
-
-# --- nothing is read before it has arrived ----------------------------------------------------------------------------
 
 
 def wrapped(model: nn.Module) -> tuple[DistributedDataParallel, list[nn.Parameter]]:

@@ -1,6 +1,5 @@
 """The fake accelerator: work runs later, in order within a stream, in any order between streams."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -112,31 +111,3 @@ def never_comes(rank: DeferredRank) -> None:
 def test_a_mistake_of_a_rank_is_an_error(size: int, rank_main: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         run_deferred(size, rank_main, seed=0)
-
-
-class Cycle:
-    """Garbage that only the collector can free, whose finalizer reads a tensor."""
-
-    def __init__(self, finalized: list[float]):
-        self.itself, self.finalized, self.value = self, finalized, torch.ones(())
-
-    def __del__(self) -> None:
-        self.finalized.append(float(self.value + 1))
-
-
-def test_no_finalizer_runs_in_the_middle_of_a_task() -> None:
-    """The finalizer of another test's optimizer read its last step, and took the task that was about to run."""
-    finalized: list[float] = []
-
-    def rank_main(rank: DeferredRank) -> int:
-        garbage = [Cycle(finalized) for _ in range(5)]
-        garbage.clear()
-        young, old, _ = gc.get_threshold()
-        cells = [[number] for number in range(3 * young * old)]  # enough for collections of both generations
-        return len(finalized) * len(cells)
-
-    assert run_deferred(1, rank_main, seed=0) == [0]
-    assert gc.isenabled()
-    with pytest.raises(ZeroDivisionError):
-        run_deferred(1, lambda rank: 1 / 0, seed=0)
-    assert gc.isenabled()

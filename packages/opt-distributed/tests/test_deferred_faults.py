@@ -11,9 +11,9 @@ from torch import Tensor
 
 from opt_distributed.buffers.bucket import GradBucket
 from opt_distributed.buffers.param_sync import ParamBucket, ParamSync
-from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToOwners, SumToShards
+from opt_distributed.buffers.wires import InFlight, SumInFp32, SumToOwners
 from opt_distributed.comm import device as devices
-from opt_distributed.comm.collectives import DONE, Pending
+from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.device import HostCopy
 
 NUM_ORDERS = 40
@@ -21,7 +21,6 @@ NUM_ORDERS = 40
 SHARDS = wrapped(Config(**SHARDED))
 INSTANCES = wrapped(Config(**SHARDED, num_distributed_optimizer_instances=2))
 OWNERS = wrapped(Config(**WHOLE), whole=True)
-OWNERS_IN_INSTANCES = wrapped(Config(**WHOLE, num_distributed_optimizer_instances=2), whole=True)
 IN_FP32 = wrapped(Config(**SHARDED, reduce_scatter_with_fp32_accumulation=True))
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -63,18 +62,6 @@ def nobody_waits_for_the_side_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InFlight, "finish", lambda flight: None)
 
 
-def an_exchange_does_not_wait_for_sums(patch: pytest.MonkeyPatch) -> None:
-    """The chunk's reduction over instances, on another group's stream, is still running when it is sent."""
-    stages = SumToShards.stages
-
-    def ignored(wire: SumToShards, full: Tensor, shard: Tensor) -> Iterator[Pending]:
-        first, *others = stages(wire, full, shard)
-        yield first
-        yield from (DONE for _ in others)
-
-    patch.setattr(SumToShards, "stages", ignored)
-
-
 def scratch_of_another_stream(kind: type[SumInFp32] | type[SumToOwners]) -> Patch:
     """It is given back to the compute stream, whose next work may take it while the side stream still reads it."""
 
@@ -102,7 +89,6 @@ FAULTS: dict[str, tuple[Patch, Program, int]] = {  # how to plant it; in which p
     "nobody waits for parameters": (nobody_waits_for_parameters, SHARDS, 1),
     "a stage does not wait for the one before": (a_stage_does_not_wait, INSTANCES, 2),
     "sums in fp32 do not wait for what they add": (a_stage_does_not_wait, IN_FP32, 1),
-    "owners do not wait for sums over instances": (an_exchange_does_not_wait_for_sums, OWNERS_IN_INSTANCES, 2),
     "nobody waits for the exchange": (nobody_waits_for_the_side_stream, OWNERS, 1),
     "nobody waits for the side stream": (nobody_waits_for_the_side_stream, INSTANCES, 2),
     "the side stream does not wait for gradients": (the_side_stream_does_not_wait, IN_FP32, 1),

@@ -69,31 +69,24 @@ def ask(chunks: Chunks) -> None:
         chunk.start_param_sync()
 
 
-def ask_in_reverse(chunks: Chunks) -> None:
-    ask(chunks[::-1])
-
-
-def read(chunks: Chunks) -> None:
-    for chunk in chunks:
-        chunk.module.weight.sum()  # type: ignore[union-attr, operator]
-
-
-def read_the_last(chunks: Chunks) -> None:
-    chunks[-1].module.state_dict()
-
-
-def reduce_the_second(chunks: Chunks) -> None:
-    chunks[1].start_grad_sync()
-
-
 def reduce_in_backward(chunks: Chunks) -> None:
     """Only the last chunk has gradients, of tensors that were taken from it before, so that no read waits."""
     params = [param for buffer in chunks[-1].synced_buffers for param in buffer.params.values()]
     torch.stack([param.sum() for param in params]).sum().backward()
 
 
-@pytest.mark.parametrize("other", [ask, ask_in_reverse, read, read_the_last, reduce_the_second, reduce_in_backward])
-def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks], None]) -> None:
+OTHERS: dict[str, Callable[[Chunks], object]] = {
+    "asks": ask,
+    "asks in reverse": lambda chunks: ask(chunks[::-1]),
+    "reads": lambda chunks: [chunk.module.weight.sum() for chunk in chunks],  # type: ignore[union-attr, operator]
+    "reads the last": lambda chunks: chunks[-1].module.state_dict(),
+    "reduces the second": lambda chunks: chunks[1].start_grad_sync(),
+    "reduces in backward": reduce_in_backward,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_ranks_that_ask_differently_gather_in_one_order(other: Callable[[Chunks], object]) -> None:
     """Rank 0 has a schedule. In the end, all gathers come before the first reduction, and all values are there."""
 
     def rank_main(comm: ThreadComm) -> list[str]:

@@ -4,15 +4,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from data_parallel_net import over
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from opt_distributed import ProcessGroupError, run_threads
-from opt_distributed.comm import Alone, Axes, Comm, ProcessGroups, Roles, find_roles, group_of
+from opt_distributed.comm import Alone, Comm, ProcessGroups, find_roles, group_of
 from opt_distributed.comm import groups as process_groups
 from opt_distributed.comm.roles import PEERS, peers_of, roles_of
 
@@ -41,8 +42,7 @@ def test_dense_gradients_are_reduced_over_context_parallel_ranks_too() -> None:
     """Context-parallel ranks see other parts of the same samples: their gradients are summed with the replicas'."""
     with fake_world(4):
         made = groups(dp=[0, 2], cp=[0, 1], dp_cp=[0, 1, 2, 3], expt_dp=[0, 1, 2, 3], mp=None, tp_ep_pp=None)
-        roles = roles_of(made, sharded=False)
-        assert ranks(roles.dense.dp) == [0, 1, 2, 3]
+        assert ranks(roles_of(made, sharded=False).dense.dp) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -52,110 +52,77 @@ def test_roles_that_follow_from_a_data_parallel_group_of_all_ranks_need_not_be_s
         assert ranks(roles.dense.dp) == ranks(roles.totals) == [0, 1, 2, 3]
         with pytest.raises(ProcessGroupError, match=r"lacks expt_dp .*; tp_ep_pp"):
             roles_of(groups(dp=[0, 1, 2, 3]), sharded=sharded)
-        with pytest.raises(ProcessGroupError, match=r"lacks expt_dp .*; mp "):
-            roles_of(groups(dp=[0, 1]), sharded=sharded, has_experts=False)
-        with pytest.raises(ProcessGroupError, match=r"dp .* and tp of 2 ranks; the ranks of tp hold other parts"):
-            roles_of(groups(dp=[0, 1, 2, 3], tp=[0, 1]), sharded=sharded, has_experts=False)
-
-
-def test_context_parallelism_needs_the_group_that_gradients_are_reduced_over() -> None:
-    with fake_world(4):
-        made = groups(dp=[0, 2], cp=[0, 1], expt_dp=[0, 2], mp=None, tp_ep_pp=None)
-        with pytest.raises(ProcessGroupError, match="pg_collection lacks dp_cp"):
-            roles_of(made, sharded=False)
 
 
 def test_experts_and_dense_parameters_have_tensor_parallel_groups_of_their_own() -> None:
     with fake_world(4):
-        made = groups(
-            dp=[0, 2], expt_dp=[0, 1, 2, 3], mp=[0, 1], tp_ep_pp=None, tp=[0, 1], expt_tp=None, intra_dist_opt=[0, 1]
-        )
+        made = groups(dp=[0, 2], expt_dp=[0, 1, 2, 3], mp=[0, 1], tp_ep_pp=None, tp=[0, 1], expt_tp=None)
         roles = roles_of(made, sharded=False)
-        assert ranks(roles.dense.tp) == [0, 1]
-        assert isinstance(roles.expert.tp, Alone)
-        made.expt_tp, made.tp = made.tp, None
+        assert (ranks(roles.dense.tp), ranks(roles.expert.tp), ranks(roles.totals)) == ([0, 1], [], [0, 1, 2, 3])
+        made.expt_tp, made.tp, made.intra_dist_opt = made.tp, None, made.mp
         roles = roles_of(made, sharded=False)
-        assert ranks(roles.expert.tp) == [0, 1]
-        assert isinstance(roles.dense.tp, Alone)
+        assert (ranks(roles.dense.tp), ranks(roles.expert.tp), ranks(roles.totals)) == ([], [0, 1], [0, 1])
 
 
 def test_a_shard_group_of_none_is_one_rank_in_a_larger_data_parallel_group() -> None:
     """Two instances of one rank each: every rank keeps a whole optimizer, and gradients are summed between them."""
     with fake_world(2):
-        made = groups(
-            dp=[0, 1],
-            dp_cp=[0, 1],
-            intra_dp_cp=None,
-            expt_dp=[0, 1],
-            intra_expt_dp=None,
-            inter_dist_opt=[0, 1],
-            mp=None,
-            tp_ep_pp=None,
-            intra_dist_opt=None,
-        )
-        roles = roles_of(made, sharded=True)
+        both = {role: [0, 1] for role in ("dp", "dp_cp", "expt_dp", "inter_dist_opt")}
+        alone = dict.fromkeys(("intra_dp_cp", "intra_expt_dp", "mp", "tp_ep_pp", "intra_dist_opt"))
+        roles = roles_of(groups(**both, **alone), sharded=True)
         for axes in (roles.dense, roles.expert):
             assert isinstance(axes.dp, Alone)
-            assert ranks(axes.inter) == [0, 1]
-            assert axes.num_replicas == 2
+            assert (ranks(axes.inter), axes.num_replicas) == ([0, 1], 2)
 
 
-CONTRADICTIONS: dict[str, Callable[[], ProcessGroups]] = {
-    "dp_cp of 1 ranks, but dp of 2": lambda: groups(dp=[0, 1], dp_cp=None, cp=None, expt_dp=[0, 1]),
-    "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": lambda: groups(dp=[0, 1], intra_dp_cp=None, inter_dist_opt=None),
-    "expt_dp of 2 ranks, but intra_expt_dp of 1": lambda: groups(
-        dp=[0, 1], expt_dp=[0, 1], intra_expt_dp=None, inter_dist_opt=None
+ALONE = {"mp": None, "tp_ep_pp": None}
+REFUSALS: dict[str, Callable[[], ProcessGroups]] = {
+    "dp_cp of 1 ranks, but dp of 2": lambda: groups(dp=[0, 1], dp_cp=None, cp=None, expt_dp=[0, 1], **ALONE),
+    "dp_cp or dp of 2 ranks, but intra_dp_cp of 1": lambda: groups(
+        dp=[0, 1], intra_dp_cp=None, inter_dist_opt=None, expt_dp=[0, 1], **ALONE
     ),
+    "expt_dp of 2 ranks, but intra_expt_dp of 1": lambda: groups(
+        dp=[0, 1], expt_dp=[0, 1], intra_expt_dp=None, inter_dist_opt=None, **ALONE
+    ),
+    "lacks dp_cp .*: needed with context parallelism": lambda: groups(dp=[0, 2], cp=[0, 1], expt_dp=[0, 2], **ALONE),
+    r"lacks expt_dp .*; mp ": lambda: groups(dp=[0, 1]),
+    r"dp .* and tp of 2 ranks; the ranks of tp hold other parts": lambda: groups(dp=[0, 1, 2, 3], tp=[0, 1]),
+    "dp and mp make up 2 of the world's 4 ranks; pass intra_dist_opt": lambda: groups(
+        dp=[0, 1], expt_dp=[0, 1], **ALONE
+    ),
+    "unknown role 'data' of a process group": lambda: groups(data=None),
 }
 
 
-@pytest.mark.parametrize("message", CONTRADICTIONS)
-def test_groups_that_would_leave_replicas_out_of_a_reduction_are_refused(message: str) -> None:
-    with fake_world(2):
-        made = CONTRADICTIONS[message]()
-        made.mp = made.tp_ep_pp = None
-        if "expt_dp" not in made.roles:
-            made.expt_dp = made.dp
-        with pytest.raises(ProcessGroupError, match=message):
-            roles_of(made, sharded=False)
+@pytest.mark.parametrize("message", REFUSALS)
+def test_groups_that_would_leave_ranks_out_of_a_reduction_are_refused(message: str) -> None:
+    with fake_world(4), pytest.raises(ProcessGroupError, match=message):
+        roles_of(REFUSALS[message](), sharded=False, has_experts=False)
 
 
-def test_a_role_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ProcessGroupError, match="unknown role 'data' of a process group"):
-        ProcessGroups(data=None)
-
-
-@pytest.mark.parametrize("role", PEERS)
-def test_gradients_are_finalized_over_the_group_of_each_role(role: str) -> None:
+def test_gradients_are_finalized_over_the_group_of_each_role() -> None:
     with fake_world(4):
-        (found,) = peers_of(groups(**{role: [0, 3]})).items()
-        assert (found[0], ranks(found[1])) == (role, [0, 3])
+        for role in PEERS:
+            found = peers_of(groups(**{role: [0, 3]}))
+            assert {name: ranks(comm) for name, comm in found.items()} == {role: [0, 3]}
 
 
-# --- meshes -----------------------------------------------------------------------------------------------------------
-
-
-class Axis(NamedTuple):
-    """What a mesh (pp, dp_replicate, dp_shard, cp, ep, tp) = 2 x 1 x 2 x 2 x 2 x 2 means for rank 0."""
-
-    role: str
-    members: list[int]
-
-
+# What a mesh (pp, dp_replicate, dp_shard, cp, ep, tp) = 2 x 1 x 2 x 2 x 2 x 2 means for rank 0.
 # The last axis changes fastest: strides are pp 16, dp_shard 8, cp 4, ep 2, tp 1.
-OF_MESH = [
-    Axis("dp", [0, 2, 8, 10]),
-    Axis("dp_cp", [0, 2, 4, 6, 8, 10, 12, 14]),
-    Axis("expt_dp", [0, 4, 8, 12]),
-    Axis("mp", [0, 1, 16, 17]),
-    Axis("tp_ep_pp", [0, 1, 2, 3, 16, 17, 18, 19]),
-    Axis("tp", [0, 1]),
-    Axis("expt_tp", [0, 1]),
-    Axis("pp", [0, 16]),
-    Axis("cp", [0, 4]),
-    Axis("ep", [0, 2]),
-    Axis("intra_dist_opt", list(range(32))),
-]
+OF_MESH = {
+    "dp": [0, 2, 8, 10],
+    "dp_cp": [0, 2, 4, 6, 8, 10, 12, 14],
+    "expt_dp": [0, 4, 8, 12],
+    "mp": [0, 1, 16, 17],
+    "tp_ep_pp": [0, 1, 2, 3, 16, 17, 18, 19],
+    "tp": [0, 1],
+    "expt_tp": [0, 1],
+    "pp": [0, 16],
+    "cp": [0, 4],
+    "ep": [0, 2],
+    "embd": [0, 16],
+    "intra_dist_opt": list(range(32)),
+}
 
 
 def test_every_role_is_found_along_the_axes_of_a_mesh() -> None:
@@ -163,12 +130,18 @@ def test_every_role_is_found_along_the_axes_of_a_mesh() -> None:
     with fake_world(32):
         mesh = init_device_mesh("cpu", (2, 1, 2, 2, 2, 2), mesh_dim_names=names)
         made = ProcessGroups.from_mesh(mesh)
-        for role, members in OF_MESH:
-            assert dist.get_process_group_ranks(getattr(made, role)) == members, role
+        assert {role: dist.get_process_group_ranks(getattr(made, role)) for role in made.roles} == OF_MESH
         roles = roles_of(made, sharded=True)
         assert (roles.dense.num_replicas, roles.expert.num_replicas) == (8, 4)
         submesh = ProcessGroups.from_mesh(mesh["tp"])  # understood through the mesh that it was sliced from
-        assert dist.get_process_group_ranks(submesh.dp_cp) == dist.get_process_group_ranks(made.dp_cp)
+        assert dist.get_process_group_ranks(submesh.dp_cp) == OF_MESH["dp_cp"]
+
+
+def test_only_the_first_and_the_last_stage_share_a_tied_embedding() -> None:
+    for rank, expected in ((0, [0, 2]), (1, None), (2, [0, 2])):
+        with fake_world(3, rank):
+            made = ProcessGroups.from_mesh(init_device_mesh("cpu", (3,), mesh_dim_names=("pp",)))
+            assert (None if made.embd is None else dist.get_process_group_ranks(made.embd)) == expected
 
 
 BAD_MESHES: dict[str, Callable[[], DeviceMesh]] = {
@@ -184,7 +157,13 @@ def test_a_mesh_that_does_not_say_who_is_where_is_refused(message: str) -> None:
         ProcessGroups.from_mesh(BAD_MESHES[message]())
 
 
-# --- Megatron-Core ----------------------------------------------------------------------------------------------------
+def test_what_is_no_mesh_on_one_rank_is_an_error_on_every_rank() -> None:
+    def rank_main(comm: Comm) -> None:
+        mesh: Any = "dp" if comm.rank == 1 else None
+        with pytest.raises(ValueError, match="both pg_collection and mesh were given"):
+            find_roles([], over(comm), mesh=mesh, sharded=False)
+
+    run_threads(2, rank_main)
 
 
 class ParallelState(ModuleType):
@@ -193,31 +172,20 @@ class ParallelState(ModuleType):
     def __init__(self) -> None:
         super().__init__(process_groups.PARALLEL_STATE)
         self.dp, self.dp_cp, self.one = (dist.new_group(of) for of in ([0, 4], [0, 2, 4, 6], [0]))
-        self.tp, self.cp = dist.new_group([0, 1]), dist.new_group([0, 2])
+        tp, cp = dist.new_group([0, 1]), dist.new_group([0, 2])
+        for name in ("tensor_model_parallel", "model_parallel", "expert_tensor_parallel"):
+            setattr(self, f"get_{name}_group", lambda check_initialized=True: tp)
+        self.get_expert_tensor_model_pipeline_parallel_group = lambda check_initialized=True: tp
+        self.get_expert_data_parallel_group = lambda check_initialized=True: self.dp_cp
+        self.get_context_parallel_group = lambda check_initialized=True: cp
+        self.get_pipeline_model_parallel_group = lambda check_initialized=True: self.one
+        self.get_intra_distributed_optimizer_instance_group = lambda: dist.group.WORLD
 
     def model_parallel_is_initialized(self) -> bool:
         return True
 
     def get_data_parallel_group(self, with_context_parallel: bool = False, partial_data_parallel: bool = False) -> Any:
         return self.dp_cp if with_context_parallel else self.dp
-
-    def get_expert_data_parallel_group(self, check_initialized: bool = True) -> Any:
-        return self.dp_cp
-
-    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> Any:
-        return self.tp
-
-    get_model_parallel_group = get_expert_tensor_parallel_group = get_tensor_model_parallel_group
-    get_expert_tensor_model_pipeline_parallel_group = get_tensor_model_parallel_group
-
-    def get_context_parallel_group(self, check_initialized: bool = True) -> Any:
-        return self.cp
-
-    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> Any:
-        return self.one
-
-    def get_intra_distributed_optimizer_instance_group(self) -> Any:
-        return dist.group.WORLD
 
     def get_inter_distributed_optimizer_instance_group(self) -> Any:
         raise AssertionError("one instance")
@@ -229,20 +197,7 @@ def test_the_groups_of_megatron_cores_parallel_state_are_taken(monkeypatch: pyte
         monkeypatch.setitem(sys.modules, process_groups.PARALLEL_STATE, ParallelState())
         assert process_groups.megatron_is_initialized()
         roles = roles_of(process_groups.groups_of_parallel_state(), sharded=True)
-        assert ranks(roles.dense.dp) == [0, 2, 4, 6]
+        assert ranks(roles.dense.dp) == ranks(roles.expert.dp) == [0, 2, 4, 6]
         assert ranks(roles.dense.tp) == ranks(roles.expert.tp) == [0, 1]
-        assert ranks(roles.expert.dp) == [0, 2, 4, 6]
         assert isinstance(roles.dense.inter, Alone)
         assert ranks(roles.totals) == list(range(8))
-
-
-def test_what_is_no_mesh_on_one_rank_is_an_error_on_every_rank() -> None:
-    def rank_main(comm: Comm) -> str:
-        axes = Axes(dp=comm, tp=Alone())
-        mesh: Any = "dp" if comm.rank == 1 else None
-        with pytest.raises(ValueError) as refusal:
-            find_roles([], Roles(dense=axes, expert=axes, everyone=comm), mesh=mesh, sharded=False)
-        return str(refusal.value)
-
-    for text in run_threads(2, rank_main):
-        assert "both pg_collection and mesh were given" in text

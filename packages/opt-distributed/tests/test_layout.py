@@ -122,25 +122,26 @@ SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 127, 1000, 1025, 4096]) | st
 WORLDS = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 24, 64])
 BUCKETS = st.none() | st.sampled_from([1, 100, 1000, 3000, 10**6])
 MULTIPLES = st.sampled_from([1, 16, 64, 128, 192])
-Case = tuple[list[ParamShape], Layout]
+Case = tuple[list[ParamShape], Layout, int]
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Case:
     """Any planner, any sizes, any world."""
     params = vectors(*draw(SIZES), shared=draw(st.lists(st.integers(0, 30), max_size=2)))
-    num_shards, bucket_size, multiple = draw(WORLDS), draw(BUCKETS), draw(MULTIPLES)
+    num_shards, bucket_size = draw(WORLDS), draw(BUCKETS)
     plan = draw(st.sampled_from([flat_layout, whole_layout, None]))
     if plan is None:
-        return params, replicated_layout(params, bucket_size=bucket_size)
-    return params, plan(params, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=multiple)
+        return params, replicated_layout(params, bucket_size=bucket_size), 1
+    multiple = draw(MULTIPLES)
+    return params, plan(params, num_shards=num_shards, bucket_size=bucket_size, shard_multiple=multiple), multiple
 
 
 @given(layouts())
 @settings(max_examples=150, deadline=None)
 def test_every_element_has_exactly_one_owner(case: Case) -> None:
-    """A piece is the same elements in its parameter and in its shard."""
-    params, layout = case
+    """A piece is the same elements in its parameter and in its shard. Cuts fall on multiples."""
+    params, layout, multiple = case
     owners: dict[ParamId, list[int]] = {param.id: [0] * param.numel for param in params}
     slots = {slot.id: slot for slot in layout.slots()}
     for rank in range(layout.num_shards):
@@ -150,6 +151,7 @@ def test_every_element_has_exactly_one_owner(case: Case) -> None:
             shard, start = layout.buckets[index].shard(rank, layout.num_shards), slots[piece.id].start
             assert start + piece.of_param.start == shard.start + piece.of_shard.start
             assert start + piece.of_param.stop == shard.start + piece.of_shard.stop <= shard.stop
+            assert piece.of_param.start % multiple == piece.of_shard.start % multiple == 0
     assert all(count == 1 for counts in owners.values() for count in counts)
 
 
@@ -175,7 +177,7 @@ def test_whole_layouts_cut_no_parameter_and_no_rank_owns_more_than_its_share_and
 def test_what_leaves_the_chunks_is_what_shards_receive_in_ascending_order(case: Case) -> None:
     """An exchange sends runs of elements from the ranks of chunks to the ranks of shards, or back: no run is lost,
     and each lands where it lies in the bucket."""
-    _, layout = case
+    _, layout, _ = case
     size = layout.num_shards
     for bucket in layout.buckets:
         sent = [bucket.of_chunk(rank, size) for rank in range(size)]
@@ -185,15 +187,6 @@ def test_what_leaves_the_chunks_is_what_shards_receive_in_ascending_order(case: 
         assert [sum(bucket.of_shard(r, size)) for r in range(size)] == [b - a for a, b in pairwise(bounds)]
         ends = bucket.chunk_bounds(size)[1:]
         assert [sum(map(sum, sent[: r + 1])) for r in range(size)] == [min(e, bounds[-1]) - bucket.start for e in ends]
-
-
-@given(SIZES, WORLDS, BUCKETS, MULTIPLES)
-@settings(max_examples=100, deadline=None)
-def test_flat_cuts_fall_on_shard_multiples(sizes: list[int], world: int, bucket: int | None, multiple: int) -> None:
-    layout = flat_layout(vectors(*sizes), num_shards=world, bucket_size=bucket, shard_multiple=multiple)
-    for rank in range(world):
-        for _, piece in layout.owned(rank):
-            assert piece.of_param.start % multiple == piece.of_shard.start % multiple == 0
 
 
 @given(SIZES, WORLDS, BUCKETS)

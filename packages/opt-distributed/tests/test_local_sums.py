@@ -13,7 +13,7 @@ from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone, Comm
-from opt_distributed.comm.threads import ThreadComm, World
+from opt_distributed.comm.threads import ThreadComm
 
 BF16 = torch.bfloat16
 SMALL = 2.0**-9  # lost when added to 1 in bf16, whose numbers there are 2**-7 apart; four of them are not
@@ -39,11 +39,9 @@ class Model(nn.Module):
         return (self.first(x) + self.second(x)).sum()  # type: ignore[no-any-return]
 
 
-def wrap(
-    comm: Comm, *patterns: str, across: Comm | None = None, dtype: torch.dtype = BF16, **fields: Any
-) -> DistributedDataParallel:
+def wrap(comm: Comm, *patterns: str, dtype: torch.dtype = BF16, **fields: Any) -> DistributedDataParallel:
     config = Config(param_name_patterns_for_fp32_local_accumulation=patterns, **fields)
-    return DistributedDataParallel(config, Model(dtype), groups=over(comm, across))
+    return DistributedDataParallel(config, Model(dtype), groups=over(comm))
 
 
 def accumulate(ddp: DistributedDataParallel, *values: float) -> None:
@@ -85,18 +83,6 @@ def test_microbatches_of_the_parameters_named_add_up_in_fp32(fields: dict[str, A
     run_threads(2, rank_main)
 
 
-def test_gradients_of_all_instances_add_up() -> None:
-    world = World(2)
-
-    def rank_main(comm: ThreadComm) -> None:
-        fields: dict[str, Any] = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
-        ddp = wrap(Alone(), "all", across=ThreadComm(world, comm.rank), **fields)
-        accumulate(ddp, float(comm.rank), SMALL, SMALL, SMALL, SMALL)
-        assert reduced(ddp)["first.weight"] == {0.5 + 4 * SMALL}
-
-    run_threads(2, rank_main)
-
-
 def test_what_travels_is_as_wide_as_the_parameters_and_fp32_gradients_have_no_second_memory() -> None:
     recording = RecordingComm(Alone())
     ddp = wrap(recording, "all")
@@ -124,16 +110,6 @@ def test_a_factor_reaches_the_sum(doubles: Callable[[DistributedDataParallel], N
         ddp.finish_grad_sync()
     doubles(ddp)
     assert reduced(ddp) == {"first.weight": {2.0 + 8 * SMALL}, "second.weight": {2.0}}
-
-
-def test_a_fused_kernel_adds_to_the_sum() -> None:
-    """It writes `main_grad` and sets the flag; the gradient from autograd is dropped."""
-    ddp = wrap(Alone(), "all")
-    weight = ddp.module.first.weight
-    main_grad(weight).add_(1.0 + 2 * SMALL).add_(2 * SMALL)
-    weight.grad_added_to_main_grad = True
-    accumulate(ddp, 7.0)
-    assert reduced(ddp)["first.weight"] == {1.0 + 4 * SMALL}
 
 
 def test_memory_that_was_given_away_comes_back_as_zeros() -> None:

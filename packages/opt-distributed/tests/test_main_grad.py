@@ -1,6 +1,6 @@
 """Gradients that reach `main_grad` in unusual ways: rebinding, fused kernels, graphs of gradients, recomputation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from opt_distributed import GradientError, run_threads
-from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer
+from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Alone
 from opt_distributed.comm.threads import ThreadComm
 
@@ -55,9 +55,6 @@ def check_owned(ddp: DistributedDataParallel, expected: dict[str, Tensor], *, fa
             torch.testing.assert_close(buffer.grad(piece.id, piece.of_param).flatten(), want, rtol=1e-12, atol=1e-14)
 
 
-# --- main_grad is bound to another tensor -----------------------------------------------------------------------------
-
-
 def rebind(ddp: DistributedDataParallel) -> None:
     for param in ddp.parameters():
         param.main_grad = param.main_grad * 2  # type: ignore[attr-defined]
@@ -90,11 +87,13 @@ def test_a_rebound_main_grad_is_the_gradient_that_is_reduced(config: Config, mom
     run_threads(2, rank_main)
 
 
-def test_a_main_grad_that_is_rebound_on_the_wire_is_refused() -> None:
+def test_gradients_on_the_wire_can_neither_be_scaled_nor_rebound() -> None:
     config = replace(SHARDED, reduce_scatter_with_fp32_accumulation=True)
     ddp = DistributedDataParallel(config, make_model(), groups=over(Unfinished()))
     backward(loss_of(ddp, inputs(0)))
     ddp.start_grad_sync()
+    with pytest.raises(GradientError, match=r"cannot be scaled while they are being reduced; call finish_grad_sync"):
+        ddp.scale_gradients(0.5)
     rebind(ddp)
     with pytest.raises(GradientError, match=r"main_grad of 2.bias was replaced while .*finish_grad_sync\(\) before"):
         ddp.finish_grad_sync()
@@ -131,9 +130,6 @@ def test_what_a_fused_kernel_has_added_is_not_added_twice(added: bool, zero_out:
     weight.zero_out_wgrad = False
     backward(ddp(torch.ones(1, 3, dtype=torch.bfloat16)).sum())
     assert weight.main_grad.tolist() == [[1.0] * 3]
-
-
-# --- graphs of gradients, recomputation -------------------------------------------------------------------------------
 
 
 @configs
@@ -181,24 +177,3 @@ def test_a_module_used_twice_under_activation_checkpointing_has_the_gradients_of
             ddp.zero_grad_buffer()
 
     run_threads(2, rank_main)
-
-
-def test_any_error_of_one_rank_while_building_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other ranks waited for it until the group's timeout."""
-    failing = nn.Linear(4, 4)
-    build = ParamAndGradBuffer.__init__
-
-    def build_or_fail(self: ParamAndGradBuffer, layout: Any, params: Mapping[Any, nn.Parameter], **kwargs: Any) -> None:
-        if any(param is failing.weight for param in params.values()):
-            raise torch.OutOfMemoryError("no memory for the gradients")
-        build(self, layout, params, **kwargs)
-
-    monkeypatch.setattr(ParamAndGradBuffer, "__init__", build_or_fail)
-
-    def rank_main(comm: ThreadComm) -> str:
-        with pytest.raises(Exception) as error:
-            DistributedDataParallel(SHARDED, failing if comm.rank == 1 else nn.Linear(4, 4), groups=over(comm))
-        return f"{error.typename}: {error.value}"
-
-    failed = "OutOfMemoryError: no memory for the gradients"
-    assert run_threads(2, rank_main) == [f"LayoutError: rank 1 refused: {failed}", failed]

@@ -31,12 +31,9 @@ def last_step():
     for _ in range(20):
         comm.all_reduce_(torch.ones(300_000), async_op=True)  # nobody keeps it, and nobody waits
 
-def destroyed():
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.exit()
-
-def destroyed_at_once():
+def destroyed(at_once):
+    if not at_once:
+        dist.barrier()
     dist.destroy_process_group()
     sys.exit()
 
@@ -44,12 +41,8 @@ def exception():
     raise RuntimeError("expected")
 
 ENDINGS = {
-    "destroyed": destroyed,
-    "destroyed at once": destroyed_at_once,
-    "not destroyed": lambda: sys.exit(0),
-    "exception": exception,
-    "status 3": lambda: sys.exit(3),
-    "os._exit": lambda: os._exit(4),
+    "destroyed": lambda: destroyed(False), "destroyed at once": lambda: destroyed(True), "exception": exception,
+    "not destroyed": lambda: sys.exit(0), "status 3": lambda: sys.exit(3), "os._exit": lambda: os._exit(4),
 }
 for meeting in sys.argv[2:]:
     ranks = []

@@ -13,6 +13,7 @@ from opt_distributed.step import Limits, StepResult, scaler_of
 from opt_distributed.step.verdict import Report, clip_coefficients, decide
 
 RULE = DynamicScale(initial=16.0, minimum=4.0, window=2, hysteresis=2, growth=2.0, backoff=0.5)
+NAN, INF = math.nan, math.inf
 
 
 def scales_by_hand(overflows: tuple[bool, ...]) -> list[float]:
@@ -32,21 +33,14 @@ def scales_by_hand(overflows: tuple[bool, ...]) -> list[float]:
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["bool", "tensor"])
-def test_the_loss_scale_follows_every_sequence_of_overflows(on_device: bool) -> None:
+def test_the_loss_scale_follows_every_sequence_of_overflows_but_stays_where_a_step_is_an_error(on_device: bool) -> None:
     for overflows in itertools.product((False, True), repeat=6):
         scaler, found = scaler_of(RULE), []
         for overflow in overflows:
             scaler.update(torch.tensor(overflow) if on_device else overflow)
+            scaler.update(torch.tensor(True), unless=torch.tensor(True)) if on_device else None
             found.append(scaler.scale)
         assert found == scales_by_hand(overflows)
-
-
-def test_the_loss_scale_stays_where_a_step_is_an_error() -> None:
-    scaler = scaler_of(RULE)
-    before = scaler.state_dict()
-    for overflow in (True, False):
-        scaler.update(torch.tensor(overflow), unless=torch.tensor(True))
-    assert scaler.state_dict() == before
 
 
 def test_a_count_follows_what_the_device_decides() -> None:
@@ -81,9 +75,9 @@ def test_a_count_that_began_in_inference_mode_goes_on_outside_of_it() -> None:
     with torch.inference_mode():
         count.advance(torch.tensor(False))
         copied = count.copy()
-    for one in (count, copied):
-        one.advance(torch.tensor(False))
-        assert int(one) == 2
+    for each in (count, copied):
+        each.advance(torch.tensor(False))
+        assert int(each) == 2
 
 
 def test_clip_coefficients_are_one_below_the_limit_and_a_quotient_above() -> None:
@@ -91,20 +85,6 @@ def test_clip_coefficients_are_one_below_the_limit_and_a_quotient_above() -> Non
     for limit in (1.0, 0.3, 0.0, math.inf):
         expected = [min(limit / (norm + 1e-6), 1.0) if limit else 1.0 for norm in norms]
         assert clip_coefficients(torch.tensor(norms, dtype=torch.float64), limit).tolist() == expected
-
-
-NAN, INF = math.nan, math.inf
-
-# Squares of two slots, and elements that are not finite: the norms, and whether the step overflows.
-SUMS = [
-    ((9.0, 4.0), 0, [3.0, 2.0], False),
-    ((0.0, 0.0), 0, [0.0, 0.0], False),
-    ((NAN, 4.0), 0, [NAN, 2.0], True),
-    ((9.0, INF), 0, [3.0, INF], True),
-    ((9.0, 4.0), 3, [INF, INF], True),
-    ((NAN, 1.0), 1, [NAN, INF], True),
-    ((-1.0, 1.0), 0, [NAN, 1.0], True),
-]
 
 
 class Limit:
@@ -122,11 +102,21 @@ class Limit:
         return ValueError(f"{sums}")
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("limit", [INF, 0.6])
-def test_a_verdict_keeps_overflow_error_and_refusal_apart(scale: float, limit: float, wrong: bool) -> None:
-    for squares, num_nonfinite, norms, overflow in SUMS:
+# Squares of two slots, and elements that are not finite: the norms, and whether the step overflows.
+SUMS = [
+    ((9.0, 4.0), 0, [3.0, 2.0], False),
+    ((0.0, 0.0), 0, [0.0, 0.0], False),
+    ((NAN, 4.0), 0, [NAN, 2.0], True),
+    ((9.0, INF), 0, [3.0, INF], True),
+    ((9.0, 4.0), 3, [INF, INF], True),
+    ((NAN, 1.0), 1, [NAN, INF], True),
+    ((-1.0, 1.0), 0, [NAN, 1.0], True),
+]
+
+
+def test_a_verdict_keeps_overflow_error_and_refusal_apart() -> None:
+    cases = itertools.product(SUMS, (1.0, 0.25), (INF, 0.6), (False, True))
+    for (squares, num_nonfinite, norms, overflow), scale, limit, wrong in cases:
         numbers = torch.tensor([*squares, num_nonfinite, 5.0, 7.0, 2.0 * wrong], dtype=torch.float64)
         limits = Limits(slots=("", "b"), clips=(True, False), skip_above=limit)
         inv_scale = torch.tensor(scale, dtype=torch.float64)
@@ -143,17 +133,11 @@ def test_a_verdict_keeps_overflow_error_and_refusal_apart(scale: float, limit: f
 
 
 def test_a_result_is_read_once_and_only_on_access() -> None:
-    reads = []
-
-    def read() -> tuple[bool, float, int | None]:
-        reads.append(1)
-        return True, 2.5, None
-
-    result = StepResult.later(read)
+    reads: list[None] = []
+    result = StepResult.later(lambda: (reads.append(None), (True, 2.5, None))[1])
     assert len(result) == 3
     assert not reads
-    success, norm, zeros = result
-    assert (success, norm, zeros) == (True, 2.5, None) == (result.success, result.grad_norm, result.num_zeros_in_grad)
+    assert (*result,) == (True, 2.5, None) == (result.success, result.grad_norm, result.num_zeros_in_grad)
     assert result == StepResult(True, 2.5, None) == (True, 2.5, None)
     assert result != (False, 2.5, None)
     assert pickle.loads(pickle.dumps(result)) == result
