@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from data_parallel_net import Config, backward, grid, of_axes
+from data_parallel_net import LAYER_WISE, Config, backward, grid, of_axes
 from fake_accelerator import DeferredRank, run_deferred
 from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel, ParamAndGradBuffer, ReducedGrads
 from opt_distributed.comm import Alone, Axes
@@ -19,7 +18,6 @@ from opt_paramgroups import ParamId
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 16}
 SHARDED = {**OVERLAP, "use_distributed_optimizer": True, "overlap_param_gather": True}
 WHOLE = {**SHARDED, "bucket_size": 128}
-LAYER_WISE = OptimizerConfig(optimizer="muon", use_layer_wise_distributed_optimizer=True)
 NUM_STEPS = 3
 LR = 0.5
 Program = Callable[[Axes], list[Tensor]]

@@ -192,6 +192,7 @@ def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> No
     ddp = DistributedDataParallel(SHARDED, net, groups=over(Alone()), chunk=3)
     assert set(ddp.metas) == {ParamId(3, name) for name, _ in net.named_parameters()}
     before = net.embed.weight.data_ptr()
+    assert ddp.to("cpu").double() is ddp  # a conversion that changes nothing
     ddp.load_state_dict(saved)
     assert ddp.state_dict().keys() == saved.keys()
     assert net.embed.weight.data_ptr() == before

@@ -227,11 +227,6 @@ def test_a_check_for_nan_names_the_parameter_and_stops_every_rank() -> None:
     ]
 
 
-def test_a_conversion_that_changes_nothing_is_none() -> None:
-    ddp = wrap()
-    assert ddp.to("cpu").float() is ddp
-
-
 def test_ranks_without_a_parameter_in_a_bucket_take_part_in_it() -> None:
     """Megatron-Core stops with "empty bucket encountered" where padding is all that a rank holds of a bucket."""
 

@@ -22,5 +22,4 @@ def test_the_readmes_examples_run_and_print_what_it_says(capsys: pytest.CaptureF
 def test_the_files_it_points_to_exist() -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert links
-    for link in links:
-        assert (Path(__file__).parents[1] / link).exists()
+    assert all((Path(__file__).parents[1] / link).exists() for link in links)
