@@ -15,6 +15,11 @@ from opt_distributed.comm.device import Accelerator, Device, Graph, HostCopy, de
 CUDA = torch.device("cuda", 3)
 
 
+class FakeStream(SimpleNamespace):
+    def __init__(self, device: torch.device):
+        super().__init__(device=device)
+
+
 class Calls:
     """What was asked of torch."""
 
@@ -24,7 +29,7 @@ class Calls:
         self.is_capturing = False
         patch.setattr(torch.accelerator, "current_stream", self.note("current", lambda device: self.current))
         patch.setattr(torch.accelerator, "set_stream", self.note("set", lambda to: setattr(self, "current", to)))
-        patch.setattr(torch, "Stream", lambda device: SimpleNamespace(device=device))
+        patch.setattr(torch, "Stream", FakeStream)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
     def note(self, name: str, run: Any) -> Any:

@@ -154,9 +154,6 @@ REFUSALS: dict[str, Callable[[], None]] = {
     "averages gradients; wrap it with calculate_per_token_loss=True": lambda: finalize_model_grads(
         [DistributedDataParallel(SHARDED, nn.Linear(2, 2), groups=over(Alone()))], torch.tensor(1)
     ),
-    "marked sequence_parallel, but the group tp is not given": lambda: finalize_model_grads(
-        [DistributedDataParallel(SHARDED, Scales(), groups=over(Alone()))], pg_collection={}
-    ),
     "router_bias_update_rate=-0.1; pass a rate above 0": lambda: finalize_model_grads([], router_bias_update_rate=-0.1),
 }
 
