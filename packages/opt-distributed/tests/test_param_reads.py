@@ -142,11 +142,10 @@ def test_compiled_code_reads_what_has_arrived(name: str) -> None:
         for model in (ddp, reference):
             model(X).square().sum().backward()
         wrapper.finish_grad_sync()
-        wanted = [param.grad for param in reference.parameters()]
+        grads = dict(zip(wrapper.parameters(), (param.grad for param in reference.parameters()), strict=True))
         for buffer in wrapper.synced_buffers:
-            for piece, param in ((piece, buffer.params[piece.id]) for piece in buffer.owned()):
-                at = next(i for i, own in enumerate(wrapper.parameters()) if own is param)
-                grad = wanted[at].flatten()[piece.of_param]
+            for piece in buffer.owned():
+                grad = grads[buffer.params[piece.id]].flatten()[piece.of_param]
                 torch.testing.assert_close(buffer.grad(piece.id, piece.of_param).flatten(), grad, rtol=1e-5, atol=1e-5)
         wrapper.zero_grad_buffer()
         reference.zero_grad()
