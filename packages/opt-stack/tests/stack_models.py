@@ -1,4 +1,4 @@
-"""The small model of these tests, its batches, and the shortest training loop."""
+"""The small model of these tests, its batches, groups of ranks, and the shortest training loop."""
 
 import threading
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
+from opt_distributed.comm import Alone, Axes, Comm, Roles
 from opt_stack import Optimizer, get_optimizer
 
 FEATURES, HIDDEN = 5, 7
@@ -18,6 +19,12 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     with _SEEDED:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 3)).to(dtype)
+
+
+def over(dp: Comm, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
+    """Groups of a model without experts of its own."""
+    axes = Axes(dp=dp, tp=tp or Alone())
+    return Roles(dense=axes, expert=axes, everyone=everyone or dp)
 
 
 def backward(model: nn.Module, step: int, *, scale: Any = None) -> None:
@@ -56,8 +63,8 @@ def assert_equal(got: Any, want: Any, at: str = "") -> None:
             assert_equal(got[key], want[key], f"{at}[{key!r}]")
     elif isinstance(want, list | tuple):
         assert len(got) == len(want), at
-        for number, (one, other) in enumerate(zip(got, want, strict=True)):
-            assert_equal(one, other, f"{at}[{number}]")
+        for number, pair in enumerate(zip(got, want, strict=True)):
+            assert_equal(*pair, f"{at}[{number}]")
     elif isinstance(want, Tensor):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{at}: {text}")
     else:

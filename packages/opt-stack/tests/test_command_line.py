@@ -37,10 +37,7 @@ def test_without_a_model_it_lists_each_kind_of_parameter(config: Any, capsys: An
         ["matrix", "bf16", "muon", "0.01", "0.1"],
         ["vector", "bf16", "adam", "0.01", "0"],
     ]
-    assert lines[-2:] == [
-        "state: whole on every data-parallel rank",
-        "gradients: fp32; clip: 1.0; NoScale()",
-    ]
+    assert lines[-2:] == ["state: whole on every data-parallel rank", "gradients: fp32; clip: 1.0; NoScale()"]
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,7 @@ CASES = {
     "tp, soap": (SOAPRule(), meta((16, 8), TP), [(OWNER, ["tp"], 0)]),
     "fsdp has no mode": (BLOCKWISE, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "hsdp": (SOAPRule(), meta((16, 8), MeshPlacement("replicate", 2, None), FSDP), [(OWNER, ["dp"], 0)]),
-    "tp, namo": (
-        replace(NAMO, muon=DUPLICATED),
-        meta((16, 8), TP),
-        [(EVERY, ["tp"], 0)],
-    ),
+    "tp, namo": (replace(NAMO, muon=DUPLICATED), meta((16, 8), TP), [(EVERY, ["tp"], 0)]),
     "fsdp, namo": (NAMO, meta((16, 8), FSDP), [(OWNER, ["dp"], 0)]),
     "axes of one rank": (SOAPRule(), meta((16, 8), MeshPlacement("dp", 1, 0)), []),
     "fsdp after tp": (DISTRIBUTED, meta((16, 8), LAST_FSDP, TP), [(OWNER, ["tp", "dp"], 0)]),

@@ -23,10 +23,7 @@ from opt_stack.__main__ import main
 from opt_stack.planning.plan import Overrides
 
 MATRIX = ParamKey(name="0.weight")
-PRECISIONS: Mapping[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "params_dtype": {"params_dtype": torch.bfloat16},
-}
+PRECISIONS: Mapping[str, dict[str, Any]] = {"bf16": {"bf16": True}, "params_dtype": {"params_dtype": torch.bfloat16}}
 
 
 @pytest.mark.parametrize("name", PRECISIONS)

@@ -1,21 +1,22 @@
 """Megatron-Core's names, classes, argument orders, modules and wrappers in `opt_stack.megatron`."""
 
+import copy
 import inspect
 import logging
+import re
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from stack_models import backward, make_model, weights
+from stack_models import assert_equal, backward, make_model, over, weights
 from torch import Tensor, nn
 
 import opt_stack
 import opt_stack.megatron as megatron
 from opt_distributed import run_threads
 from opt_distributed.buffers.main_grad import main_grad
-from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import ConfigError, GradientError, OptimizerConfig, get_optimizer
 
@@ -61,10 +62,6 @@ def test_everything_that_is_promised_is_there() -> None:
     methods = ("get_wd", "get_lr", "step", "state_dict", "_check_and_set", "load_state_dict")
     assert all(inspect.isfunction(getattr(megatron.OptimizerParamScheduler, method)) for method in methods)
     assert isinstance(megatron.logger, logging.Logger)
-    assert "keep_vars=True" in megatron.KEEP_VARS_HINT
-
-
-def test_a_key_matches_as_megatron_cores_function_does() -> None:
     param = nn.Parameter(torch.zeros(3))
     assert megatron._matches(param, "layers.0.bias", megatron.ParamKey(name="*.bias"))
     assert not megatron._matches(param, "layers.0.weight", megatron.ParamKey(name="*.bias"))
@@ -72,69 +69,47 @@ def test_a_key_matches_as_megatron_cores_function_does() -> None:
 
 def test_a_script_for_megatron_core_runs_after_changing_its_imports() -> None:
     """The loop that Megatron-Core's users write: configuration, overrides, optimizer, scheduler, training, resume."""
-    from opt_stack.megatron import (
-        OptimizerConfig,
-        OptimizerParamScheduler,
-        ParamGroupOverride,
-        ParamKey,
-        get_megatron_optimizer,
-    )
 
     def setup(model: nn.Module) -> tuple[Any, Any]:
-        config = OptimizerConfig(
-            optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True, clip_grad=1.0, adam_beta2=0.95
-        )
-        overrides = {ParamKey(name="2.*"): ParamGroupOverride(max_lr=5e-3, min_lr=5e-4, wd_mult=0.5)}
-        optimizer = get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=True)
-        scheduler = OptimizerParamScheduler(
-            optimizer,
-            init_lr=0.0,
-            max_lr=config.lr,
-            min_lr=config.min_lr,
-            lr_warmup_steps=2 * 8,
-            lr_decay_steps=10 * 8,
-            lr_decay_style="cosine",
-            start_wd=0.1,
-            end_wd=0.1,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        config = megatron.OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=1e-3, weight_decay=0.1, bf16=True)
+        overrides = {megatron.ParamKey(name="2.*"): megatron.ParamGroupOverride(max_lr=5e-3, min_lr=5e-4, wd_mult=0.5)}
+        optimizer = megatron.get_megatron_optimizer(config, [model], overrides, use_gloo_process_groups=True)
+        scheduler = megatron.OptimizerParamScheduler(
+            optimizer, init_lr=0.0, max_lr=1e-2, min_lr=1e-3, lr_warmup_steps=2 * 8, lr_decay_steps=10 * 8,
+            lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=0, wd_incr_style="constant",
+        )  # fmt: skip
         return optimizer, scheduler
 
     def iterate(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> list[float]:
-        losses = []
+        norms = []
         for step in steps:
             optimizer.zero_grad(set_to_none=True)
             backward(model, step, scale=optimizer.scale_loss)
             update_successful, grad_norm, _ = optimizer.step()
             assert update_successful
-            losses.append(grad_norm)
+            norms.append(grad_norm)
             scheduler.step(increment=8)
-        return losses
+        return norms
 
-    model = make_model(torch.bfloat16)
+    model, again = make_model(torch.bfloat16), make_model(torch.bfloat16)
     optimizer, scheduler = setup(model)
     iterate(model, optimizer, scheduler, range(3))
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "lr": scheduler.state_dict()}
-    saved = {key: {**value} for key, value in saved.items()}
-    again = make_model(torch.bfloat16)
-    again.load_state_dict(saved["model"])
     other, other_scheduler = setup(again)
-    other.load_state_dict(saved["optimizer"])
-    other_scheduler.load_state_dict(saved["lr"])
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other_scheduler.load_state_dict(scheduler.state_dict())
     assert iterate(again, other, other_scheduler, range(3, 6)) == iterate(model, optimizer, scheduler, range(3, 6))
     assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(optimizer.param_groups[0]["lr"] / 2)
 
 
 DDP = megatron.DistributedDataParallelConfig
+WRAP = megatron.DistributedDataParallel
 ORDERS: dict[str, Any] = {
-    "Megatron-Core's order": lambda model, config: megatron.DistributedDataParallel(SimpleNamespace(), config, model),
-    "its keywords": lambda model, config: megatron.DistributedDataParallel(
-        config=SimpleNamespace(), ddp_config=config, module=model
-    ),
-    "our order": lambda model, config: megatron.DistributedDataParallel(config, model),
-    "our keywords": lambda model, config: megatron.DistributedDataParallel(config, module=model),
+    "Megatron-Core's order": lambda model, config: WRAP(SimpleNamespace(), config, model),
+    "its keywords": lambda model, config: WRAP(config=SimpleNamespace(), ddp_config=config, module=model),
+    "our order": lambda model, config: WRAP(config, model),
+    "our keywords": lambda model, config: WRAP(config, module=model),
 }
 
 
@@ -144,46 +119,40 @@ def test_the_wrapper_takes_both_orders_and_trains(wrap: Any) -> None:
     chunk = wrap(model, config)
     assert isinstance(chunk, opt_stack.DistributedDataParallel)
     assert (chunk.module, chunk.ddp_config) == (model, config)
-    optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1), [chunk])
-    expected = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1), [plain])
-    for one, net in ((optimizer, chunk), (expected, plain)):
+    for net in (chunk, plain):
+        optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1), [net])
         backward(net, 0)
-        one.step()
-    assert all(torch.equal(weights(model)[name], weight) for name, weight in weights(plain).items())
+        optimizer.step()
+    assert_equal(weights(model), weights(plain))
 
 
-MISTAKES: dict[str, tuple[Any, str]] = {
-    "swapped": (
-        lambda model: megatron.DistributedDataParallel(SimpleNamespace(), model, DDP()),  # type: ignore[arg-type]
-        r"DistributedDataParallel\(SimpleNamespace, Sequential, DistributedDataParallelConfig\): write "
-        r"DistributedDataParallel\(transformer_config, ddp_config, module\)",
-    ),
-    "no module": (lambda model: megatron.DistributedDataParallel(DDP()), "write DistributedDataParallel"),
-    "two configurations": (
-        lambda model: megatron.DistributedDataParallel(DDP(), DDP(), model),
-        r"DistributedDataParallel\(DistributedDataParallelConfig, DistributedDataParallelConfig, Sequential\)",
-    ),
-    "another library's configuration": (
-        lambda model: megatron.DistributedDataParallel(SimpleNamespace(), SimpleNamespace(), model),  # type: ignore[arg-type]
-        "with ddp_config of opt_stack.DistributedDataParallelConfig",
-    ),
-    "a layout": (
-        lambda model: megatron.DistributedDataParallel(SimpleNamespace(), DDP(), model, full_param_layout=object()),  # type: ignore[arg-type]
-        "full_param_layout is planned by the wrapper",
-    ),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_arguments_in_no_order_are_refused(call: Any, message: str) -> None:
-    with pytest.raises(opt_stack.ConfigError, match=message):
-        call(make_model())
+def test_arguments_in_no_order_are_refused() -> None:
+    model: Any = make_model()
+    ours: Any = SimpleNamespace()
+    mistakes: list[tuple[Any, str]] = [
+        (
+            lambda: WRAP(ours, model, DDP()),
+            "DistributedDataParallel(SimpleNamespace, Sequential, DistributedDataParallelConfig): write "
+            "DistributedDataParallel(transformer_config, ddp_config, module)",
+        ),
+        (lambda: WRAP(DDP()), "write DistributedDataParallel"),
+        (
+            lambda: WRAP(DDP(), DDP(), model),
+            "(DistributedDataParallelConfig, DistributedDataParallelConfig, Sequential",
+        ),
+        (lambda: WRAP(ours, ours, model), "with ddp_config of opt_stack.DistributedDataParallelConfig"),
+        (lambda: WRAP(ours, DDP(), model, full_param_layout=object()), "full_param_layout is planned by the wrapper"),
+        (lambda: megatron.finalize_model_grads([model]), "wrap it in DistributedDataParallel, or leave plain modules"),
+    ]
+    for call, message in mistakes:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_without_buckets_one_collective_reduces_the_chunk_and_the_callers_configuration_is_not_modified() -> None:
     config = DDP(overlap_grad_reduce=True, bucket_size=4)
-    chunk = megatron.DistributedDataParallel(SimpleNamespace(), config, make_model(), True)
-    bucketed = megatron.DistributedDataParallel(SimpleNamespace(), config, make_model())
+    chunk = WRAP(SimpleNamespace(), config, make_model(), True)
+    bucketed = WRAP(SimpleNamespace(), config, make_model())
     assert (len(chunk.grad_sync.buckets), len(bucketed.grad_sync.buckets)) == (1, 3)
     assert config.bucket_size == 4
 
@@ -191,36 +160,34 @@ def test_without_buckets_one_collective_reduces_the_chunk_and_the_callers_config
 def test_stages_of_a_virtual_pipeline_are_numbered_by_their_modules() -> None:
     first, second = make_model(), make_model()
     second.vp_stage = 1  # type: ignore[assignment]
-    chunks = [megatron.DistributedDataParallel(SimpleNamespace(), DDP(), model) for model in (first, second)]
+    chunks = [WRAP(SimpleNamespace(), DDP(), model) for model in (first, second)]
     optimizer = megatron.get_megatron_optimizer(megatron.OptimizerConfig(lr=0.1), chunks)
     assert {id.chunk for group in optimizer.param_groups for id in group["param_ids"]} == {0, 1}
 
 
-def test_losses_that_are_sums_over_tokens_are_divided_by_the_tokens_of_all_ranks() -> None:
-    def rank_main(comm: ThreadComm) -> tuple[torch.Tensor, bool]:
-        axes = Axes(dp=comm, tp=Alone())
-        model = nn.Linear(3, 1, bias=False)
-        nn.init.zeros_(model.weight)
-        per_token = SimpleNamespace(calculate_per_token_loss=True)
-        chunk = megatron.DistributedDataParallel(
-            per_token, DDP(), model, pg_collection=Roles(dense=axes, expert=axes, everyone=comm)
-        )
-        chunk(torch.full((comm.rank + 1, 3), 6.0)).sum().backward()
-        megatron.finalize_model_grads([chunk], torch.tensor(comm.rank + 1))
-        (buffer,) = chunk.synced_buffers
-        (piece,) = buffer.owned()
-        return buffer.grad(piece.id, piece.of_param), chunk.calculate_per_token_loss
+@pytest.mark.parametrize("forced", [False, True], ids=["reduced", "forced all-reduce"])
+def test_losses_that_are_sums_over_tokens_are_divided_by_the_tokens_of_all_ranks(forced: bool) -> None:
+    """A forced all-reduce leaves them whole on every rank."""
 
-    for grad, per_token in run_threads(2, rank_main):
-        assert per_token
-        assert torch.equal(grad.flatten(), torch.full((3,), 6.0))  # (1 + 2) rows of 6, over 3 tokens
+    def rank_main(comm: ThreadComm) -> torch.Tensor:
+        model = nn.Linear(3, 1, bias=False)
+        per_token = SimpleNamespace(calculate_per_token_loss=True)
+        config = DDP(use_distributed_optimizer=forced)
+        chunk = WRAP(per_token, config, model, pg_collection=over(comm))
+        assert chunk.calculate_per_token_loss
+        chunk(torch.full((comm.rank + 1, 3), 6.0)).sum().backward()
+        megatron.finalize_model_grads([chunk], torch.tensor(comm.rank + 1), force_all_reduce=forced)
+        return main_grad(model.weight).clone()
+
+    for grad in run_threads(2, rank_main):
+        assert grad.tolist() == [[6.0] * 3]  # (1 + 2) rows of 6, over 3 tokens
 
 
 def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr("opt_stack.megatron.names.finalize", lambda *args, **options: found.update(options))
     transformer = SimpleNamespace(qk_layernorm=True, moe_router_bias_update_rate=0.5)
-    chunk = megatron.DistributedDataParallel(transformer, DDP(), make_model())
+    chunk = WRAP(transformer, DDP(), make_model())
     megatron.finalize_model_grads([chunk])
     assert found == {"router_bias_update_rate": 0.5}
     assert chunk.qk_layernorm  # the default of `finalize`
@@ -228,57 +195,28 @@ def test_options_of_finalize_come_from_the_transformer_configuration(monkeypatch
     assert found["qk_layernorm"] is False
 
 
-def test_a_chunk_that_is_not_wrapped_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValueError, match="wrap it in DistributedDataParallel, or leave plain modules to the optimizer"):
-        megatron.finalize_model_grads([make_model()])
+SHARDED = {"DistributedOptimizer", "MixedPrecisionOptimizer"}
+KINDS: list[tuple[dict[str, Any], set[str]]] = [
+    ({}, {"FP32Optimizer"}),
+    ({"bf16": True}, {"MixedPrecisionOptimizer", "Float16OptimizerWithFloat16Params"}),
+    ({"use_distributed_optimizer": True}, SHARDED),
+    ({"use_distributed_optimizer": True, "bf16": True}, SHARDED),
+    ({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}, {"LayerWiseDistributedOptimizer"}),
+]
 
 
-def test_a_forced_all_reduce_leaves_finalized_gradients_whole_on_every_rank() -> None:
-    def rank_main(comm: ThreadComm) -> torch.Tensor:
-        axes = Axes(dp=comm, tp=Alone())
-        groups = Roles(dense=axes, expert=axes, everyone=comm)
-        model = nn.Linear(3, 1, bias=False)
-        transformer = SimpleNamespace(calculate_per_token_loss=True)
-        chunk = megatron.DistributedDataParallel(transformer, DDP(use_distributed_optimizer=True), model, groups=groups)
-        chunk(torch.full((1, 3), 6.0 * (comm.rank + 1))).sum().backward()
-        megatron.finalize_model_grads([chunk], torch.tensor(comm.rank + 1), force_all_reduce=True)
-        return main_grad(model.weight).clone()
-
-    for grad in run_threads(2, rank_main):
-        assert grad.tolist() == [[6.0] * 3]  # (6 + 12) / 3 tokens
-
-
-KINDS = {
-    "ChainedOptimizer": (),
-    "DistributedOptimizer": ("flat", "flat bf16"),
-    "LayerWiseDistributedOptimizer": ("whole",),
-    "MixedPrecisionOptimizer": ("flat", "flat bf16", "bf16"),
-    "Float16OptimizerWithFloat16Params": ("bf16",),
-    "FP32Optimizer": ("fp32",),
-}
-CONFIGS = {
-    "fp32": {},
-    "bf16": {"bf16": True},
-    "flat": {"use_distributed_optimizer": True},
-    "flat bf16": {"use_distributed_optimizer": True, "bf16": True},
-    "whole": {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True},
-}
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_isinstance_answers_as_in_megatron_core(name: str) -> None:
-    config = megatron.OptimizerConfig(lr=0.1, **CONFIGS[name])  # type: ignore[arg-type]
-    optimizer = megatron.get_megatron_optimizer(config, [make_model(config.precision.params)])
-    kinds = {kind for kind in KINDS if isinstance(optimizer, getattr(megatron, kind))}
-    assert kinds == {kind for kind, names in KINDS.items() if name in names}
-    assert isinstance(optimizer, megatron.MegatronOptimizer)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_class_of_optimizers_is_not_built_directly_and_fits_no_other_optimizer(kind: str) -> None:
-    with pytest.raises(opt_stack.ConfigError, match=f"{kind} is not built directly; call opt_stack.megatron.get_meg"):
-        getattr(megatron, kind)([])
-    assert not isinstance(torch.optim.SGD(make_model().parameters(), 0.1), getattr(megatron, kind))
+def test_isinstance_answers_as_in_megatron_core() -> None:
+    names = {"ChainedOptimizer"}.union(*(expected for _, expected in KINDS))
+    stranger = torch.optim.SGD(make_model().parameters(), 0.1)
+    for fields, expected in KINDS:
+        config = megatron.OptimizerConfig(lr=0.1, **fields)
+        optimizer = megatron.get_megatron_optimizer(config, [make_model(config.precision.params)])
+        assert {name for name in names if isinstance(optimizer, getattr(megatron, name))} == expected, fields
+        assert isinstance(optimizer, megatron.MegatronOptimizer)
+    for name in names:
+        with pytest.raises(opt_stack.ConfigError, match=f"{name} is not built directly; call opt_stack.megatron.get_"):
+            getattr(megatron, name)([])
+        assert not isinstance(stranger, getattr(megatron, name))
 
 
 def test_the_muon_getter_builds_muon_and_refuses_adam() -> None:
@@ -304,14 +242,14 @@ PUBLIC = """
 """
 
 
-@pytest.mark.parametrize("name", PUBLIC.split())
-def test_a_public_name_of_megatron_core_exists_or_says_what_to_write(name: str) -> None:
-    assert not hasattr(megatron, f"{name}s")
-    if name in megatron.__all__:
-        assert getattr(megatron, name) is not None
-    else:
-        with pytest.raises(ImportError, match=f"opt_stack.megatron has no {name}; "):
-            getattr(megatron, name)
+def test_a_public_name_of_megatron_core_exists_or_says_what_to_write() -> None:
+    for name in PUBLIC.split():
+        if name in megatron.__all__:
+            assert getattr(megatron, name) is not None
+        else:
+            with pytest.raises(ImportError, match=f"opt_stack.megatron has no {name}; "):
+                getattr(megatron, name)
+    assert not hasattr(megatron, "ParamKeys")
 
 
 MODULES = {  # of megatron.core.optimizer, optimizer_param_scheduler and distributed, with their public names
@@ -334,15 +272,15 @@ MODULES = {  # of megatron.core.optimizer, optimizer_param_scheduler and distrib
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_the_references_modules_have_their_names(name: str) -> None:
-    module = import_module(f"opt_stack.megatron.{name}")
-    for public in MODULES[name].split():
-        if public in megatron.__all__:
-            assert getattr(module, public) is getattr(megatron, public)
-        else:
-            with pytest.raises(ImportError, match=f"opt_stack.megatron has no {public}; "):
-                getattr(module, public)
+def test_the_references_modules_have_their_names() -> None:
+    for name, names in MODULES.items():
+        module = import_module(f"opt_stack.megatron.{name}")
+        for public in names.split():
+            if public in megatron.__all__:
+                assert getattr(module, public) is getattr(megatron, public)
+            else:
+                with pytest.raises(ImportError, match=f"opt_stack.megatron has no {public}; "):
+                    getattr(module, public)
 
 
 ASKS: dict[str, dict[str, Any]] = {
@@ -359,19 +297,13 @@ def test_a_sharded_rule_of_matrices_is_layer_wise(name: str) -> None:
     optimizer = megatron.get_megatron_optimizer(config, [make_model()])
     assert isinstance(optimizer, megatron.LayerWiseDistributedOptimizer)
     assert {group["optimizer"] for group in optimizer.param_groups} == {"soap" if name == "soap" else "muon", "adam"}
-    ddp = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True)
-    wrapped = megatron.DistributedDataParallel(ddp, make_model(), optimizer_config=config)
+    wrapped = WRAP(DDP(use_distributed_optimizer=True), make_model(), optimizer_config=config)
     buffers = megatron.get_megatron_optimizer(config, [wrapped]).plan.buffers
     assert any("whole parameters" in buffer.name for buffer in buffers)
     groups = megatron._get_param_groups([make_model()], config, None)
     assert [group["optimizer"] for group in groups] == [group["optimizer"] for group in optimizer.param_groups]
     with pytest.raises(opt_stack.ConfigError):
         opt_stack.get_optimizer(config, [make_model()])  # without Megatron-Core's meaning
-
-
-def test_other_sharded_rules_keep_their_meaning() -> None:
-    config = megatron.OptimizerConfig(lr=0.1, use_distributed_optimizer=True)
-    assert isinstance(megatron.get_megatron_optimizer(config, [make_model()]), megatron.DistributedOptimizer)
     with pytest.raises(opt_stack.ConfigError, match="optimizer='dist_adam' is unknown"):
         megatron.get_megatron_optimizer(megatron.OptimizerConfig(optimizer="dist_adam"), [make_model()])
 
@@ -464,7 +396,7 @@ def test_the_step_reads_the_reduced_gradients(fields: dict[str, Any]) -> None:
         expected.zero_grad()
         backward(plain, step)
         assert optimizer.step() == expected.step()
-    assert all(torch.equal(weights(model)[name], weight) for name, weight in weights(plain).items())
+    assert_equal(weights(model), weights(plain))
     assert not torch.equal(model[0].weight, make_model(config.precision.params)[0].weight)  # type: ignore[index]
 
 
@@ -475,29 +407,26 @@ def test_a_parameter_without_its_gradient_is_refused() -> None:
     before = weights(chunk)
     with pytest.raises(GradientError, match=r"main_grad of 0\.weight is None; the wrapper of this"):
         optimizer.step()
-    assert all(torch.equal(weights(chunk)[name], weight) for name, weight in before.items())
+    assert_equal(weights(chunk), before)
 
 
-def sharding(chunk: Any) -> list[nn.Module]:
-    chunk.ddp_config.use_distributed_optimizer = True
-    return [chunk]
+ANOTHER = "is a Sequential; wrap all chunks in the same class"
+FLAT = {"use_distributed_optimizer": True}
+WHOLE = {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}
 
 
-IN_ANOTHER_CLASS = "is a Sequential; wrap all chunks in the same class"
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "flat shards": ({"use_distributed_optimizer": True}, lambda chunk: [chunk], "set both to False"),
-    "whole matrices": (
-        {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True}, lambda chunk: [chunk], "set both to False",
-    ),
-    "a graph": ({"optimizer_cuda_graph": True}, lambda chunk: [chunk], "optimizer_cuda_graph=True: model chunk 0"),
-    "the module inside": ({}, lambda chunk: [chunk.module], "pass the DistributedDataParallel around it"),
-    "a wrapper that shards": ({}, sharding, "leaves each rank a shard of the gradients in its own layout; wrap"),
-    "plain after": ({}, lambda chunk: [chunk, make_model()], f"and model chunk 1 {IN_ANOTHER_CLASS}"),
-    "plain before": ({}, lambda chunk: [make_model(), chunk], f"and model chunk 0 {IN_ANOTHER_CLASS}"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("fields", "chunks_of", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_wrapper_does_not_support_is_refused(fields: Any, chunks_of: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        get_optimizer(OptimizerConfig(lr=0.1, **fields), chunks_of(DistributedDataParallel(make_model())))
+def test_what_the_wrapper_does_not_support_is_refused() -> None:
+    chunk, shards, plain = DistributedDataParallel(make_model()), DistributedDataParallel(make_model()), make_model()
+    shards.ddp_config.use_distributed_optimizer = True
+    refused: list[tuple[dict[str, Any], list[nn.Module], str]] = [
+        (FLAT, [chunk], "set both to False"),
+        (WHOLE, [chunk], "set both to False"),
+        ({"optimizer_cuda_graph": True}, [chunk], "optimizer_cuda_graph=True: model chunk 0"),
+        ({}, [chunk.module], "pass the DistributedDataParallel around it"),
+        ({}, [shards], "leaves each rank a shard of the gradients in its own layout; wrap"),
+        ({}, [chunk, plain], f"and model chunk 1 {ANOTHER}"),
+        ({}, [plain, chunk], f"and model chunk 0 {ANOTHER}"),
+    ]
+    for fields, chunks, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            get_optimizer(OptimizerConfig(lr=0.1, **fields), chunks)
