@@ -1,4 +1,4 @@
-"""A load or write on some ranks only is refused in the next step, the first or a later one: replicas would differ."""
+"""Loads on some ranks only are refused in the next step, since replicas would differ; loads on all ranks reach all."""
 
 import copy
 from collections.abc import Callable
@@ -8,27 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import assert_equal, backward, make_model, train, weights
-from torch import Tensor, nn
+from stack_models import assert_equal, backward, make_model, over, weights
+from torch import nn
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, ReplicaError, get_optimizer
 
 FP32 = OptimizerConfig(lr=1e-2)
 FP16 = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=2.0**8)
+ZERO1 = {"use_distributed_optimizer": True}
+GATHERS = {**ZERO1, "overlap_param_gather": True}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {  # optimizer, wrapper
     "plain": ({}, None),
-    "ZeRO-1": ({"use_distributed_optimizer": True}, None),
+    "ZeRO-1": (ZERO1, None),
     "layer-wise": ({"use_layer_wise_distributed_optimizer": True}, None),
     "wrapped": ({}, {}),
-    "wrapped ZeRO-1": ({"use_distributed_optimizer": True}, {"use_distributed_optimizer": True}),
-    "overlapping": (
-        {"use_distributed_optimizer": True, "overlap_param_gather": True},
-        {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True},
-    ),
+    "wrapped ZeRO-1": (ZERO1, ZERO1),
+    "overlapping": (GATHERS, {**GATHERS, "overlap_grad_reduce": True, "bucket_size": 20}),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
 Load = Callable[[nn.Module, Optimizer], object]
@@ -36,12 +34,10 @@ Load = Callable[[nn.Module, Optimizer], object]
 
 def build(comm: ThreadComm, layout: str, config: OptimizerConfig = FP32) -> tuple[nn.Module, Optimizer]:
     of_optimizer, of_wrapper = LAYOUTS[layout]
-    axes = Axes(dp=comm, tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=comm)
     model = make_model(config.precision.params)
     if of_wrapper is not None:
-        model = DistributedDataParallel(DistributedDataParallelConfig(**of_wrapper), model, groups=roles)
-    return model, get_optimizer(replace(config, **of_optimizer), [model], {}, pg_collection=roles)
+        model = DistributedDataParallel(DistributedDataParallelConfig(**of_wrapper), model, groups=over(comm))
+    return model, get_optimizer(replace(config, **of_optimizer), [model], {}, pg_collection=over(comm))
 
 
 def step(model: nn.Module, optimizer: Optimizer, seed: int) -> None:
@@ -58,13 +54,6 @@ def load_weights(model: nn.Module, optimizer: Optimizer) -> None:
 @torch.no_grad()
 def write_weights(model: nn.Module, optimizer: Optimizer) -> None:
     next(model.parameters()).mul_(2)
-
-
-def trained_state() -> dict[str, Any]:
-    model = make_model()
-    optimizer = get_optimizer(FP32, [model], {})
-    train(model, optimizer, range(3))
-    return optimizer.state_dict()
 
 
 def stepped(comm: ThreadComm, layout: str, num_steps: int, *config: OptimizerConfig) -> tuple[nn.Module, Optimizer]:
@@ -97,25 +86,21 @@ def test_weights_that_only_one_rank_loaded_are_refused(layout: str, load: Load, 
             with pytest.raises(ReplicaError, match=r"weights were loaded after .*: ranks hold different"):
                 optimizer.prepare_grads() if halves else optimizer.step()
         assert_equal(settled(model), before)
-        if comm.rank > 0 and num_steps:
-            load(model, optimizer)
-            step(model, optimizer, 2)
-        elif num_steps:
+        if num_steps:
+            if comm.rank > 0:
+                load(model, optimizer)
             step(model, optimizer, 2)
 
     run_threads(3, rank_main)
 
 
 @pytest.mark.parametrize("layout", ["plain", "wrapped"])
-@pytest.mark.parametrize("loaded", ["state", "step"])
 @pytest.mark.parametrize("num_steps", [0, 2])
-def test_state_that_only_one_rank_loaded_is_refused(layout: str, loaded: str, num_steps: int) -> None:
-    saved = trained_state()
-
+def test_state_that_only_one_rank_loaded_is_refused(layout: str, num_steps: int) -> None:
     def rank_main(comm: ThreadComm) -> None:
         model, optimizer = stepped(comm, layout, num_steps)
         if comm.rank == 1:
-            state = copy.deepcopy(saved if loaded == "state" else optimizer.state_dict())
+            state = copy.deepcopy(optimizer.state_dict())
             for of_param in state["state"].values():
                 of_param["step"] += 1
             optimizer.load_state_dict(state)
@@ -140,26 +125,6 @@ def test_different_loss_scales_are_refused() -> None:
             optimizer.step()
 
     run_threads(2, rank_main)
-
-
-@layouts
-@pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True), FP16], ids=["fp32", "bf16", "fp16"])
-def test_ranks_that_load_alike_go_on(layout: str, config: OptimizerConfig) -> None:
-    def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
-        model, optimizer = build(comm, layout, config)
-        for seed in range(3):
-            step(model, optimizer, seed)
-        resumed = build(comm, layout, config)
-        resumed[0].load_state_dict(model.state_dict())
-        resumed[1].load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for seed in range(3, 5):
-            step(model, optimizer, seed)
-            step(*resumed, seed)
-        assert_equal(weights(resumed[0]), weights(model))
-        return weights(model)
-
-    found = run_threads(2, rank_main)
-    assert_equal(found[0], found[1])
 
 
 @torch.no_grad()
@@ -208,3 +173,42 @@ def test_replicas_are_compared_after_writes_of_some_ranks_only(layout: str, monk
 
     run_threads(2, rank_main)
     assert len(compared) == 2  # once on each rank
+
+
+# --- loads on every rank ----------------------------------------------------------------------------------------------
+
+SHARDED = ("ZeRO-1", "wrapped ZeRO-1", "overlapping")
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.parametrize("config", [FP32, replace(FP32, bf16=True)], ids=["fp32", "bf16"])
+def test_parameters_are_those_of_the_state_dict_that_main_values_were_read_from(
+    layout: str, config: OptimizerConfig
+) -> None:
+    """Each rank had the new values in its own shard and the old ones in all others."""
+    given = {name: torch.full(p.shape, 0.5) for name, p in make_model().named_parameters()}
+
+    def rank_main(comm: ThreadComm) -> None:
+        model, optimizer = build(comm, layout, config)
+        optimizer.reload_model_params(given)
+        assert_equal([*weights(model).values()], [value.to(config.precision.params) for value in given.values()])
+
+    run_threads(3, rank_main)
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_16_bit_state_is_loaded_by_every_rank_or_if_one_refuses_by_none(layout: str) -> None:
+    def rank_main(comm: ThreadComm) -> None:
+        trained, optimizer = stepped(comm, layout, 3, replace(FP32, bf16=True))
+        model, other = build(comm, layout, replace(FP32, bf16=True))
+        drawn, state = weights(model), copy.deepcopy(optimizer.state_dict())
+        spoilt = copy.deepcopy(state)
+        if comm.rank == 1:
+            spoilt["param_groups"][0]["lr"] = "fast"
+        with pytest.raises(ValueError, match="lr='fast' of the saved group"):
+            other.load_state_dict(spoilt)
+        assert_equal(weights(model), drawn)
+        other.load_state_dict(state)
+        assert_equal(weights(model), settled(trained))
+
+    run_threads(3, rank_main)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from stack_models import over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Alone, Comm, Roles
 from opt_distributed.comm.collectives import Pending
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_kernels.quantized import quantize_linears_, quantized
@@ -60,11 +61,6 @@ def layers_of(model: Any) -> list[Attention]:
             model.query_up, model.key_value_up, num_heads=HEADS, nope_dim=NOPE, rope_dim=ROPE, value_dim=VALUE
         ),
     ]
-
-
-def roles_of(dp: Comm, tp: Comm | None = None, everyone: Comm | None = None) -> Roles:
-    axes = Axes(dp=dp, tp=tp or Alone())
-    return Roles(dense=axes, expert=axes, everyone=everyone or dp)
 
 
 def build(
@@ -130,7 +126,7 @@ def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: floa
     """Then a step without gradients: main values were scaled too, so nothing springs back."""
     dtype, fields = MODES[mode]
     model = Model(dtype)
-    chunk, optimizer = build(model, roles_of(Alone()), **fields)
+    chunk, optimizer = build(model, over(Alone()), **fields)
     clip = QKClip(optimizer, layers_of(model), alpha=alpha)
     step(chunk, optimizer, 1.0)
     mains = {id.name: held.piece.main.value().double().clone() for id, held in optimizer._held.items()}
@@ -147,26 +143,18 @@ def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: floa
 
 
 HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+FLAT = {"use_distributed_optimizer": True}
+GATHERS = {**FLAT, "overlap_param_gather": True}
+NARROW = {"bf16": True, "use_precision_aware_optimizer": True}
 LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     "replicated": (None, {}),
-    "ZeRO-1": (None, {"use_distributed_optimizer": True}),
-    "ZeRO-1, bf16": (None, {"use_distributed_optimizer": True, "bf16": True}),
-    "ZeRO-1, remainders": (None, {**MODES["remainders"][1]}),
-    "ZeRO-1, scaled fp16 mains": (
-        None,
-        {
-            "bf16": True,
-            "use_precision_aware_optimizer": True,
-            "main_params_dtype": torch.float16,
-            "use_distributed_optimizer": True,
-        },
-    ),
-    "ZeRO-1, state on the host": (None, {"use_distributed_optimizer": True, "bf16": True, **HOST}),
-    "wrapped": ({"use_distributed_optimizer": True}, {"use_distributed_optimizer": True}),
-    "wrapped, gathers overlap": (
-        {"use_distributed_optimizer": True, "overlap_param_gather": True, "bucket_size": 30},
-        {"use_distributed_optimizer": True, "overlap_param_gather": True},
-    ),
+    "ZeRO-1": (None, FLAT),
+    "ZeRO-1, bf16": (None, {**FLAT, "bf16": True}),
+    "ZeRO-1, remainders": (None, {**FLAT, **NARROW}),
+    "ZeRO-1, scaled fp16 mains": (None, {**FLAT, **NARROW, "main_params_dtype": torch.float16}),
+    "ZeRO-1, state on the host": (None, {**FLAT, "bf16": True, **HOST}),
+    "wrapped": (FLAT, FLAT),
+    "wrapped, gathers overlap": ({**GATHERS, "bucket_size": 30}, GATHERS),
     "layer-wise": (None, {"optimizer": "muon", "use_layer_wise_distributed_optimizer": True, "muon_momentum": 0.0}),
 }
 
@@ -179,7 +167,7 @@ def test_every_layout_has_the_weights_of_one_process(name: str) -> None:
 
     def rank_main(comm: Comm) -> list[list[Tensor]]:
         model = Model(dtype)
-        chunk, optimizer = build(model, roles_of(comm), wrapper, **fields)
+        chunk, optimizer = build(model, over(comm), wrapper, **fields)
         clip = QKClip(optimizer, layers_of(model), alpha=0.25)
         found = []
         for scale in (1.0, 0.5):
@@ -205,7 +193,7 @@ def test_weights_in_fp8_are_quantised_anew_from_the_scaled_main_values(recipe: s
         generator = torch.Generator().manual_seed(1)
         model[0].weight.data.copy_(torch.randn(96, 32, generator=generator))
         quantize_linears_(model, recipe)
-        _, optimizer = build(model, roles_of(comm), bf16=True, fp8_recipe=recipe, use_distributed_optimizer=sharded)
+        _, optimizer = build(model, over(comm), bf16=True, fp8_recipe=recipe, use_distributed_optimizer=sharded)
         weight = model[0].weight
         before = quantized(weight).values().double()  # type: ignore[union-attr]
         clip = QKClip(optimizer, [fused_qkv(weight, num_heads=4, head_dim=8)])
@@ -250,9 +238,7 @@ class SlowGathers(Alone):
 
 def test_a_gather_under_way_does_not_bring_back_what_was_clipped() -> None:
     model = Model()
-    roles = roles_of(SlowGathers())
-    gathers = {"use_distributed_optimizer": True, "overlap_param_gather": True}
-    chunk, optimizer = build(model, roles, {**gathers, "bucket_size": 30}, **gathers)
+    chunk, optimizer = build(model, over(SlowGathers()), {**GATHERS, "bucket_size": 30}, **GATHERS)
     clip = QKClip(optimizer, layers_of(model))
     step(chunk, optimizer, 0.0)
     owned = {id.name: held.piece for id, held in optimizer._held.items()}
@@ -286,7 +272,7 @@ def test_tensor_parallel_ranks_scale_their_own_heads(gives_all: bool) -> None:
 
     def rank_main(comm: ThreadComm) -> nn.Module:
         model = TensorParallel(comm.rank)
-        _, optimizer = build(model, roles_of(Alone(), comm, comm))
+        _, optimizer = build(model, over(Alone(), comm, comm))
         own = logits_here(comm) if gives_all else [LOGITS.chunk(2)[comm.rank]] * 3
         assert QKClip(optimizer, layers_of(model))(own) == 400.0
         return model
@@ -306,13 +292,11 @@ def test_tensor_parallel_ranks_scale_their_own_heads(gives_all: bool) -> None:
 
 def test_pipeline_stages_clip_their_own_layers_and_know_the_largest_logit() -> None:
     """Each stage has other layers; the last has none."""
-    worlds = [World(1) for _ in range(3)]
 
     def rank_main(comm: ThreadComm) -> list[bool]:
         model = Model()
         before = [param.detach().clone() for param in model.parameters()]
-        alone = ThreadComm(worlds[comm.rank], 0)
-        _, optimizer = build(model, roles_of(alone, everyone=comm))
+        _, optimizer = build(model, over(Alone(), everyone=comm))
         layers = [layers_of(model)[:1], layers_of(model)[1:], []][comm.rank]
         logits = [LOGITS if comm.rank == 0 else LOGITS / 10 for _ in layers]
         assert QKClip(optimizer, layers)(logits) == 400.0
@@ -323,23 +307,22 @@ def test_pipeline_stages_clip_their_own_layers_and_know_the_largest_logit() -> N
     assert second == third == [True] * 8
 
 
-@pytest.mark.parametrize("given", [[100.0, -5.0, 0.0, 3.0], [math.nan, 1.0, 1.0, 1.0], [math.inf, 1.0, 1.0, 1.0]])
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize("given", [[100.0, -5.0, 0.0, 3.0], [NAN, 1.0, 1.0, 1.0], [INF, 1.0, 1.0, 1.0]])
 def test_nothing_is_written_without_a_finite_logit_above_the_threshold(given: Sequence[float]) -> None:
     model = Model()
-    _, optimizer = build(model, roles_of(Alone()))
+    _, optimizer = build(model, over(Alone()))
     versions = [param._version for param in model.parameters()]
-    largest = QKClip(optimizer, layers_of(model))([torch.tensor(given)] * 3)
-    assert largest == (given[0] if given[0] == 100.0 else math.inf), "a NaN may not be dropped by a maximum over ranks"
+    clip = QKClip(optimizer, layers_of(model))
+    largest = clip([torch.tensor(given)] * 3)
+    assert largest == (given[0] if given[0] == 100.0 else INF), "a NaN may not be dropped by a maximum over ranks"
     assert [param._version for param in model.parameters()] == versions
-
-
-def test_an_infinite_logit_leaves_its_layer_alone_where_another_is_clipped() -> None:
-    model = Model()
-    _, optimizer = build(model, roles_of(Alone()))
-    before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    QKClip(optimizer, layers_of(model))([torch.full((HEADS,), math.inf), LOGITS, torch.zeros(HEADS)])
-    stayed = {name for name, param in model.named_parameters() if torch.equal(param, before[name])}
-    assert stayed == before.keys() - {"query", "key", "key_bias"}
+    clip([torch.tensor(given), LOGITS, torch.zeros(HEADS)])
+    drawn = dict(Model().named_parameters())
+    scaled = [name for name, param in model.named_parameters() if not torch.equal(param, drawn[name])]
+    assert scaled == ["query", "key", "key_bias"], "only the second layer has finite logits above the threshold"
 
 
 def of(model: Any, **numbers: int) -> list[Attention]:
@@ -347,69 +330,52 @@ def of(model: Any, **numbers: int) -> list[Attention]:
     return [separate_qk(model.query, model.key, **given)]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Optimizer], object], str]] = {
-    "threshold": (lambda m, o: QKClip(o, [], threshold=0.0), "threshold=0.0; it must be above 0"),
-    "alpha": (lambda m, o: QKClip(o, [], alpha=1.5), "alpha=1.5; the query's share"),
-    "groups": (lambda m, o: QKClip(o, of(m, num_query_groups=3)), "4 heads do not divide into 3 query groups"),
-    "rows": (lambda m, o: QKClip(o, of(m, head_dim=4)), r"'query' has shape \(12, 5\), but 2 query groups of 8 rows"),
-    "frozen": (lambda m, o: QKClip(o, of(Model())), r"does not train a parameter of shape \(12, 5\)"),
-    "twice": (lambda m, o: QKClip(o, [*of(m), *of(m)]), "'query' is in layers twice"),
-}  # fmt: skip
+REFUSED: list[tuple[Callable[[Any, Optimizer, int], object], str]] = [
+    (lambda m, o, rank: QKClip(o, [], threshold=0.0), "threshold=0.0; it must be above 0"),
+    (lambda m, o, rank: QKClip(o, [], alpha=1.5), "alpha=1.5; the query's share"),
+    (lambda m, o, rank: QKClip(o, of(m, num_query_groups=3)), "4 heads do not divide into 3 query groups"),
+    (lambda m, o, rank: QKClip(o, of(m, head_dim=4)), r"'query' has shape \(12, 5\), but 2 query groups of 8 rows"),
+    (lambda m, o, rank: QKClip(o, of(Model())), r"does not train a parameter of shape \(12, 5\)"),
+    (lambda m, o, rank: QKClip(o, [*of(m), *of(m)]), "'query' is in layers twice"),
+    (lambda m, o, rank: QKClip(o, layers_of(m)[: 2 + rank]), "ranks differ in threshold, alpha or layers"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_meant_is_refused_on_every_rank(name: str) -> None:
-    make, message = REFUSED[name]
-
+def test_what_cannot_be_meant_is_refused_on_every_rank() -> None:
     def rank_main(comm: ThreadComm) -> None:
         model = Model()
-        _, optimizer = build(model, roles_of(comm))
-        with pytest.raises(ConfigError, match=message):
-            make(model, optimizer)
+        _, optimizer = build(model, over(comm))
+        for make, message in REFUSED:
+            with pytest.raises(ConfigError, match=message):
+                make(model, optimizer, comm.rank)
 
     run_threads(2, rank_main)
 
 
-def test_replicas_with_other_layers_are_refused_on_every_rank() -> None:
-    def rank_main(comm: ThreadComm) -> None:
-        model = Model()
-        _, optimizer = build(model, roles_of(comm))
-        with pytest.raises(ConfigError, match="ranks differ in threshold, alpha or layers"):
-            QKClip(optimizer, layers_of(model)[: 2 + comm.rank])
-
-    run_threads(2, rank_main)
-
-
-WRONG: dict[str, tuple[Callable[[], list[Any]], str]] = {
-    "too many heads": (lambda: [torch.zeros(HEADS + 1)], "pass one number for each of its 4 heads"),
-    "two dims": (lambda: [torch.zeros(HEADS, 1)], "pass one number for each of its 4 heads"),
-    "no dim": (lambda: [torch.zeros(())], "pass one number for each of its 4 heads"),
-    "no layer": (list, "has 0 entries; pass one for each of 1 layers"),
-    "no tensor": (lambda: [[1.0] * HEADS], "max_logits of a layer is a list; pass a tensor"),
-}
+WRONG: list[tuple[list[Any], str]] = [
+    ([torch.zeros(HEADS + 1)], "pass one number for each of its 4 heads"),
+    ([torch.zeros(HEADS, 1)], "pass one number for each of its 4 heads"),
+    ([torch.zeros(())], "pass one number for each of its 4 heads"),
+    ([], "has 0 entries; pass one for each of 1 layers"),
+    ([[1.0] * HEADS], "max_logits of a layer is a list; pass a tensor"),
+]
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing(name: str) -> None:
+def test_logits_that_do_not_fit_on_one_rank_are_refused_on_all_and_clip_nothing() -> None:
     """Two replicas of one stage, and a stage without layers."""
-    given, message = WRONG[name]
     stages = [World(2).comms(), World(1).comms()]
 
-    def rank_main(comm: ThreadComm) -> str:
+    def rank_main(comm: ThreadComm) -> None:
         model = Model()
-        _, optimizer = build(model, roles_of(stages[comm.rank // 2][comm.rank % 2], everyone=comm))
+        _, optimizer = build(model, over(stages[comm.rank // 2][comm.rank % 2], everyone=comm))
         clip = QKClip(optimizer, of(model) if comm.rank < 2 else [])
         before = [param.detach().clone() for param in model.parameters()]
-        with pytest.raises(ValueError) as caught:
-            clip([[LOGITS], given(), []][comm.rank])
-        assert all(map(torch.equal, before, model.parameters()))
-        if comm.rank < 2:
-            assert clip([LOGITS]) == 400.0
-            assert not torch.equal(before[3], model.query)
-        else:
-            assert clip([]) == 400.0
-        return str(caught.value)
+        for given, message in WRONG:
+            expected = message if comm.rank == 1 else "max_logits do not fit the layers of QKClip on another rank"
+            with pytest.raises(ValueError, match=expected):
+                clip([[LOGITS], given, []][comm.rank])
+            assert all(map(torch.equal, before, model.parameters()))
+        assert clip([[LOGITS], [LOGITS], []][comm.rank]) == 400.0
+        assert (comm.rank < 2) == (not torch.equal(before[2], model.query))
 
-    found = run_threads(3, rank_main)
-    assert message in found[1]
-    assert all("max_logits do not fit the layers of QKClip on another rank" in found[rank] for rank in (0, 2))
+    run_threads(3, rank_main)

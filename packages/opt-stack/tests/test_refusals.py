@@ -58,7 +58,7 @@ CASES = {
             "overlap_param_gather": True,
             "overlap_param_gather_with_optimizer_step": True,
         },
-        "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped, but ",
+        "overlap_param_gather_with_optimizer_step=True gathers the first model chunk while the others are stepped",
     ),
     "matrices cut": (
         {"optimizer": "muon", "use_distributed_optimizer": True},
@@ -66,7 +66,7 @@ CASES = {
     ),
     "bf16 model without bf16": (
         {"model": lambda: [make_model(torch.bfloat16)]},
-        "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set bf16=T",
+        "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set bf16",
     ),
     "fp16 model with bf16": (
         {"model": lambda: [make_model(torch.float16)], "bf16": True},

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from recording_comm import RecordingComm
-from stack_models import make_model
+from stack_models import assert_equal, make_model, over, weights
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
+from wrapped_net import LR, Net, backward, groups_of, inputs, loss_of, sgd, trained_alone, wrap
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
@@ -39,14 +39,10 @@ def test_parameters_that_are_not_trained_keep_no_rank_from_seeing_the_others(
     """Nothing was gathered when no parameter of some buffer was trained: ranks drifted apart, every step a success."""
 
     def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
-        net = Net()
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=40
-        )
-        ddp = DistributedDataParallel(config, net, groups=over(comm))
-        for name, param in net.named_parameters():
+        ddp = wrap(comm, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=40)
+        for name, param in ddp.module.named_parameters():
             param.requires_grad_(name in names or not frozen)
-        groups = groups_of(param for name, param in net.named_parameters() if name in names)
+        groups = groups_of(param for name, param in ddp.module.named_parameters() if name in names)
         optimizer = get_optimizer_based_on_param_groups(
             sgd(overlap_param_gather=overlap), [ddp], groups, pg_collection=over(comm)
         )
@@ -54,12 +50,11 @@ def test_parameters_that_are_not_trained_keep_no_rank_from_seeing_the_others(
             backward(loss_of(ddp, inputs(step).chunk(2)[comm.rank]))
             assert optimizer.step().success
             ddp.zero_grad_buffer()
-        return {name: param.detach().clone() for name, param in net.named_parameters()}
+        return weights(ddp.module)
 
-    expected = trained_alone(names, 3)
     for found in run_threads(2, rank_main):
         # Two halves are summed where one process sums once: 2^-24 of gradients near 1, a tenth of it, three times.
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(found, trained_alone(names, 3), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
@@ -67,9 +62,8 @@ def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
     """Each publishes the buffers that it writes, also where the other one's step is skipped."""
 
     def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
-        net = Net()
-        config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_param_gather=overlap)
-        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        ddp = wrap(comm, overlap_param_gather=overlap)
+        net: Any = ddp.module
         optimizers = [
             get_optimizer_based_on_param_groups(
                 sgd(overlap_param_gather=overlap), [ddp], groups_of(params), pg_collection=over(comm)
@@ -82,19 +76,17 @@ def test_two_optimizers_may_share_a_wrapped_chunk(overlap: bool) -> None:
             if step % 2:
                 assert optimizers[1].step().success
             ddp.zero_grad_buffer()
-        return {name: param.detach().clone() for name, param in net.named_parameters()}
+        return weights(net)
 
     net = Net()
     for step in range(4):
-        names = ("first.weight", "norm.weight") if step % 2 == 0 else tuple(dict(net.named_parameters()))
         net.zero_grad()
         backward(loss_of(net, inputs(step)))
         for name, param in net.named_parameters():
-            if name in names:
-                assert param.grad is not None
-                param.data.add_(param.grad, alpha=-LR)
+            if step % 2 or name in ("first.weight", "norm.weight"):
+                param.data.add_(param.grad, alpha=-LR)  # type: ignore[arg-type]
     for found in run_threads(2, rank_main):
-        torch.testing.assert_close(found, dict(net.named_parameters()), rtol=0, atol=1e-7)
+        torch.testing.assert_close(found, weights(net), rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("skipping_step", [0, 1], ids=["in the first step", "in a later step"])
@@ -152,14 +144,6 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
     )
-    optimizer_config = OptimizerConfig(
-        optimizer="sgd",
-        sgd_momentum=0.0,
-        lr=LR,
-        weight_decay=0.0,
-        use_distributed_optimizer=True,
-        overlap_param_gather=overlap,
-    )
 
     def rank_main(comm: ThreadComm) -> list[Tensor]:
         chunks = [nn.ParameterDict({"dense": torch.full((4,), float(number))}) for number in range(2)]
@@ -168,7 +152,8 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
             chunks[0]["expert"].allreduce = False  # type: ignore[attr-defined]
         roles = Roles(dense=Axes(dp=comm, tp=Alone()), expert=Axes(dp=Alone(), tp=Alone()), everyone=comm)
         models = [DistributedDataParallel(config, net, groups=roles, chunk=n) for n, net in enumerate(chunks)]
-        optimizer = get_optimizer(optimizer_config, models, {}, pg_collection=roles)
+        fields = sgd(clip_grad=1.0, overlap_param_gather=overlap)
+        optimizer = get_optimizer(fields, models, {}, pg_collection=roles)
         for _ in range(2):
             for model in models:
                 backward(torch.stack([param.sum() for param in model.module.parameters()]).sum())
@@ -189,24 +174,19 @@ def test_an_expert_that_one_rank_lacks_does_not_change_the_order_of_gathers(over
 def test_fields_of_the_wrapper_need_not_be_repeated(fields: dict[str, bool]) -> None:
     shared = {"use_distributed_optimizer": True, **fields}
 
-    def rank_main(comm: ThreadComm, repeated: dict[str, bool]) -> tuple[dict[str, Tensor], bool]:
-        net = Net()
-        chunk = DistributedDataParallel(DistributedDataParallelConfig(**shared), net, groups=over(comm))
-        config = OptimizerConfig(lr=LR, **repeated)
-        optimizer = get_optimizer(config, [chunk], {})
+    def rank_main(comm: ThreadComm, repeated: dict[str, bool]) -> dict[str, Tensor]:
+        chunk = wrap(comm, **fields)
+        optimizer = get_optimizer(OptimizerConfig(lr=LR, **repeated), [chunk], {})
         assert {name: getattr(optimizer.config, name) for name in shared} == shared
-        assert not any(getattr(config, name) for name in shared) or repeated == shared
+        assert optimizer.has_rank_local_state
         for step in range(2):
             backward(loss_of(chunk, inputs(step + comm.rank)))
             optimizer.step()
             optimizer.zero_grad()
-        return {name: value.clone() for name, value in chunk.state_dict().items()}, optimizer.has_rank_local_state
+        return {name: value.clone() for name, value in chunk.state_dict().items()}
 
     once = run_threads(2, lambda comm: rank_main(comm, {}))
-    twice = run_threads(2, lambda comm: rank_main(comm, shared))
-    for (weights, is_sharded), (expected, _) in zip(once, twice, strict=True):
-        assert is_sharded
-        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    assert_equal(once, run_threads(2, lambda comm: rank_main(comm, shared)))
 
 
 @pytest.fixture
@@ -217,53 +197,39 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def roles_over(*ranks: int) -> Roles:
-    comm = TorchComm(dist.new_group(list(ranks))) if ranks else Alone()
-    axes = Axes(dp=comm, tp=Alone())
-    return Roles(dense=axes, expert=axes, everyone=Alone())
-
-
 def test_a_wrapper_over_other_ranks_in_equal_numbers_is_refused(world: None) -> None:
-    chunk = DistributedDataParallel(DistributedDataParallelConfig(), make_model(), groups=roles_over())
-    chunk.roles = roles_over(0, 2)
-    draft = Draft(config=OptimizerConfig(lr=1e-2), chunks=[chunk], registry=Registry(), roles=roles_over(0, 2))
+    first, same, others = (
+        over(TorchComm(dist.new_group(ranks)), everyone=Alone()) for ranks in ([0, 2], [0, 2], [0, 3])
+    )
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(), make_model(), groups=over(Alone()))
+    chunk.roles = first
+    draft = Draft(config=OptimizerConfig(lr=1e-2), chunks=[chunk], registry=Registry(), roles=same)
     assert list(check_same_groups(draft)) == []  # another group object of the same ranks
-    draft.roles = roles_over(0, 3)
+    draft.roles = others
     problem = next(check_same_groups(draft))
     assert re.search(r"wrapped with data-parallel groups of 2 x 1 ranks .*\[0, 2\].*\[0, 3\]", problem)
-
-
-SHARDED = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 
 
 def build(
     comm: Comm, wrapper: dict[str, Any], *, num_chunks: int = 1, dtype: torch.dtype = torch.float32, **fields: Any
 ) -> tuple[list[DistributedDataParallel], Optimizer]:
-    axes = Axes(dp=comm, tp=Alone())
-    roles = Roles(dense=axes, expert=axes, everyone=comm)
-    chunks = [
-        DistributedDataParallel(
-            DistributedDataParallelConfig(**wrapper), nn.Linear(4, 4, dtype=dtype), groups=roles, chunk=number
-        )
-        for number in range(num_chunks)
-    ]
-    for chunk in chunks:
-        for param in chunk.module.parameters():
-            param.data.fill_(0.5)
-    return chunks, get_optimizer(OptimizerConfig(lr=0.1, **fields), chunks, {}, pg_collection=roles)
+    config = DistributedDataParallelConfig(**wrapper)
+    nets = [nn.Linear(4, 4, dtype=dtype) for _ in range(num_chunks)]
+    chunks = [DistributedDataParallel(config, net, groups=over(comm), chunk=n) for n, net in enumerate(nets)]
+    for param in nn.ModuleList(nets).parameters():
+        param.data.fill_(0.5)
+    return chunks, get_optimizer(OptimizerConfig(lr=0.1, **fields), chunks, {}, pg_collection=over(comm))
 
 
-def test_large_gradients_are_not_compared_under_a_dynamic_loss_scale() -> None:
-    wrapper = {"check_for_large_grads": True}
+def test_fields_of_wrapper_and_optimizer_that_contradict_are_refused() -> None:
+    half: dict[str, Any] = {"dtype": torch.float16, "fp16": True}
     with pytest.raises(ConfigError, match=r"check_for_large_grads=True, .* but the loss scale is dynamic"):
-        build(Alone(), wrapper, dtype=torch.float16, fp16=True)
-    build(Alone(), wrapper, dtype=torch.float16, fp16=True, loss_scale=8.0)
-
-
-def test_gathers_start_in_the_step_or_when_the_schedule_requests_them() -> None:
-    fields = {**SHARDED, "overlap_param_gather_with_optimizer_step": True}
+        build(Alone(), {"check_for_large_grads": True}, **half)
+    build(Alone(), {"check_for_large_grads": True}, loss_scale=8.0, **half)
+    gathers = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+    fields = {**gathers, "overlap_param_gather_with_optimizer_step": True}
     with pytest.raises(ConfigError, match=r"align_param_gather=True, which starts them from .* to False"):
-        build(Alone(), {**SHARDED, "align_param_gather": True}, num_chunks=2, **fields)
+        build(Alone(), {**gathers, "align_param_gather": True}, num_chunks=2, **fields)
 
 
 def test_a_pattern_that_matches_nothing_anywhere_is_refused_on_every_rank() -> None:
@@ -297,29 +263,6 @@ def test_a_step_from_large_gradients_changes_nothing_on_any_rank(monkeypatch: py
             optimizer.zero_grad()
 
     run_threads(2, rank_main)
-
-
-def test_aligned_gathers_train_what_gathers_in_the_step_train() -> None:
-    def train(comm: Comm, **fields: bool) -> list[torch.Tensor]:
-        chunks, optimizer = build(
-            comm,
-            {"use_distributed_optimizer": True, **fields},
-            num_chunks=2,
-            use_distributed_optimizer=True,
-            overlap_param_gather=fields.get("overlap_param_gather", False),
-        )
-        for step in range(3):
-            chunks[1](chunks[0](torch.full((2, 4), 1.0 + step + comm.rank))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if fields and step == 1 and comm.rank == 0:
-                chunks[1].start_param_sync()
-        return [param.detach().clone() for chunk in chunks for param in chunk.module.parameters()]
-
-    expected = run_threads(2, train)
-    found = run_threads(2, lambda comm: train(comm, overlap_param_gather=True, align_param_gather=True))
-    assert all(map(torch.equal, expected[0], found[0]))
-    assert all(map(torch.equal, expected[0], found[1]))
 
 
 def test_the_plan_has_the_buffers_of_a_wrapped_chunk() -> None:

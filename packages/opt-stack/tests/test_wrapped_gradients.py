@@ -1,17 +1,21 @@
 """Gradients of wrapped chunks: when they are zeroed, and which ones no step may use."""
 
+from typing import Any
+
 import pytest
 import torch
+from stack_models import assert_equal, over, weights
 from torch import Tensor
-from wrapped_net import LR, WIDTH, Net, backward, groups_of, inputs, loss_of, over, sgd, trained_alone
+from wrapped_net import LR, WIDTH, Net, backward, groups_of, inputs, loss_of, sgd, trained_alone, wrap
 
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Roles
+from opt_distributed.comm import Alone
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, get_optimizer, get_optimizer_based_on_param_groups
 
 ZEROS = ("the optimizer", "the wrapper", "both", "the buffers")
+NAMES = tuple(dict(Net().named_parameters()))
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in the step", "overlap"])
@@ -21,11 +25,7 @@ def test_zero_grad_begins_an_iteration_of_a_wrapped_model(zeroed_by: str, overla
     """A trainer's `optimizer.zero_grad()` left the gradients of the last iteration: the second backward was refused."""
 
     def rank_main(comm: ThreadComm) -> dict[str, Tensor]:
-        net = Net()
-        config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=1
-        )
-        ddp = DistributedDataParallel(config, net, groups=over(comm))
+        ddp = wrap(comm, overlap_grad_reduce=overlap, overlap_param_gather=overlap, bucket_size=1)
         optimizer = get_optimizer(sgd(overlap_param_gather=overlap), [ddp], {}, pg_collection=over(comm))
 
         def zero() -> None:
@@ -43,46 +43,32 @@ def test_zero_grad_begins_an_iteration_of_a_wrapped_model(zeroed_by: str, overla
             assert optimizer.step().success
             if not at_the_start:
                 zero()
-                assert all(not bool(param.main_grad.any()) for param in net.parameters())
-        return {name: param.detach().clone() for name, param in net.named_parameters()}
+                assert all(not bool(param.main_grad.any()) for param in ddp.module.parameters())
+        return weights(ddp.module)
 
-    expected = trained_alone(tuple(dict(Net().named_parameters())), 3)
     for found in run_threads(2, rank_main):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(found, trained_alone(NAMES, 3), rtol=0, atol=1e-7)
 
 
-def test_one_optimizers_zero_grad_leaves_the_others_gradients() -> None:
-    net = Net()
-    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
-    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
+@pytest.mark.parametrize("replaced", [False, True], ids=["two of one chunk", "in place of another"])
+def test_one_optimizers_zero_grad_leaves_the_others_gradients(replaced: bool) -> None:
+    """Unless it takes the place of the other, as when more of a model is frozen from some step on."""
+    ddp = wrap(Alone(), use_distributed_optimizer=False)
+    net: Any = ddp.module
+    of_first, of_second = [net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias]
     first, second = (
-        get_optimizer_based_on_param_groups(config, [ddp], groups_of(params), pg_collection=over(Alone()))
-        for params in ([net.first.weight, net.norm.weight], [net.last.weight, net.norm.bias])
+        get_optimizer_based_on_param_groups(
+            sgd(use_distributed_optimizer=False), [ddp], groups_of(params), pg_collection=over(Alone())
+        )
+        for params in ((net.parameters(), of_first) if replaced else (of_first, of_second))
     )
     for step in range(2):
         backward(loss_of(ddp, inputs(step)))
-        for optimizer in (first, second):
+        for optimizer in (second,) if replaced else (first, second):
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close(
-        dict(net.named_parameters()), trained_alone(tuple(dict(net.named_parameters())), 2), rtol=0, atol=1e-7
-    )
-
-
-def test_an_optimizer_in_place_of_another_zeroes_alone() -> None:
-    """As when more of a model is frozen from some step on; the former optimizer may still exist."""
-    net = Net()
-    ddp = DistributedDataParallel(DistributedDataParallelConfig(), net, groups=over(Alone()))
-    config = OptimizerConfig(optimizer="sgd", lr=LR, weight_decay=0.0, sgd_momentum=0.0, clip_grad=0.0)
-    former = get_optimizer(config, [ddp], {}, pg_collection=over(Alone()))
-    groups = groups_of([net.first.weight])
-    optimizer = get_optimizer_based_on_param_groups(config, [ddp], groups, pg_collection=over(Alone()))
-    for step in range(2):
-        backward(loss_of(ddp, inputs(step)))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert former.param_groups
-    torch.testing.assert_close(dict(net.named_parameters()), trained_alone(("first.weight",), 2), rtol=0, atol=1e-7)
+    names = ("first.weight", "norm.weight") if replaced else NAMES
+    torch.testing.assert_close(weights(net), trained_alone(names, 2), rtol=0, atol=1e-7)
 
 
 # --- gradients that must not be used -------------------------------------------------------------------------------
@@ -94,8 +80,7 @@ def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_pee
     """Peers reduce over other groups, so they do not learn of it from the reduction."""
 
     def rank_main(comm: ThreadComm) -> list[str]:
-        axes = Axes(dp=Alone(), tp=comm)
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        roles = over(Alone(), comm, comm)
         settings = DistributedDataParallelConfig(check_for_nan_in_grad=True, overlap_grad_reduce=overlap)
         net = DistributedDataParallel(settings, Net(), groups=roles)
         optimizer = get_optimizer(OptimizerConfig(optimizer="sgd", lr=LR), [net], pg_collection=roles)
@@ -106,13 +91,13 @@ def test_unusable_gradients_of_one_rank_stop_the_step_of_its_tensor_parallel_pee
             backward(loss_of(net, inputs(step)) * (float("nan") if spoilt == "nan" else 1.0))
             if spoilt == "shape":
                 net.module.first.weight.main_grad = torch.zeros(1)
-            before = [param.detach().clone() for param in net.parameters()]
+            before = weights(net)
             try:
                 optimizer.step()
                 messages.append("")
             except RuntimeError as error:
                 messages.append(f"{type(error).__name__}: {error}")
-                assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
+                assert_equal(weights(net), before)
         return messages
 
     (fine, peer, afterwards), (_, spoilt, _) = run_threads(2, rank_main)

@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from stack_models import over
 from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed.comm import Comm
+from opt_stack import DistributedDataParallel
 
 WIDTH = 6
 LR = 0.1
@@ -32,9 +34,10 @@ class Net(nn.Module):
         return y
 
 
-def over(comm: Comm) -> Roles:
-    axes = Axes(dp=comm, tp=Alone())
-    return Roles(dense=axes, expert=axes, everyone=comm)
+def wrap(comm: Comm, **fields: Any) -> DistributedDataParallel:
+    """A sharded `Net`, unless `fields` say otherwise."""
+    config = DistributedDataParallelConfig(**{"use_distributed_optimizer": True, **fields})
+    return DistributedDataParallel(config, Net(), groups=over(comm))
 
 
 def inputs(step: int) -> Tensor:
@@ -70,12 +73,5 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def sgd(**changes: Any) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="sgd",
-        lr=LR,
-        weight_decay=0.0,
-        sgd_momentum=0.0,
-        clip_grad=0.0,
-        use_distributed_optimizer=True,
-        **changes,
-    )
+    fields = {"optimizer": "sgd", "lr": LR, "weight_decay": 0.0, "sgd_momentum": 0.0, "clip_grad": 0.0}
+    return OptimizerConfig(**{**fields, "use_distributed_optimizer": True, **changes})
