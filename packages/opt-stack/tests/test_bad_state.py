@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save, sharded_model
-from opt_config import ConfigError, OptimizerConfig
+from opt_config import OptimizerConfig
 from opt_stack import Optimizer, get_optimizer
 
 FP16 = OptimizerConfig(lr=1e-2, fp16=True, initial_loss_scale=8.0)
@@ -125,11 +125,6 @@ def test_it_is_not_copied_or_pickled_by_halves(copied: Callable[[Any], Any]) -> 
         copied(stepped())
 
 
-def test_overrides_that_are_no_mapping_are_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match="must map ParamKeys"):
-        get_optimizer(FP16, [nn.Linear(2, 2).half()], [1])  # type: ignore[arg-type]
-
-
 IMPOSSIBLE = [
     ("adam", "lr", math.nan), ("adam", "lr", -1.0), ("adam", "lr", math.inf), ("adam", "betas", (0.9, 2.0)),
     ("adam", "eps", math.nan), ("lion", "betas", (math.nan, 0.9)), ("muon", "momentum", math.nan),
@@ -150,17 +145,17 @@ def values_of(model: nn.Module, optimizer: Optimizer) -> Any:
     return copy.deepcopy([model.state_dict(), state["state"], state["param_groups"]])
 
 
-@pytest.mark.parametrize(("rule", "key", "value"), IMPOSSIBLE)
-def test_impossible_numbers_of_a_state_dict_are_refused_and_nothing_changes(rule: str, key: str, value: Any) -> None:
+def test_impossible_numbers_of_a_state_dict_are_refused_and_nothing_changes() -> None:
     """Symptom: a damaged learning rate was taken, and the next step made NaN of every weight."""
-    model, optimizer = trained(rule)
-    before = values_of(model, optimizer)
-    damaged = copy.deepcopy(optimizer.state_dict())
-    for group in damaged["param_groups"]:
-        group[key] = value
-    with pytest.raises(ValueError, match=f"group .*{key}="):
-        optimizer.load_state_dict(damaged)
-    assert str(values_of(model, optimizer)) == str(before)
+    for rule, key, value in IMPOSSIBLE:
+        model, optimizer = trained(rule)
+        before = values_of(model, optimizer)
+        damaged = copy.deepcopy(optimizer.state_dict())
+        for group in damaged["param_groups"]:
+            group[key] = value
+        with pytest.raises(ValueError, match=f"group .*{key}="):
+            optimizer.load_state_dict(damaged)
+        assert str(values_of(model, optimizer)) == str(before)
 
 
 def test_impossible_numbers_of_a_checkpoint_are_refused_unless_overridden(tmp_path: Path) -> None:

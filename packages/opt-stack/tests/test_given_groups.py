@@ -1,6 +1,5 @@
 """Groups that the caller made, and Megatron-Core's function for them."""
 
-import inspect
 from threading import local
 from typing import Any
 
@@ -27,14 +26,17 @@ def test_the_factorys_own_groups_give_the_factorys_optimizer() -> None:
 
 def test_torchs_groups_are_completed_from_the_configuration_and_left_as_they_are() -> None:
     model = make_model()
-    given = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].weight, "wd_mult": 0.5, "name": "head"}]
+    given = [
+        {"params": model[0].parameters(), "lr": 0.5},
+        {"params": model[2].weight, "wd_mult": 0.5, "lr_mult": 0.5, "name": "head"},
+    ]
     keys = [set(group) for group in given]
     optimizer = get_optimizer_based_on_param_groups(CONFIG, [model], given)
     first, head = optimizer.param_groups
     assert [set(group) for group in given] == keys
     assert (first["name"], first["lr"], first["max_lr"], first["weight_decay"]) == ("group 0", 0.5, 0.5, 0.1)
-    assert (head["name"], head["lr"], head["max_lr"], head["weight_decay"]) == ("head", 1e-2, 1e-2, 0.05)
-    assert (head["min_lr"], head["betas"], head["optimizer"]) == (1e-4, (0.9, 0.999), "adam")
+    assert (head["name"], head["lr"], head["max_lr"], head["weight_decay"]) == ("head", 5e-3, 5e-3, 0.05)
+    assert (head["min_lr"], head["betas"], head["optimizer"]) == (5e-5, (0.9, 0.999), "adam")
     before = weights(model)
     train(model, optimizer, range(2))
     assert_equal(model[2].bias.detach(), before["2.bias"])  # in no group: not trained
@@ -52,21 +54,6 @@ def test_groups_may_have_rules_of_their_own() -> None:
 
 
 # --- Megatron-Core's function -----------------------------------------------------------------------------------------
-
-
-def test_the_parameters_are_megatron_cores() -> None:
-    parameters = inspect.signature(megatron._get_megatron_optimizer_based_on_param_groups).parameters.values()
-    positional = {p.name: p.default for p in parameters if p.kind is not p.KEYWORD_ONLY}
-    assert positional == {
-        **dict.fromkeys(("config", "model_chunks", "param_groups"), inspect.Parameter.empty),
-        **dict.fromkeys(
-            (
-                *("per_model_buffers", "model_parallel_group", "data_parallel_group", "data_parallel_group_gloo"),
-                *("data_parallel_group_idx", "intra_dist_opt_group"),
-            )
-        ),
-        "distributed_optimizer_instance_id": 0,
-    }
 
 
 def test_it_trains_wrapped_chunks_with_their_buffers() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from stack_models import over
 from torch import Tensor, nn
 
 from opt_config import ConfigError, DistributedDataParallelConfig, OptimizerConfig, ParamKey
 from opt_distributed import run_threads
 from opt_distributed.buffers import StorageError
-from opt_distributed.comm import Alone, Axes, Comm, Roles
+from opt_distributed.comm import Alone, Comm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer, release_gradients
 
 BF16 = torch.bfloat16
@@ -263,8 +264,7 @@ def test_what_needs_all_gradients_at_once_is_refused(name: str) -> None:
 
 def test_ranks_and_wrapped_chunks_are_refused() -> None:
     def rank_main(comm: Comm, *, wraps: bool) -> None:
-        axes = Axes(dp=comm, tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        roles = over(comm)
         model: nn.Module = Net()
         if wraps:
             model = DistributedDataParallel(DistributedDataParallelConfig(), model, groups=roles)

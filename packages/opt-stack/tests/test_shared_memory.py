@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from stack_models import backward, train
+from stack_models import backward, over, train
 from torch import nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import DistributedDataParallelConfig, OptimizerConfig
 from opt_distributed import run_threads
-from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm
 from opt_stack import DistributedDataParallel, Optimizer, get_optimizer
 
@@ -79,8 +78,7 @@ def test_a_tie_that_moving_into_buffers_would_break_is_refused(wrapped: bool, fr
     shared: dict[str, Any] = {"use_distributed_optimizer": True}
 
     def rank_main(comm: ThreadComm) -> None:
-        axes = Axes(dp=comm, tp=Alone())
-        roles = Roles(dense=axes, expert=axes, everyone=comm)
+        roles = over(comm)
         model = buffered(frozen=frozen)
 
         def build() -> object:

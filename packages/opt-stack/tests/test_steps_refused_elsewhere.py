@@ -1,13 +1,13 @@
 """What other ranks wrote or refused: over optimizer instances, on an accelerator, and after the optimizer is gone."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
+from stack_models import over
 from torch import nn
 
 from opt_distributed import GradientError, HyperError, ReplicaError, run_threads
@@ -45,31 +45,18 @@ def step(model: nn.Module, optimizer: Optimizer) -> bool:
 
 def on_two_instances(program: Callable[[int, Roles], None]) -> list[Exception | None]:
     """Run a program on two instances of two shards; return the exception of every rank."""
+    shards, places = ([World(2).comms() for _ in range(2)] for _ in range(2))
 
-    def comms(size: int) -> list[Comm]:
-        world = World(size)
-        world.timeout_s = 20.0
-        return world.comms()
-
-    everyone, shards, places = comms(4), [comms(2), comms(2)], [comms(2), comms(2)]
-    errors: list[Exception | None] = [None] * 4
-
-    def rank_main(rank: int) -> None:
-        instance, shard = divmod(rank, 2)
+    def rank_main(comm: Comm) -> Exception | None:
+        instance, shard = divmod(comm.rank, 2)
         axes = Axes(dp=shards[instance][shard], tp=Alone(), inter=places[shard][instance])
-        roles = Roles(dense=axes, expert=axes, everyone=everyone[rank], instance=shards[instance][shard])
         try:
-            program(rank, roles)
+            program(comm.rank, Roles(dense=axes, expert=axes, everyone=comm, instance=shards[instance][shard]))
         except Exception as error:
-            errors[rank] = error
+            return error
+        return None
 
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return errors
+    return run_threads(4, rank_main)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -136,8 +123,7 @@ def test_instances_of_one_rank_compare_their_groups() -> None:
 def test_weights_written_before_a_refused_step_are_not_forgotten(reads: bool) -> None:
     # On an accelerator the refusal of the step hid that rank 0 had written, and replicas differed from then on.
     def rank_main(comm: Comm) -> list[str]:
-        axes = Axes(dp=comm, tp=Alone())
-        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
+        model, optimizer = made(over(comm))
         step(model, optimizer)
         if comm.rank == 0:
             with torch.no_grad():
@@ -162,8 +148,7 @@ def test_weights_written_before_a_refused_step_are_not_forgotten(reads: bool) ->
 @pytest.mark.usefixtures("accelerator")
 def test_a_result_that_nobody_reads_keeps_no_parameter_alive() -> None:
     def rank_main(comm: Comm) -> weakref.ref[torch.Tensor]:
-        axes = Axes(dp=comm, tp=Alone())
-        model, optimizer = made(Roles(dense=axes, expert=axes, everyone=comm))
+        model, optimizer = made(over(comm))
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
