@@ -50,6 +50,8 @@ def make_buffer(
 def test_parameters_keep_their_values_and_become_views_of_one_tensor() -> None:
     params = make_params(*SHAPES)
     params[ParamId(0, "transposed")] = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    for name, part in zip(("left", "right"), torch.arange(6.0).split(3)):  # neighbours, which share no memory
+        params[ParamId(0, name)] = nn.Parameter(part)
     before = {id: param.detach().clone() for id, param in params.items()}
     buffer = make_buffer(params)
     assert buffer.param_data is not None
@@ -274,6 +276,8 @@ def test_a_bucket_is_filled_while_the_bucket_before_it_travels() -> None:
         assert {id: sums.unique().tolist() for id, sums in owned.items()} == {
             id: [1.0 + index] for index, id in enumerate(grads)
         }
+    shards.reduce_({id: None if id.name == "p0" else grad for id, grad in grads.items()})
+    assert not owned[ParamId(0, "p0")].any()  # in scratch that another bucket has used
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (3,), (1, 2)], ids=str)

@@ -93,6 +93,10 @@ def test_each_bucket_is_issued_once_when_its_layer_is_done_after_a_first_iterati
     timeline = Timeline()
     ddp = wrap(timeline)
     for iteration in range(3):
+        timeline.events.clear()
+        with ddp.no_sync():
+            backward(ddp(torch.ones(1, WIDTH)).sum())
+        assert not timeline.issued("reduce_scatter")
         iterate(ddp, timeline)
         assert len(timeline.issued("reduce_scatter")) == len(timeline.issued("all_gather")) == NUM_LAYERS
         assert not timeline.issued("all_reduce")

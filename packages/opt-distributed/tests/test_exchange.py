@@ -114,7 +114,7 @@ def test_what_is_gathered_at_once_is_bounded_and_in_one_order_for_any_order_on_a
 ) -> None:
     """By the elements that a rank computes: of all matrices where every rank does, of its share where owners do. Rows
     of the hyper table come in the order of a rank's own parameters."""
-    monkeypatch.setattr(exchange, "WHOLE_NUMEL", 40)
+    monkeypatch.setattr(exchange, "WHOLE_NUMEL", 39)
 
     def rank_main(stage_of: Callable[[Computes], ComputeStage]) -> list[list[list[ParamId]]]:
         found = []
