@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import shutil
 import uuid
 import warnings
@@ -119,6 +120,18 @@ def test_a_crash_at_any_call_of_a_rollback_leaves_the_old_or_the_new_newest_step
         if call > last:
             break
     assert seen == {110, 120}
+
+
+def test_failed_saves_do_not_make_the_record_of_rollbacks_grow(tmp_path: Path) -> None:
+    saved(tmp_path, 100, 120)
+    manager = CheckpointManager(tmp_path, in_background=False)
+    manager.load(empty(), step=100)
+    with Calls(lambda name, key: error(errno.EIO) if ".distcp" in key else None):
+        for _ in range(20):
+            with pytest.raises(CheckpointFailedError, match="Input/output"):
+                manager.save(110, state_at(110, 0, 1))
+    assert CheckpointManager(tmp_path).latest() == 120
+    assert 1 <= len(json.loads((tmp_path / SUPERSEDED).read_text())["pending"]) <= 8
 
 
 def test_a_step_that_is_a_link_is_removed_without_what_it_leads_to(tmp_path: Path) -> None:
