@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from opt_kernels.backends.elements import LayoutError
 from opt_kernels.codecs import codec_for
 from opt_kernels.matrices import CoefficientType, Decay, MatmulPrecision, ScaleMode, TpMode
-from opt_kernels.matrices.muon import rounds
+from opt_kernels.matrices.muon import Inputs, rounds
 from opt_kernels.rules import AdaptiveMuonRule, MuonRule, SecondMoment
 from opt_kernels.works import Batch, Hyper, MatrixSpec, TensorParallel, Work
 
@@ -154,6 +154,16 @@ def test_a_momentum_of_zeros_leaves_the_weight_as_it_is(kernel_device: torch.dev
         work.state["momentum_buffer"].zero_()
         rule.update_([Batch(HYPER, [work])])
         torch.testing.assert_close(main_of(work), expected, rtol=2**-22, atol=0)
+
+
+def test_a_round_has_inputs_of_one_kind_and_stacks_at_aligned_places() -> None:
+    works = works_of("fp32", torch.device("cpu"), shapes=((25, 41), (25, 9), (7, 9)))
+    inputs = lambda work: Inputs(torch.float32, work.grad.shape[0] == 25)
+    found = list(rounds.rounds([Batch(HYPER, works)], inputs, lambda work: (1.0,)))
+    assert max(len(round_.stacks) for round_ in found) == 2
+    for round_ in found:
+        assert {stack.inputs.normalised for stack in round_.stacks} == {round_.inputs.normalised}
+        assert not any(stack.begin % 64 for stack in round_.stacks)
 
 
 def test_what_cannot_be_swept_is_refused_with_a_way_on(kernel_device: torch.device) -> None:

@@ -81,18 +81,19 @@ def test_the_table_that_was_unused_longest_makes_room(tables: DeviceTables[Any])
 
 def test_what_a_graph_has_captured_is_kept_for_replays(tables: DeviceTables[Any], capture: Capture) -> None:
     # A table that was built again under its old key once replaced the one that an earlier capture had used.
-    captured = []
+    captured, others = [], []
     for _ in range(2):
         tables.get("a", Table)
         capture(True)
         captured.append(weakref.ref(tables.get("a", Table)))
         capture(False)
         for key in "bc":  # there is room for two
-            tables.get(key, Table)
+            others.append(weakref.ref(tables.get(key, Table)))
     gc.collect()
     first, second = (table() for table in captured)
     assert None not in (first, second)
     assert first is not second
+    assert others[0]() is None, "what no graph has captured is kept"
 
 
 def test_a_stream_does_not_use_the_tables_of_another_but_a_capture_does(
