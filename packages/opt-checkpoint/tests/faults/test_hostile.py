@@ -270,6 +270,7 @@ LIES: dict[str, Callable[[dict[str, Any], dict[str, Any]], object]] = {
     "a chunk outside the tensor": column("offsets", (-1, 0), 5),
     "a huge chunk": column("sizes", (-1, slice(None)), 1 << 40),
     "an empty chunk": column("sizes", (-1, 0), 0),
+    "rows that no chunk has": column("sizes", (-1, 0), 5),
     "a huge shape": column("shape", (-1, slice(None)), 1 << 61),
     "a negative shape": column("shape", (-1, 0), -12),
     "more axes than there are": column("ndim", -1, 7),
