@@ -1,26 +1,13 @@
 """`torch.compile`: the graph breaks at a step, which sees every new value."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from parity import roles_over
 from torch import Tensor, nn
 
-from opt_config import DistributedDataParallelConfig, OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.buffers import DistributedDataParallel
-from opt_distributed.comm import Comm
+from opt_config import OptimizerConfig
 from opt_stack import get_optimizer
-
-Found = tuple[list[Tensor], list[Any]]  # products, weights and gradients; results
-Backend = str | None  # None: not compiled
-
-
-def compiled(run: Callable[[Tensor], Any], backend: Backend) -> Callable[[Tensor], Any]:
-    return run if backend is None else torch.compile(run, backend=backend)
 
 
 def linear(dtype: torch.dtype) -> nn.Module:
@@ -31,7 +18,7 @@ def linear(dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def of_plain(comm: Comm, backend: Backend, **fields: Any) -> Found:
+def train(backend: str | None, **fields: Any) -> tuple[list[Tensor], list[Any]]:
     """Four steps, the third of which has no gradient of the bias. The compiled function changes weights and gradients,
     and reads weights after the step."""
     config = OptimizerConfig(lr=0.1, weight_decay=0.01, **fields)
@@ -46,7 +33,8 @@ def of_plain(comm: Comm, backend: Backend, **fields: Any) -> Found:
         result = optimizer.step()
         return model.weight.detach() * x, result
 
-    step, found, results = compiled(run, backend), [], []
+    step = run if backend is None else torch.compile(run, backend=backend)
+    found, results = [], []
     for number in range(4):
         optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
         for param in model.parameters():
@@ -59,55 +47,22 @@ def of_plain(comm: Comm, backend: Backend, **fields: Any) -> Found:
     return [*found, *(param.detach().clone() for param in model.parameters())], results
 
 
-def of_wrapped(comm: Comm, backend: Backend, **wrapping: Any) -> Found:
-    """Three steps, with a backward pass before each. The compiled function changes gradients in the buffer, and reads
-    weights and gradients after the step."""
-    model, roles = linear(torch.bfloat16), roles_over(comm)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=False, **wrapping)
-    chunk = DistributedDataParallel(ddp, model, groups=roles)
-    shards = ddp.use_distributed_optimizer
-    config = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, use_distributed_optimizer=shards)
-    optimizer = get_optimizer(config, [chunk], {}, pg_collection=roles)
-
-    def run(x: Tensor) -> tuple[Tensor, Any]:
-        with torch.no_grad():
-            model.bias.main_grad.mul_(2.0)
-        result = optimizer.step()
-        return model.weight.detach() * x, result
-
-    step, found, results = compiled(run, backend), [], []
-    for number in range(3):
-        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
-        chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
-        product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
-        found += [product, *(bucket.result.clone() for bucket in chunk.grad_sync.buckets)]
-        results.append(tuple(result))
-        chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-    return [*found, *(param.detach().clone() for param in model.parameters())], results
-
-
 MAINS_IN_24_BITS = {"bf16": True, "use_precision_aware_optimizer": True, "main_params_dtype": torch.int8}
-MODES: dict[str, tuple[int, Callable[..., Found], dict[str, Any]]] = {
-    "clipped": (1, of_plain, {"clip_grad": 0.01, "log_num_zeros_in_grad": True}),
-    "24-bit mains": (1, of_plain, MAINS_IN_24_BITS),
-    "fp16": (1, of_plain, {"fp16": True, "loss_scale": 8.0}),
-    "muon": (1, of_plain, {"optimizer": "muon"}),
-    "ZeRO-1": (2, of_wrapped, {"use_distributed_optimizer": True}),
-    "16-bit gradients": (2, of_wrapped, {"param_name_patterns_for_fp32_local_accumulation": ("*bias",)}),
+MODES: dict[str, dict[str, Any]] = {
+    "clipped": {"clip_grad": 0.01, "log_num_zeros_in_grad": True},
+    "24-bit mains": MAINS_IN_24_BITS,
+    "fp16": {"fp16": True, "loss_scale": 8.0},
+    "muon": {"optimizer": "muon"},
 }
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_step_has_the_weights_gradients_and_results_of_the_step(mode: str) -> None:
-    ranks, program, fields = MODES[mode]
+def test_a_compiled_step_has_the_weights_and_results_of_the_step(mode: str) -> None:
     torch._dynamo.reset()
-    found, expected = (
-        run_threads(ranks, partial(program, backend=backend, **fields)) for backend in ("aot_eager", None)
-    )
-    for (tensors, results), (want, want_results) in zip(found, expected, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(tensors, want, strict=True))
-        assert results == want_results
+    tensors, results = train(backend="aot_eager", **MODES[mode])
+    expected, expected_results = train(backend=None, **MODES[mode])
+    assert all(map(torch.equal, tensors, expected))
+    assert results == expected_results
 
 
 def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:

@@ -3,6 +3,7 @@
 More orders at night.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from opt_distributed.comm import Comm
 from opt_distributed.comm.device import HostCopy
 from opt_kernels import hooks
 from opt_kernels.hooks import measured
+from opt_kernels.quantized import RECIPES
 from opt_kernels.works import Batch
 from opt_stack import Optimizer, StepStats
 
@@ -52,6 +54,10 @@ def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
         case = replace(FLAT, spread=spread, numbers=Numbers.BF16)
         for name, fields in FORMATS.items():
             yield f"{name}, {spread.value}", case, {"use_precision_aware_optimizer": True, **fields}
+    for recipe, wrapping in itertools.product(RECIPES, Wrapping):
+        for spread in (Spread.REPLICATED, Spread.FLAT)[wrapping is not Wrapping.PLAIN :]:
+            case = replace(FLAT, spread=spread, numbers=Numbers.BF16, wrapping=wrapping)
+            yield f"{recipe}, {case}", case, {"fp8_recipe": recipe}
     for name, fields in HOOKS.items():
         is_muon = isinstance(fields["hooks"], dict)
         for spread in (Spread.WHOLE,) if is_muon else (Spread.FLAT, Spread.REPLICATED):

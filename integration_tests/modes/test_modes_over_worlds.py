@@ -7,14 +7,14 @@ comes from a norm. Otherwise they stay within `allowed`.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
-from modes import IN_FP8, MATRIX_RULES, REFUSALS, Values, allocated, config_of, every_mode, name_of
-from parity import Net, Wrapping, norms_while_training, roles_over
+from modes import IN_FP8, MATRIX_RULES, SHAPES, Values, allocated, config_of, every_mode, make_net, name_of, refused
+from parity import Wrapping, norms_while_training, roles_over
 from tiers import NIGHT, covering
 from torch import Tensor, nn
 
@@ -22,22 +22,10 @@ from opt_config import DistributedDataParallelConfig
 from opt_distributed import run_threads
 from opt_distributed.buffers import DistributedDataParallel
 from opt_distributed.comm import Comm
-from opt_kernels.quantized import QuantizedTensor, quantized
+from opt_kernels.quantized import quantized
 from opt_stack import get_optimizer
 
 STEPS = 3
-SHAPES: Mapping[str, tuple[int, ...]] = {  # of 32 columns for mxfp8, square for SOAP
-    "embedding": (13, 16),
-    "first": (32, 32),
-    "bias": (7,),
-    "qkv": (12, 12),
-    "norm": (65,),
-    "router": (6, 6),
-    "second": (32, 32),
-    "scale": (1,),
-}
-IN_CODES = ("first", "second")  # the parameters in fp8, where the mode has some
-
 # One more rounding of a stored weight, relative to it; 0 for fp32.
 WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-10, **dict.fromkeys(IN_FP8, 2.0**-3)}
 # One more rounding of a moment, relative to the update.
@@ -80,7 +68,7 @@ def every_case() -> Iterator[Values]:
     for mode, world, wraps, clipping in itertools.product(every_mode(), "1234", Wrapping, ("clipped", "free")):
         case = {**mode, "world": world, "wrapping": wraps.value, "clipping": clipping}
         evaluates_others = case["rule"] == "schedule_free" and overlaps_gathers(case)
-        if not evaluates_others and not any(refusal.applies(case) for refusal in REFUSALS):
+        if not evaluates_others and not refused(case):
             yield case
 
 
@@ -109,10 +97,7 @@ def _train(case: Values, steps: int, comm: Comm) -> Trained:
         overlaps_gathers(case),
     )
     config, roles = config_of(case, clip_grad=clip, overlap_param_gather=gathers), roles_over(comm)
-    net = Net(config.precision.params, SHAPES)
-    for name in IN_CODES if config.fp8_recipe is not None else ():
-        held: Any = net.get_submodule(name)
-        held.weight = nn.Parameter(QuantizedTensor.of(held.weight.detach(), str(config.fp8_recipe)))
+    net = make_net(config)
     model: nn.Module = net
     if wrapping is not Wrapping.PLAIN:
         overlaps, sharded = wrapping is Wrapping.OVERLAP, case["sharding"] != "replicated"

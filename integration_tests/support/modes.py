@@ -1,4 +1,4 @@
-"""The modes of the optimizer: every combination of values of these axes either trains a small GPT, or is refused.
+"""The modes of the optimizer: every combination of values of these axes either trains, or is refused.
 
 `AXES` says what a value sets in the configuration, `REFUSALS` which values do not go together and with which sentence.
 """
@@ -6,23 +6,30 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from char_gpt import CharGPT, batch_at, stdlib_text
-from parity import roles_over
-from torch import Tensor
+from parity import Net, norms_while_training
+from torch import Tensor, nn
 
+from opt_checkpoint import sharded_model
 from opt_config import OptimizerConfig
-from opt_distributed import run_threads
-from opt_distributed.comm import Comm
-from opt_kernels.quantized import RECIPES, quantize_linears_
+from opt_distributed.comm import Alone
+from opt_kernels.quantized import RECIPES, QuantizedTensor
 from opt_stack import Optimizer, get_optimizer
 
+SHAPES: Mapping[str, tuple[int, ...]] = {  # of 32 columns for mxfp8, square for SOAP
+    "embedding": (13, 16),
+    "first": (32, 32),
+    "bias": (7,),
+    "qkv": (12, 12),
+    "norm": (65,),
+    "router": (6, 6),
+    "second": (32, 32),
+    "scale": (1,),
+}
+IN_CODES = ("first", "second")  # the parameters in fp8, where the mode has some
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.uint8
-STEPS, RANKS, CONTEXT = 10, 2, 24
-SIZE = {"dim": 32, "depth": 1, "num_heads": 2}
 LR = {"sgd": 0.1, "lion": 2e-3, "signum": 2e-3}  # where it is not 1e-2
 
 Fields = Mapping[str, Any]
@@ -96,30 +103,12 @@ REFUSALS: Sequence[Refusal] = (
 )
 
 
-def distance(values: Values) -> float:
-    """Allowed distance from the fp32 loss, as a fraction of fp32's improvement.
-
-    Ten steps with 16-bit weights lose less than a hundredth. AdaptiveMuon divides each element of an update by its own
-    size, so that small ones, which are rounding errors, move as far as others. SGD's first steps are its largest, and
-    round most.
-    """
-    in_fp8 = values["numbers"] in IN_FP8
-    factor = 3 if values["rule"] == "adaptive_muon" else 4 if values["rule"] == "sgd" and in_fp8 else 1
-    return factor * (0.02 if in_fp8 else 0.01)
-
-
 def allocated(optimizer: Optimizer) -> int:
     """Bytes of storage that the optimizer holds in addition to parameters and gradients."""
     pieces = [piece for unit in optimizer.stepper.units for piece in unit.pieces]
     kept = [tensor for piece in pieces for tensor in (*piece.main.kept(), *piece.state.values())]
     storages = {storage.data_ptr(): storage.nbytes() for tensor in kept if (storage := tensor.untyped_storage())}
     return sum(storages.values())
-
-
-class Trained(NamedTuple):
-    before: float  # the loss on the text that all modes are judged by
-    after: float
-    optimizer: Any
 
 
 def every_mode() -> Iterator[dict[str, str]]:
@@ -139,48 +128,47 @@ def config_of(values: Values, **others: Any) -> OptimizerConfig:
     return OptimizerConfig(**fields)
 
 
-@cache
-def initial() -> tuple[dict[str, Tensor], Tensor]:
-    """The initial weights of all modes, and the text."""
-    torch.manual_seed(5)
-    return CharGPT(**SIZE).state_dict(), stdlib_text(200_000)
+def refused(values: Values) -> list[str]:
+    """A regular expression for each reason for which the mode is refused."""
+    return [refusal.sentence for refusal in REFUSALS if refusal.applies(values)]
 
 
-def build(values: Values, comm: Comm) -> tuple[CharGPT, Any]:
+def plain(values: Values) -> dict[str, str]:
+    """The rule in fp32: the first value of every axis is the plainest."""
+    return {axis: next(iter(of_axis)) for axis, of_axis in AXES.items()} | {"rule": values["rule"]}
+
+
+def make_net(config: OptimizerConfig) -> Net:
+    net = Net(config.precision.params, SHAPES)
+    for name in IN_CODES if config.fp8_recipe is not None else ():
+        held: Any = net.get_submodule(name)
+        held.weight = nn.Parameter(QuantizedTensor.of(held.weight.detach(), str(config.fp8_recipe)))
+    return net
+
+
+def build(values: Values, start: Mapping[str, Tensor] | None = None) -> tuple[Net, Optimizer]:
+    """One process; `start`: the values to begin with. Raises `ConfigError` if the mode is refused."""
     config = config_of(values)
-    model = CharGPT(**SIZE)
-    model.load_state_dict(initial()[0])
-    model.to(config.precision.params)
-    if config.fp8_recipe is not None:
-        quantize_linears_(model, config.fp8_recipe)
-    return model, get_optimizer(config, [model], pg_collection=roles_over(comm))
+    net = make_net(config)
+    if start is not None:
+        net.load_state_dict(start)
+    return net, get_optimizer(config, [net], {})
 
 
-def batch(step: int, rows: slice) -> Tensor:
-    return batch_at(step, initial()[1], size=8, context=CONTEXT)[rows]
+def train(net: Net, optimizer: Optimizer, steps: range) -> None:
+    norms_while_training(net, optimizer, steps, Alone(), SHAPES)
 
 
-def judged(model: CharGPT) -> float:
-    with torch.no_grad():
-        return model(batch(10_000, slice(None))).item()
+def sharded(net: Net, optimizer: Optimizer) -> dict[str, Any]:
+    weights = sharded_model(net)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
 
 
-def advance(model: CharGPT, optimizer: Any, step: int, comm: Comm) -> None:
-    loss = model(batch(step, slice(comm.rank, None, comm.size)))
-    optimizer.scale_loss(loss).backward()
-    assert optimizer.step().success
-    optimizer.zero_grad()
-
-
-def train(values: Values, *, steps: int = STEPS, ranks: int = RANKS) -> Trained:
-    """Train in the mode. Raises `ConfigError` if the mode is refused."""
-
-    def rank_main(comm: Comm) -> Trained:
-        model, optimizer = build(values, comm)
-        before = judged(model)
-        for step in range(steps):
-            advance(model, optimizer, step, comm)
-        return Trained(before, judged(model), optimizer)
-
-    initial()  # drawn before threads are the ranks: they share torch's generator
-    return run_threads(ranks, rank_main)[0]
+def state_of(net: Net, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Copies of main values and states in fp32, by parameter and key."""
+    params, held = dict(net.named_parameters()), sharded(net, optimizer)["optimizer"]["state"]
+    return {
+        name: {"fp32_param": params[name].detach().float().clone()}
+        | {key: box.data.float().clone() for key, box in state.items()}
+        for name, state in held.items()
+    }

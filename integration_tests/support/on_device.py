@@ -22,6 +22,7 @@ from opt_distributed.step import verdict
 from opt_kernels.backends import tables
 from opt_kernels.backends.reference import GradStats
 from opt_kernels.hooks import HookedUpdate
+from opt_kernels.quantized import QuantizedTensor, quantized
 from opt_kernels.works import Batch, Hyper
 from opt_stack import Optimizer, StepResult, get_optimizer
 
@@ -29,7 +30,7 @@ NUM_ORDERS = 50 if NIGHT else 1
 STEPS = 4
 BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2
-SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (6, 8), "qkv": (12, 4), "router": (3, 2)}
+SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (32, 32), "qkv": (12, 4), "router": (3, 2)}
 FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
 
 sweep_stats = verdict.grad_stats
@@ -151,14 +152,17 @@ Program = Callable[[nn.Module, Optimizer, Comm], Trained]
 
 def built(case: Case, comm: Comm, *, hooks: Sequence[Any] = (), **changes: Any) -> tuple[nn.Module, Optimizer]:
     """The model and the optimizer of a case; `changes` are of the configuration."""
-    net: nn.Module = Net(case.numbers.dtype, SHAPES)
-    roles = roles_over(comm)
+    net, roles = Net(case.numbers.dtype, SHAPES), roles_over(comm)
+    config, ddp = replace(case.config, log_num_zeros_in_grad=True, **changes), case.ddp_config
+    model: nn.Module = net
+    if config.fp8_recipe is not None:
+        net.first.weight = nn.Parameter(QuantizedTensor.of(net.first.weight.detach(), config.fp8_recipe))
+        ddp = replace(ddp, fp8_param_gather=ddp.use_distributed_optimizer)
     if case.wrapping is not Wrapping.PLAIN:
-        net = DistributedDataParallel(case.ddp_config, net, groups=roles, optimizer_config=case.config)
-    config = replace(case.config, log_num_zeros_in_grad=True, **changes)
+        model = DistributedDataParallel(ddp, net, groups=roles, optimizer_config=config)
     if case.numbers is Numbers.FP16:
         config = replace(config, loss_scale_window=2, hysteresis=1)
-    return net, get_optimizer(config, [net], {}, pg_collection=roles, hooks=hooks)
+    return model, get_optimizer(config, [model], {}, pg_collection=roles, hooks=hooks)
 
 
 def backward(model: nn.Module, optimizer: Optimizer, step: int, comm: Comm, *, bad: bool = False) -> None:
@@ -193,11 +197,17 @@ def iterate(
     return result
 
 
+def stored(param: Tensor) -> list[Tensor]:
+    """The parameter, or its codes, scales and history."""
+    fp8 = quantized(param)
+    return [param] if fp8 is None else [fp8.codes, fp8.scales, *param.extra().values()]
+
+
 def outcome(model: nn.Module, optimizer: Optimizer, results: list[StepResult]) -> Trained:
     steps = [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
     if isinstance(model, DistributedDataParallel):
         model.finish_param_sync()
-    weights = [param.detach().clone() for param in model.parameters()]
+    weights = [tensor.detach().clone() for param in model.parameters() for tensor in stored(param)]
     return Trained(weights, [tuple(result) for result in results], float(optimizer.get_loss_scale()), steps)
 
 
