@@ -4,6 +4,7 @@ A graph holds addresses. Memory that it reads must not have been freed since the
 a GPU would compute with the new contents of that memory. Memory allocated during the capture belongs to the graph.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,27 +28,20 @@ class Recording:
     calls: list[Callable[[], object]] = field(default_factory=list)
     made: set[int] = field(default_factory=set)  # storages allocated during the capture
     read: dict[int, str] = field(default_factory=dict)  # other storages, with the first operation on them
-    held: list[int] = field(default_factory=list)  # the storage of each tensor that the calls hold
+    held: Counter[int] = field(default_factory=Counter)  # references to each storage, which do not keep it allocated
 
     def add(self, name: str, call: Callable[[], object], tensors: list[Tensor]) -> None:
         """Record one call, which holds these tensors."""
         self.calls.append(call)
-        for tensor in tensors:
-            key = self.memory.key(tensor)
+        for key in map(self.memory.key, tensors):
+            self.held[key] += 1
             if key not in self.made:
                 self.read.setdefault(key, name)
-            self.memory.capture(key)
-            self.held.append(key)
-
-    def drop(self) -> None:
-        """Release the tensors: the graph was replaced by a new capture."""
-        for key in self.held:
-            self.memory.uncapture(key)
 
     def replay(self) -> None:
         """Make all calls again. Raises ReleasedError if memory that they read was freed."""
         for key, name in self.read.items():
-            self.memory.check_captured(key, name)
+            self.memory.check_allocated(key, name, self.held[key])
         for call in self.calls:
             call()
 
@@ -63,14 +57,11 @@ class DeferredGraph:
     def capture(self) -> Iterator[None]:
         if self._mode.recording is not None:
             raise CaptureError("a capture within a capture")
-        recording = Recording(self._mode.memory)
-        self._mode.recording = recording
+        recording = self._mode.recording = Recording(self._mode.memory)
         try:
             yield
         finally:
             self._mode.recording = None
-        if self._recording is not None:
-            self._recording.drop()
         self._recording = recording
 
     def replay(self) -> None:

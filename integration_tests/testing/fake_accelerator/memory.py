@@ -19,8 +19,20 @@ class ReleasedError(RuntimeError):
     """An operation on memory that was freed."""
 
 
+def _key(tensor: Tensor) -> int:
+    """The address of the `StorageImpl`, which lives as long as any tensor that uses it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _num_references(key: int) -> int:
+    """Tensors that share a storage."""
+    return int(torch._C._storage_Use_Count(key)) - 1  # less the one of this query
+
+
 class Memory:
     """The memory that the queued work of a rank uses, and whether anything else still refers to it."""
+
+    key = staticmethod(_key)
 
     def __init__(self, compute: Queue):
         self._compute = compute
@@ -30,7 +42,6 @@ class Memory:
         self._released: set[int] = set()
         self._on_host: dict[int, Tensor] = {}  # by storage: an alias, so that the address is not reused
         self._num_kept = 0  # number of these after the last clean-up
-        self._captured: dict[int, int] = {}  # by storage: references that graphs hold
 
     def allocated(self, tensor: Tensor, queue: Queue, *, on_host: bool = False) -> None:
         """Register new memory, and forget what was known of its address."""
@@ -74,23 +85,10 @@ class Memory:
                 del self._used[key]
                 self._dropped.discard(key)
 
-    @staticmethod
-    def key(tensor: Tensor) -> int:
-        """Identifies the memory of a tensor for as long as it lives."""
-        return _key(tensor)
-
-    def capture(self, key: int) -> None:
-        """Count a reference that a graph holds, which does not keep the memory allocated."""
-        self._captured[key] = self._captured.get(key, 0) + 1
-
-    def uncapture(self, key: int) -> None:
-        """Release a reference of a graph."""
-        self._captured[key] -= 1
-
-    def check_captured(self, key: int, name: str) -> None:
-        """Raise ReleasedError if only graphs and queued tasks still refer to memory that a graph reads."""
+    def check_allocated(self, key: int, name: str, num_held: int) -> None:
+        """Raise ReleasedError if only a graph, which holds `num_held` references, and queued tasks refer to memory."""
         queued = len(self._used.get(key, ()))
-        if key in self._released or _num_references(key) <= self._captured[key] + queued:
+        if key in self._released or _num_references(key) <= num_held + queued:
             raise ReleasedError(f"{name} of a graph uses memory that was freed after the capture")
 
     def release(self, tensor: Tensor) -> None:
@@ -141,13 +139,3 @@ def poison_(tensor: Tensor) -> None:
         tensor.fill_(True)
     else:
         tensor.fill_(253 if tensor.dtype is torch.uint8 else GARBAGE)
-
-
-def _key(tensor: Tensor) -> int:
-    """The address of the `StorageImpl`, which lives as long as any tensor that uses it."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _num_references(key: int) -> int:
-    """Tensors that share a storage."""
-    return int(torch._C._storage_Use_Count(key)) - 1  # less the one of this query

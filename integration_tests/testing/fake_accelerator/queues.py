@@ -124,8 +124,6 @@ class World:
         self._live = set(range(size))
         self._stuck: set[int] = set()  # ranks that have waited in vain since the last progress
 
-    # --- work -------------------------------------------------------------------------------------------------------
-
     def moved(self) -> None:
         """Note progress: something was queued or has run, so waiting ranks must check again."""
         self._stuck.clear()
@@ -152,8 +150,6 @@ class World:
         if self.random.random() < CHANCE_OF_A_TURN:
             self._pass_turn(rank)
 
-    # --- turns ------------------------------------------------------------------------------------------------------
-
     def block_until(self, is_met: Callable[[], bool], rank: int) -> None:
         """Run queued work and other ranks until the condition is met.
 
@@ -170,33 +166,28 @@ class World:
                 raise DeadlockError(f"all ranks wait; heads of the queues: {'; '.join(heads) or 'none'}")
             self._pass_turn(rank)
 
-    def begin(self, rank: int) -> None:
-        """Wait for the rank's first turn."""
-        self._wait_for_turn(rank)
-
     def end(self, rank: int, *, failed: bool) -> None:
         """End the rank: it takes no more turns."""
         with self._changed:
             self.failed = self.failed or failed
             self._live.discard(rank)
-            self._turn = self._next(rank)
-            self._changed.notify_all()
+        self._give_turn(rank)
 
     def _pass_turn(self, rank: int) -> None:
-        with self._changed:
-            self._turn = self._next(rank)
-            self._changed.notify_all()
-        self._wait_for_turn(rank)
+        self._give_turn(rank)
+        self.wait_for_turn(rank)
 
-    def _wait_for_turn(self, rank: int) -> None:
+    def wait_for_turn(self, rank: int) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: self._turn == rank or self.failed, timeout=TIMEOUT_S):
                 raise DeadlockError(f"rank {rank} had no turn for {TIMEOUT_S} s")
         if self.failed:
             raise Stopped("another rank raised an error")
 
-    def _next(self, rank: int) -> int:
-        return min(self._live, key=lambda other: (other - rank - 1) % self.size, default=rank)
+    def _give_turn(self, rank: int) -> None:
+        with self._changed:
+            self._turn = min(self._live, key=lambda other: (other - rank - 1) % self.size, default=rank)
+            self._changed.notify_all()
 
 
 def _may_run(task: Task) -> bool:

@@ -249,7 +249,7 @@ def run_deferred(
     def run(one: DeferredRank) -> None:
         _rank.device = one.device
         try:
-            world.begin(one.rank)
+            world.wait_for_turn(one.rank)
             with one.device.mode:
                 results[one.rank] = rank_main(one)
             one.device.synchronize()
