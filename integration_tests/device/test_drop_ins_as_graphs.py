@@ -13,7 +13,7 @@ import pytest
 import slow_tiger
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from on_device import queue_triton_kernels
+from on_device import queue_triton_kernels, schedule
 from torch import Tensor, nn
 
 from opt_distributed.comm.device import Graph
@@ -59,19 +59,6 @@ def made(case: str, **more: Any) -> tuple[list[nn.Parameter], Any]:
         param.grad = torch.zeros_like(param)
     groups = [{"params": params[:1]}, {"params": params[1:], "weight_decay": 0.02}]
     return params, build(groups, **options, backend="triton", **more)
-
-
-def schedule(step: int, optimizer: Any) -> None:
-    """Set hyper-parameters that change at every step."""
-    for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.1 / (1 + step + number)
-        group["weight_decay"] = 0.01 * step
-        if "betas" in group:
-            group["betas"] = (0.9 - 0.01 * step, *group["betas"][1:])
-        if group.get("momentum"):
-            group["momentum"] = 0.9 - 0.05 * step
-        if "alpha" in group:
-            group["alpha"] = 5.0 + step
 
 
 def fill_(params: list[nn.Parameter], step: int, *, overflows: bool = False) -> None:

@@ -14,7 +14,7 @@ import on_device
 import pytest
 import torch
 from fake_accelerator import DeferredRank, run_deferred
-from on_device import BAD_STEP, FLAT, Program, Trained, assert_bits_of_a_cpu, iterate, launched, outcome
+from on_device import BAD_STEP, FLAT, Program, Trained, assert_bits_of_a_cpu, iterate, launched, outcome, schedule
 from parity import Case, Numbers, Spread, roles_over
 from torch import nn
 
@@ -33,17 +33,6 @@ BAD_STEPS = (BAD_STEP, 4)  # while steps run as they are, and in a replay
 REPLAYS = ("", "capture replay", *["replay"] * (STEPS - 2))
 GRAPHS = ({"optimizer_cuda_graph": True},)
 Between = Callable[[int, Optimizer], None]
-
-
-def schedule(step: int, optimizer: Optimizer) -> None:
-    """All numbers of all groups change at every step."""
-    for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.02 / (1 + step + number)
-        group["weight_decay"] = 0.01 * step
-        if "betas" in group:
-            group["betas"] = (0.9 - 0.01 * step, 0.99 - 0.01 * step)
-        if "momentum" in group:
-            group["momentum"] = 0.9 - 0.05 * step
 
 
 class Watched:

@@ -13,7 +13,7 @@ import on_device
 import pytest
 import torch
 from fake_accelerator import DeferredComm, DeferredRank, run_deferred
-from on_device import FLAT, SHAPES, SIZE, STEPS, Trained, built, iterate, launch_rules_, launched
+from on_device import ALL, FLAT, HALF, OVERLAPS, SHAPES, SIZE, STEPS, Trained, built, iterate, launch_rules_, launched
 from parity import Case, Numbers, Spread, Wrapping, grads_of
 from torch import Tensor, nn
 
@@ -25,7 +25,7 @@ from opt_kernels import hooks
 from opt_kernels.hooks import measured
 from opt_kernels.quantized import RECIPES
 from opt_kernels.works import Batch
-from opt_stack import Optimizer, StepStats
+from opt_stack import Optimizer, StepStats, build
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
@@ -65,6 +65,8 @@ def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
             yield f"{name}, {case}", case, fields
             case = replace(case, numbers=Numbers.REMAINDER, wrapping=Wrapping.OVERLAP)
             yield f"{name}, {case}", case, fields
+    for rule, spread in (("soap", Spread.WHOLE), ("adaptive_muon", Spread.WHOLE), ("lion", Spread.FLAT)):
+        yield rule, replace(FLAT, numbers=Numbers.BF16, rule=rule, spread=spread), {}
 
 
 CASES = {name: (case, fields) for name, case, fields in cases()}
@@ -81,13 +83,22 @@ def launched_version(op: str, function: str, *, backend: str | None, tensors: Se
     return launch
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "soap"])  # whose update reads on the host
 def test_the_host_reads_nothing_and_every_order_gives_the_bits_of_a_cpu(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measured, "version", launched_version)
     case, fields = CASES[name]
     on_device.assert_bits_of_a_cpu(case, **fields)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "fp8_recipe" not in CASES[name][1]])
+def test_state_on_the_host_gives_the_bits_of_a_cpu_in_every_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        build, "PART_NUMEL", 1
+    )  # each piece is copied separately, so that copies and updates interleave
+    case, fields = CASES[name]
+    on_device.assert_bits_of_a_cpu(case, on_device=(HALF | OVERLAPS, ALL), **fields)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])

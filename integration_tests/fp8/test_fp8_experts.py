@@ -48,7 +48,21 @@ LAYOUTS += [("mxfp8", "through gradients")]
 Grads = Callable[[int], dict[str, Tensor]]  # of a step
 
 
-def own_grads(place: Place, replicas: tuple[int, int] | None = None) -> Grads:
+def on_grid(name: str, rank_main: Callable[[Place], Any]) -> list[Any]:
+    """Dense shards of two instances are over two of the four ranks; each expert has a replica in each instance."""
+    if name != "two instances":
+        return run_grid(rank_main, **GRIDS[name])
+    dp, inter = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
+
+    def start(comm: ThreadComm) -> Any:
+        rank = comm.rank
+        return rank_main(Place(Alone(), dp[rank], Alone(), Alone(), (rank % EP,), comm, inter[rank]))
+
+    return run_threads(4, start)
+
+
+def own_grads(place: Place) -> Grads:
+    replicas = (place.world.rank, place.world.rank // 2) if place.inter.size > 1 else None
     return lambda step: parts(place, 1000 * step, replicas=replicas, **SHAPES)
 
 
@@ -109,6 +123,12 @@ def train(recipe: str, place: Place, grads: Grads, **options: Any) -> Trained:
 ALONE = Place(Alone(), Alone(), Alone(), Alone(), tuple(range(EP)), Alone())
 
 
+def replicas_on(name: str) -> tuple[int, int]:
+    """Of dense parameters, and of each expert."""
+    sizes = GRIDS.get(name, GRIDS["two replicas"])
+    return 4 // sizes["tp"], 4 // sizes["etp"] // EP
+
+
 def mean_grads(dp: int, expert_dp: int) -> Grads:
     def of_step(step: int) -> dict[str, Tensor]:
         means = mean_gradients(dp=dp, ep=EP, expert_dp=expert_dp, seed=1000 * step, **SHAPES)
@@ -119,11 +139,9 @@ def mean_grads(dp: int, expert_dp: int) -> Grads:
 
 @cache
 def trained_alone(recipe: str, spread: str, dp: int, expert_dp: int) -> Trained:
-    """With the rule and the rounding of the spread."""
-    is_rule = ("optimizer", "muon")
-    options = {key: value for key, value in SPREADS[spread].items() if key.startswith(is_rule)}
-    if spread == "through gradients":
-        options = SPREADS[spread]  # quantised from bf16 values, too
+    """With the rule of the spread, and through gradients with its rounding to bf16."""
+    is_of_rule = ("optimizer", "muon", *(SPREADS[spread] if spread == "through gradients" else ()))
+    options = {key: value for key, value in SPREADS[spread].items() if key.startswith(is_of_rule)}
     return train(recipe, ALONE, mean_grads(dp, expert_dp), **options)
 
 
@@ -138,32 +156,19 @@ def assert_same(found: Trained, alone: Trained, recipe: str, *, atol: float) -> 
     assert found.norms == pytest.approx(alone.norms, rel=1e-6)
 
 
-@pytest.mark.parametrize(("recipe", "spread"), LAYOUTS)
-@pytest.mark.parametrize("name", GRIDS)
+CASES = [(name, recipe, spread) for name in GRIDS for recipe, spread in LAYOUTS]
+CASES += [("two instances", recipe, spread) for recipe in RECIPES for spread in ("flat", "wrapped")]
+
+
+@pytest.mark.parametrize(("name", "recipe", "spread"), CASES)
 def test_every_grid_of_experts_has_the_values_of_one_process(name: str, recipe: str, spread: str) -> None:
-    sizes = GRIDS[name]
-    alone = trained_alone(recipe, spread, 4 // sizes["tp"], 4 // sizes["etp"] // EP)
-    for found in run_grid(lambda place: train(recipe, place, own_grads(place), **SPREADS[spread]), **sizes):
+    alone = trained_alone(recipe, spread, *replicas_on(name))
+    for found in on_grid(name, lambda place: train(recipe, place, own_grads(place), **SPREADS[spread])):
         # Muon sums its products in another order, so that a few values round to the next code.
         assert_same(found, alone, recipe, atol=2**-4 if spread == "whole" else 0.0)
 
 
-@pytest.mark.parametrize("spread", ["flat", "wrapped"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_experts_under_two_instances_have_the_codes_of_one_process(recipe: str, spread: str) -> None:
-    """Dense shards over the two ranks of an instance; each expert has one shard, and a replica in each instance."""
-    dp, inter = comms_of([[0, 1], [2, 3]]), comms_of([[0, 2], [1, 3]])
-
-    def rank_main(comm: ThreadComm) -> Trained:
-        rank = comm.rank
-        place = Place(Alone(), dp[rank], Alone(), Alone(), (rank % EP,), comm, inter[rank])
-        return train(recipe, place, own_grads(place, (rank, rank // 2)), **SPREADS[spread])
-
-    for found in run_threads(4, rank_main):
-        assert_same(found, trained_alone(recipe, "flat", 4, 2), recipe, atol=0.0)
-
-
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize("name", [*GRIDS, "two instances"])
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
 def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name: str) -> None:
     def rank_main(place: Place) -> tuple[bool, bool]:
@@ -178,7 +183,7 @@ def test_an_overflow_in_one_expert_changes_no_byte_on_any_rank(recipe: str, name
         chunk.finish_param_sync()
         return success, same(everything(net), before)
 
-    assert run_grid(rank_main, **GRIDS[name]) == [(False, True)] * 4
+    assert on_grid(name, rank_main) == [(False, True)] * 4
 
 
 def state_of(net: Net, place: Place, optimizer: Optimizer) -> dict[str, Any]:
@@ -197,9 +202,11 @@ def state_of(net: Net, place: Place, optimizer: Optimizer) -> dict[str, Any]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: str, name: str, tmp_path: Path) -> None:
     """Saved by one process, which goes on itself."""
-    sizes, lock = GRIDS[name], threading.Lock()  # a load without torch.distributed is not made for threads
+    lock, grads = (
+        threading.Lock(),
+        mean_grads(*replicas_on(name)),
+    )  # a load without torch.distributed is not made for threads
     net, chunk, optimizer = built(recipe, ALONE, **SPREADS[spread])
-    grads = mean_grads(4 // sizes["tp"], 4 // sizes["etp"] // EP)
     stepped(chunk, optimizer, grads, range(2))
     save(state_of(net, ALONE, optimizer), tmp_path / "saved")
     alone = trained(net, ALONE, stepped(chunk, optimizer, grads, range(2, 4)))
@@ -213,7 +220,7 @@ def test_a_checkpoint_of_experts_continues_on_every_grid(recipe: str, spread: st
         optimizer.load_state_dict(loaded["optimizer"])
         return trained(net, place, stepped(chunk, optimizer, own_grads(place), range(2, 4)))
 
-    for found in run_grid(rank_main, **sizes):
+    for found in on_grid(name, rank_main):
         assert_same(found, alone, recipe, atol=0.0)
 
 
@@ -230,4 +237,4 @@ def test_experts_in_fp8_on_some_ranks_only_load_without_waiting_for_the_others(s
         assert len(fp8_params(net)) == (2 if place.experts == (1,) else 0)
         return same(stored(net), before)
 
-    assert run_grid(rank_main, **GRIDS["two replicas"]) == [True] * 4
+    assert on_grid("two replicas", rank_main) == [True] * 4

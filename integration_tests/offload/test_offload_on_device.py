@@ -1,10 +1,8 @@
-"""Offload to the host of a device that runs its work later: the bits are those of a CPU without it, in every legal
-order of the work, in every layout, with every kind of rule and state.
+"""State on the host of a device that runs its work later, which is written, saved, evaluated and clipped there.
 
-More orders at night.
+The bits are those of a CPU. Ordinary steps: `device/test_step_on_device.py`. More orders at night.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +11,19 @@ import pytest
 import torch
 from cut_ranks import EVEN, Parts
 from fake_accelerator import run_deferred
-from on_device import FLAT, NUM_ORDERS, STEPS, Trained, assert_bits_of_a_cpu, iterate, launched, layouts, outcome
+from on_device import (
+    ALL,
+    FLAT,
+    HALF,
+    NUM_ORDERS,
+    OVERLAPS,
+    STEPS,
+    Trained,
+    assert_bits_of_a_cpu,
+    iterate,
+    launched,
+    outcome,
+)
 from parity import Case, Numbers, Spread, Wrapping
 from torch import Tensor, nn
 from tp_model import cut
@@ -21,16 +31,11 @@ from tp_model import cut
 from opt_config import OptimizerConfig
 from opt_distributed import run_threads
 from opt_distributed.comm import Alone, Axes, Comm, Roles
-from opt_kernels import hooks
 from opt_stack import Optimizer, QKClip, build, get_optimizer
 from opt_stack.qk_clip import fused_qkv
 
 pytestmark = pytest.mark.usefixtures(launched.__name__)
 
-# Of half, one rank's piece of a parameter may be on the device while another rank's is on the host.
-HALF = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
-ALL = HALF | {"optimizer_offload_fraction": 1.0}
-OVERLAPS = {"overlap_cpu_optimizer_d2h_h2d": True}
 OFFLOADS = (ALL | OVERLAPS, HALF | OVERLAPS)
 
 
@@ -42,37 +47,6 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 PRECISIONS = [Numbers.FP32, Numbers.BF16, Numbers.REMAINDER]
 every_precision = pytest.mark.parametrize("numbers", PRECISIONS, ids=lambda numbers: numbers.value)
-NARROW: Mapping[str, dict[str, Any]] = {
-    "bf16": {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
-    "fp8": {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
-    "fp16 mains": {"main_params_dtype": torch.float16},
-    "24-bit mains": {"main_params_dtype": torch.int8},
-}
-
-
-def cases() -> Iterator[tuple[str, Case, Mapping[str, Any]]]:
-    for case in layouts():
-        yield str(case), case, {}
-    masked = {"hooks": (hooks.CautiousUpdate(), hooks.CoupledDecay(), hooks.ClipUpdateRms(0.05))}
-    centered = {"hooks": (hooks.CentralizeGradient(), hooks.ClipUpdateRms(0.05))}
-    for numbers in PRECISIONS:
-        yield f"norms, {numbers.value}", replace(FLAT, numbers=numbers), masked
-        yield f"row means, {numbers.value}", replace(FLAT, numbers=numbers), centered
-    in_bf16 = replace(FLAT, numbers=Numbers.BF16)
-    yield "norms of replicas", replace(in_bf16, spread=Spread.REPLICATED), masked
-    for name, fields in NARROW.items():
-        yield name, replace(FLAT, numbers=Numbers.REMAINDER), fields
-    for rule, spread in (("soap", Spread.WHOLE), ("adaptive_muon", Spread.WHOLE), ("lion", Spread.FLAT)):
-        yield rule, replace(in_bf16, rule=rule, spread=spread), {}
-
-
-CASES = {name: (case, fields) for name, case, fields in cases()}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_order_gives_the_bits_of_a_step_without_offload(name: str) -> None:
-    case, fields = CASES[name]
-    assert_bits_of_a_cpu(case, on_device=(HALF | OVERLAPS, ALL), **fields)
 
 
 @every_precision

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from processes import Job, run_jobs
+from parity import roles_over
+from processes import run_processes
 from torch import Tensor, nn
 
 from opt_checkpoint import load, save, sharded_model
 from opt_config import OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.comm import Comm
 from opt_kernels.formulas import FORMULAS, Formula
 from opt_stack import Optimizer, Registry, get_optimizer
 
@@ -53,7 +56,7 @@ def cases(soft_step: str = "") -> dict[str, Case]:
     return {f"{case.rule}-{'narrow' if case.narrow else 'wide'}": case for case in every}
 
 
-def begin(case: Case, *, sharded: bool) -> tuple[nn.Module, Optimizer]:
+def begin(case: Case, *, sharded: bool, comm: Comm | None = None) -> tuple[nn.Module, Optimizer]:
     model, formula = nn.Module(), case.formula()
     for seed, (name, shape) in enumerate(SHAPES.items()):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -64,7 +67,8 @@ def begin(case: Case, *, sharded: bool) -> tuple[nn.Module, Optimizer]:
     base = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.0, "use_distributed_optimizer": sharded}
     narrow = {"bf16": True, "use_precision_aware_optimizer": True} if case.narrow else {}
     config = OptimizerConfig(optimizer=case.rule, optimizer_options=options, **base, **narrow)
-    return model, get_optimizer(config, [model], rules=Registry().with_formula(formula) if case.file else None)
+    rules, roles = Registry().with_formula(formula) if case.file else None, comm and roles_over(comm)
+    return model, get_optimizer(config, [model], rules=rules, pg_collection=roles)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range) -> Weights:
@@ -98,77 +102,56 @@ def run(cases: dict[str, Case], saved: str, load_from: str = "", *, sharded: boo
     return found
 
 
-class Evaluated(NamedTuple):
-    """Weights of a rank before, during and after an evaluation, and of a run that resumes from it, as trainers do."""
-
-    trained: Weights
-    shown: Weights
-    after: Weights
-    resumed: Weights
-
-
-def evaluate(cases: dict[str, Case], *, sharded: bool = True) -> dict[str, Evaluated]:
-    found = {}
-    for name, case in cases.items():
-        model, optimizer = begin(case, sharded=sharded)
-        trained = train(model, optimizer, range(BEFORE))
-        optimizer.eval()
-        shown = train(model, optimizer, range(0))
-        with pytest.raises(RuntimeError):
-            optimizer.step()
-        other, resumed = begin(case, sharded=sharded)
-        other.load_state_dict(shown)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for one, of_it in ((optimizer, model), (resumed, other)):
-            assert_same(dict(of_it.named_parameters()), shown)
-            one.train()
-            assert_same(dict(of_it.named_parameters()), trained)
-        after, of_resumed = (train(*of, range(BEFORE, AFTER)) for of in ((model, optimizer), (other, resumed)))
-        found[name] = Evaluated(trained, shown, after, of_resumed)
-    return found
-
-
 def assert_same(found: Weights, expected: Weights) -> None:
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-class Runs(NamedTuple):
-    """By case."""
-
-    on_one: dict[str, Weights]
-    others: list[dict[str, Weights]]  # of two ranks, back on one, and of three
-    evaluated: list[dict[str, Evaluated]]
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Weights]]:
+    """The weights of one process, and then of two ranks, back on one, and on three."""
     folder = tmp_path_factory.mktemp("rules")
     file = folder / "soft_step.py"
     file.write_text(re.findall(r"```python\n(\"\"\"SoftStep.*?)```", PAGE.read_text(), flags=re.DOTALL)[0])
-    every = cases(str(file))
-    first, second = str(folder / "of two"), str(folder / "of one")
-    averaged = {name: case for name, case in every.items() if case.formula().evaluation is not None}
+    every, first, second = cases(str(file)), str(folder / "of two"), str(folder / "of one")
     on_one = run(every, "", sharded=False)  # first: ranks that start together would all compile the same sweeps
-    two = run_jobs(2, {"save": Job(run, (every, first)), "evaluate": Job(evaluate, (averaged,))})
+    two = run_processes(2, run, every, first)
     back_on_one = run(every, second, first, sharded=False)
-    three = run_jobs(3, {"resume": Job(run, (every, "", second))})
-    return Runs(
-        on_one, [*two["save"], back_on_one, *three["resume"]], [*two["evaluate"], evaluate(averaged, sharded=False)]
-    )
+    return [on_one, *two, back_on_one, *run_processes(3, run, every, "", second)]
 
 
 @pytest.mark.parametrize("name", cases())
 def test_shards_move_as_the_whole_and_a_checkpoint_of_two_ranks_goes_on_with_one_and_then_with_three(
-    name: str, runs: Runs
+    name: str, runs: list[dict[str, Weights]]
 ) -> None:
-    for found in runs.others:
-        assert_same(found[name], runs.on_one[name])
+    for found in runs[1:]:
+        assert_same(found[name], runs[0][name])
 
 
-@pytest.mark.parametrize("name", ["schedule_free-wide", "schedule_free-narrow"])
-def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(name: str, runs: Runs) -> None:
-    for evaluated in (found[name] for found in runs.evaluated):
-        assert_same(evaluated.shown, runs.evaluated[-1][name].shown)
-        assert not any(torch.equal(evaluated.shown[key], weight) for key, weight in evaluated.trained.items())
-        assert_same(evaluated.after, runs.on_one[name])
-        assert_same(evaluated.resumed, evaluated.after)
+@pytest.mark.parametrize("narrow", [False, True])
+def test_all_ranks_evaluate_the_average_and_go_on_from_the_trained_weights(narrow: bool) -> None:
+    """Also a run that resumes from an evaluation, as trainers do."""
+
+    def rank_main(comm: Comm) -> tuple[Weights, Weights]:
+        begun = [begin(Case("schedule_free", narrow), sharded=comm.size > 1, comm=comm) for _ in range(2)]
+        (model, optimizer), (other, resumed) = begun
+        trained = train(model, optimizer, range(BEFORE))
+        optimizer.eval()
+        shown = train(model, optimizer, range(0))
+        assert not any(torch.equal(shown[key], weight) for key, weight in trained.items())
+        with pytest.raises(RuntimeError):
+            optimizer.step()
+        other.load_state_dict(shown)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        after = []
+        for of, one in begun:
+            assert_same(dict(of.named_parameters()), shown)
+            one.train()
+            assert_same(dict(of.named_parameters()), trained)
+            after.append(train(of, one, range(BEFORE, AFTER)))
+        assert_same(*after)
+        return shown, after[0]
+
+    (alone,) = run_threads(1, rank_main)
+    for found in run_threads(2, rank_main):
+        for weights, want in zip(found, alone, strict=True):
+            assert_same(weights, want)

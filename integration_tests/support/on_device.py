@@ -32,6 +32,10 @@ BAD_STEP = 1  # a gradient of one rank is infinite
 SIZE = 2
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (5, 16), "first": (32, 32), "qkv": (12, 4), "router": (3, 2)}
 FLAT = Case(size=SIZE, spread=Spread.FLAT, numbers=Numbers.FP16, rule="adam", clips=True, wrapping=Wrapping.PLAIN)
+# Of half, one rank's piece of a parameter may be on the device while another rank's is on the host.
+HALF: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+ALL: dict[str, Any] = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+OVERLAPS: dict[str, Any] = {"overlap_cpu_optimizer_d2h_h2d": True}
 
 sweep_stats = verdict.grad_stats
 
@@ -195,6 +199,19 @@ def iterate(
         result = optimizer.step()
         zero(model, optimizer)
     return result
+
+
+def schedule(step: int, optimizer: Any) -> None:
+    """All numbers of all groups change at every step."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = 0.02 / (1 + step + number)
+        group["weight_decay"] = 0.01 * step
+        if "betas" in group:
+            group["betas"] = (0.9 - 0.01 * step, *(0.99 - 0.01 * step for _ in group["betas"][1:]))
+        if group.get("momentum"):
+            group["momentum"] = 0.9 - 0.05 * step
+        if "alpha" in group:
+            group["alpha"] = 5.0 + step
 
 
 def stored(param: Tensor) -> list[Tensor]:

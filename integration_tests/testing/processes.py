@@ -58,10 +58,7 @@ def run_processes(size: int, rank_main: Callable[..., Any], *args: Any, reuse: b
 
     `rank_main` is a function at the top level of a file; it finds the world in `torch.distributed`. Arguments and
     results are pickled. With `reuse`, other worlds may have run in the processes, which saves a tenth of a second; not
-    for DTensors, since torch keeps meshes of former worlds.
-
-    Raises:
-        RankError: a rank raised, died or hung.
+    for DTensors, since torch keeps meshes of former worlds. Raises RankError: a rank raised, died or hung.
     """
     workers = _workers if reuse else _Workers()
     answers = workers.run(size, ByFile.of(rank_main, *args))
@@ -87,38 +84,36 @@ def _all_jobs(jobs: Mapping[str, "ByFile"]) -> dict[str, Any]:
 def run_program(program: Path, *arguments: object, ranks: int = 1, folder: Path | None = None) -> str:
     """Run `python program *arguments` on `ranks` ranks, with torchrun's variables; return what they print, in turn.
 
-    They run in `folder`, by default in the folder in which this process was started.
-
-    Raises:
-        RankError: a rank failed; the message is the end of what it wrote to stderr.
+    They run in `folder`, by default in the folder in which this process was started. Raises RankError: a rank failed;
+    the message is the end of what it wrote to stderr.
     """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
+    world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
+    argv, printed = [str(word) for word in (program, *arguments)], ""
     with tempfile.TemporaryDirectory() as scratch:
-        outputs = [Path(scratch) / str(rank) for rank in range(ranks)]
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks', as torchrun's agent
-        world = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        world |= {"TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
-        argv = [str(word) for word in (program, *arguments)]
+        files = [(Path(scratch) / f"{rank}.out", Path(scratch) / f"{rank}.err") for rank in range(ranks)]
         processes = [
-            start(_launched, world | {"RANK": rank, "LOCAL_RANK": rank}, argv, output, folder)
-            for rank, output in enumerate(outputs)
+            start(_launched, world | {"RANK": rank, "LOCAL_RANK": rank}, argv, of_rank, folder)
+            for rank, of_rank in enumerate(files)
         ]
         for process in processes:
             process.join(ANSWER_S)
             process.kill()
-        for process, output in zip(processes, outputs, strict=True):
-            errors = output.with_suffix(".err")
+        for process, (out, err) in zip(processes, files, strict=True):
             if process.exitcode != 0:
-                text = errors.read_text()[-3000:] if errors.exists() else ""
-                raise RankError(f"exit status {process.exitcode}\n{text}")
-        return "".join(output.with_suffix(".out").read_text() for output in outputs)
+                errors = err.read_text()[-3000:] if err.exists() else ""
+                raise RankError(f"exit status {process.exitcode}\n{errors}")
+            printed += out.read_text()
+    return printed
 
 
-def _launched(world: dict[str, object], argv: list[str], output: Path, folder: Path | None) -> None:
+def _launched(world: dict[str, object], argv: list[str], files: tuple[Path, Path], folder: Path | None) -> None:
     if folder is not None:
         os.chdir(folder)
     os.environ.update({name: str(value) for name, value in world.items()})
-    for stream, suffix in ((1, ".out"), (2, ".err")):
-        os.dup2(os.open(output.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), stream)
+    for stream, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
     runpy.run_path(argv[0], run_name="__main__")
