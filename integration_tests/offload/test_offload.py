@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opt_config import ConfigError, OptimizerConfig
 from opt_distributed.comm import Alone
 from opt_distributed.pieces import Update
-from opt_kernels import hooks
+from opt_kernels.hooks import CautiousUpdate
 from opt_stack import Optimizer, get_optimizer
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -90,20 +90,11 @@ def test_torch_updates_on_the_host_if_requested(of_torch: Any, monkeypatch: pyte
     torch.testing.assert_close(found, expected, rtol=5e-7, atol=1e-8)  # which differ where one fuses two operations
 
 
-REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "lion": ({"optimizer": "lion"}, (), "optimizer='lion' has no counterpart in torch.optim"),
-    "muon": ({"optimizer": "muon"}, (), "optimizer='muon' has no counterpart in torch.optim"),
-    "narrow": ({"use_precision_aware_optimizer": True, "exp_avg_dtype": BF16}, (), "'adam' keeps exp_avg in torch.bf"),
-    "hooks": ({}, (hooks.CautiousUpdate(),), "optimizer='adam' has"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_torchs_optimizer_is_refused_where_it_cannot_do_the_same(name: str) -> None:
-    fields, given, problem = REFUSED[name]
-    config = OptimizerConfig(**{**PLAIN, **OFFLOAD, **fields}, use_torch_optimizer_for_cpu_offload=True)
-    with pytest.raises(ConfigError, match=f"use_torch_optimizer_for_cpu_offload=True: .*{problem}"):
-        get_optimizer(config, [nn.Linear(4, 4)], {}, pg_collection=roles_over(Alone()), hooks=given)
+def test_torchs_optimizer_is_refused_with_hooks() -> None:
+    """And with other rules and dtypes: see `modes/test_modes.py`."""
+    config = OptimizerConfig(**PLAIN, **OFFLOAD, use_torch_optimizer_for_cpu_offload=True)
+    with pytest.raises(ConfigError, match="use_torch_optimizer_for_cpu_offload=True: optimizer='adam' has"):
+        get_optimizer(config, [nn.Linear(4, 4)], {}, hooks=(CautiousUpdate(),))
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -54,8 +54,7 @@ class Layer(nn.Module):
 
 WITH_BF16_GRADS = {"bf16": True, "use_precision_aware_optimizer": True, "main_grads_dtype": BF16}
 WITH_FP32_GRADS = Config(grad_reduce_in_fp32=True)
-DIFFER: dict[str, tuple[Config | None, dict[str, Any], str]] = {
-    "a plain model": (None, {**FLAT, "overlap_param_gather": True}, "is a plain Layer"),
+DIFFER: dict[str, tuple[Config, dict[str, Any], str]] = {
     "gathers": (Config(**FLAT), {**FLAT, "overlap_param_gather": True}, "was wrapped with overlap_param_g"),
     "gradients": (WITH_FP32_GRADS, WITH_BF16_GRADS, "but model chunk 0 was wrapped with grad_reduce_in_fp32=True"),
 }
@@ -64,9 +63,7 @@ DIFFER: dict[str, tuple[Config | None, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", DIFFER)
 def test_configurations_that_differ_are_refused(name: str) -> None:
     wrapping, fields, message = DIFFER[name]
-    model: nn.Module = Layer().to(BF16 if "bf16" in fields else FP32)
-    if wrapping is not None:
-        model = DistributedDataParallel(wrapping, model)
+    model = DistributedDataParallel(wrapping, Layer().to(BF16 if "bf16" in fields else FP32))
     with pytest.raises(ConfigError, match=message):
         get_optimizer(OptimizerConfig(**PLAIN, **fields), [model], {})
 
