@@ -96,16 +96,18 @@ def test_device_memory_is_given_back_and_no_parameter_moves() -> None:
 
 
 def test_views_of_one_memory_stay_views_of_one_memory() -> None:
-    """Of two dtypes, at odd places, and transposed."""
+    """Of two dtypes, at odd places and up to an odd end, and transposed."""
 
     def run(one: DeferredRank, model: nn.Module, optimizer: Optimizer) -> None:
         piece = next(p for unit in optimizer.stepper.units for p in unit.pieces if p.id.name.startswith("qkv"))
         tensors = [piece.state["exp_avg"], piece.state["exp_avg_sq"], piece.main.copy]
-        flat = torch.arange(64, dtype=torch.float32)
-        views = [flat[3:51].view(4, 12).T, flat[1:49].view(12, 4), flat.view(torch.uint8)[5:53].view(12, 4)]
+        memory = torch.arange(257).to(torch.uint8)
+        flat = memory[:256].view(torch.float32)
+        flat.copy_(torch.arange(64.0))
+        views = [flat[3:51].view(4, 12).T, flat[1:49].view(12, 4), memory[209:].view(12, 4)]
         for tensor, view in zip(tensors, views, strict=True):
             tensor.data = view
-        del flat, views, view
+        del memory, flat, views, view
         before = [tensor.clone() for tensor in tensors]
         for move in (optimizer.offload_to_cpu, optimizer.restore_from_cpu):
             move()

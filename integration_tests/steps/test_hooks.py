@@ -117,22 +117,22 @@ def test_a_floor_of_rows_is_that_of_the_weights_on_every_rank() -> None:
         torch.testing.assert_close(torch.cat(parts), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(5, 701), (3, 2, 1, 501), (1, 2003), (1301, 1), (1, 3)], ids=str)
-def test_rows_that_flat_shards_cut_lose_their_whole_mean(shape: tuple[int, ...]) -> None:
-    """A mean of float64 sums, rounded once, where one process takes it in float32."""
+# The shape; ranks that own flat shards of it, or parts cut along a dim.
+CUT_ROWS: list[tuple[tuple[int, ...], int, int | None]] = [
+    *((shape, ranks, None) for shape in ((5, 701), (3, 2, 1, 501), (1, 2003), (1301, 1), (1, 3)) for ranks in (1, 4)),
+    *(((4, 6), 2, dim) for dim in (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "ranks", "dim"), CUT_ROWS, ids=str)
+def test_rows_that_ranks_cut_lose_their_whole_mean(shape: tuple[int, ...], ranks: int, dim: int | None) -> None:
+    """Over flat shards a mean of float64 sums, rounded once, where one process takes it in float32. Tensor-parallel
+    ranks that hold different rows must not be summed."""
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     want = grad.mean(tuple(range(1, grad.dim())), keepdim=True) - grad
-    for size in (1, 4):
-        for found in run_threads(size, lambda comm: moved(grad, CentralizeGradient(), comm, flat=True)):
-            torch.testing.assert_close(found, want, rtol=0.0, atol=2.0**-22)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_rows_that_tensor_parallelism_cuts_lose_their_whole_mean(dim: int) -> None:
-    """Columns are cut in equal parts. Ranks that hold different rows must not be summed."""
-    grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    parts = run_threads(2, lambda comm: moved(grad, CentralizeGradient(), comm, dim=dim))
-    torch.testing.assert_close(torch.cat(parts, dim), grad.mean(1, keepdim=True) - grad, rtol=0.0, atol=2.0**-22)
+    found = run_threads(ranks, lambda comm: moved(grad, CentralizeGradient(), comm, dim=dim, flat=dim is None))
+    for whole in found if dim is None else [torch.cat(found, dim)]:
+        torch.testing.assert_close(whole, want, rtol=0.0, atol=2.0**-22)
 
 
 # --- refusals and checkpoints -----------------------------------------------------------------------------------------
