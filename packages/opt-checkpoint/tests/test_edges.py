@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import zipfile
@@ -50,47 +51,16 @@ def test_a_file_url_is_synced_like_a_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(synced) == 2 * by_path > 0
     assert {p.name for p in (tmp_path / "a url").iterdir()} == {p.name for p in (tmp_path / "path").iterdir()}
     assert torch.equal(load({"w": None}, f"file://localhost{tmp_path}/path").state["w"], torch.ones(3))
-
-
-def test_the_local_tier_may_be_a_file_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with TieredCheckpointManager(f"file://{tmp_path}/a%20url", "durable", durable_every=2) as manager:
+    with TieredCheckpointManager(f"file://{tmp_path}/local%20tier", "durable", durable_every=2) as manager:
         manager.save(1, {"w": torch.ones(3)})
-    assert {path.name for path in tmp_path.iterdir()} == {"a url", "durable"}
-
-
-@pytest.mark.parametrize("url", ["file://host/run", "file://run", "file:///run?x=1", "file:///run#x"])
-def test_a_file_url_of_another_form_is_refused(url: str) -> None:
-    with pytest.raises(CheckpointingException, match=r"names a host|has a query or fragment"):
-        save({"w": torch.ones(3)}, url)
+    assert {path.name for path in tmp_path.iterdir()} == {"a url", "path", "local tier", "durable"}
+    for url in ("file://host/run", "file://run", "file:///run?x=1", "file:///run#x"):
+        with pytest.raises(CheckpointingException, match=r"names a host|has a query or fragment"):
+            save({"w": torch.ones(3)}, url)
 
 
 # ----- stock directories
-
-
-def lazy_tensors() -> dict[str, torch.Tensor]:
-    values = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6 + 0j]])
-    return {
-        "conj": values.conj(),
-        "conj of a part": values[1:].conj(),
-        "negative": values.conj().imag,
-        "both": values.conj().t().conj().imag,
-        "plain": values,
-    }
-
-
-def test_conjugate_and_negative_tensors_of_stock_directories_are_read_as_dcp_reads_them(tmp_path: Path) -> None:
-    dcp_save(lazy_tensors(), checkpoint_id=tmp_path / "stock")
-    save(lazy_tensors(), tmp_path / "ours")
-    for name in ("stock", "ours"):
-        ours, stock = (
-            {k: torch.zeros_like(v.resolve_conj().resolve_neg()) for k, v in lazy_tensors().items()} for _ in "ab"
-        )
-        load(ours, tmp_path / name)
-        dcp_load(stock, checkpoint_id=tmp_path / name)
-        for key, value in lazy_tensors().items():
-            assert torch.equal(ours[key], stock[key]), key
-            assert torch.equal(ours[key], value), key
 
 
 def test_big_endian_archives_are_read_as_torch_reads_them(tmp_path: Path) -> None:
@@ -113,12 +83,9 @@ def test_big_endian_archives_are_read_as_torch_reads_them(tmp_path: Path) -> Non
 STATE = {"m": {"w": torch.ones(2), "l": [1, 2, {"a": torch.zeros(1)}], "k": 5, "betas": [0.9, 0.95]}, "s": "text"}
 
 
-@pytest.mark.parametrize("writer", ["stock", "ours"])
-def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Path, writer: str) -> None:
-    if writer == "stock":
-        dcp_save(STATE, checkpoint_id=tmp_path / "x")
-    else:
-        save(STATE, tmp_path / "x")
+@pytest.mark.parametrize("write", [lambda path: dcp_save(STATE, checkpoint_id=path), lambda path: save(STATE, path)])
+def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Path, write: Any) -> None:
+    write(tmp_path / "x")
     for wanted, expected in (
         (None, STATE),
         ({"m": None}, {"m": STATE["m"]}),
@@ -126,7 +93,7 @@ def test_none_loads_everything_from_stock_directories_as_from_ours(tmp_path: Pat
         ({"s": None}, {"s": "text"}),
     ):
         report = load(wanted, tmp_path / "x", strict="return_all")
-        assert repr(report.state) == repr(expected) or sorted_text(report.state) == sorted_text(expected)
+        assert sorted_text(report.state) == sorted_text(expected)
         assert report.missing == ()
         assert wanted is not None or report.unexpected == ()
     with pytest.raises(CheckpointKeyError, match="nothing"):
@@ -156,21 +123,17 @@ def test_a_stock_directory_of_safetensors_is_refused_by_name(tmp_path: Path) -> 
 # ----- tensors in lists and tuples
 
 
-def listed() -> dict[str, Any]:
-    return {
+def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(tmp_path: Path) -> None:
+    state = {
         "lst": [1, torch.ones(2), [torch.arange(3), "a"], (torch.zeros(1), 5)],
         "groups": [{"lr": torch.tensor(0.5), "betas": (0.9, 0.95)}, {"lr": 0.1}],
         "tup": (torch.full((2,), 3.0), "b"),
         "plain": [1, 2],
     }
-
-
-def test_tensors_in_lists_stay_tensors_for_stock_readers_and_come_back_in_lists(tmp_path: Path) -> None:
-    state = listed()
     save(state, tmp_path / "x")
     assert {"lst.1", "lst.2.0", "lst.3.0", "groups.0.lr", "tup.0"} == set(read_index(tmp_path / "x").tensors)
     assert read_common(read_index(tmp_path / "x"))["lst"] == [1, None, [None, "a"], (None, 5)]
-    for wanted in (None, dict.fromkeys(state), listed(), {key: torch.zeros(1) for key in state}):
+    for wanted in (None, dict.fromkeys(state), copy.deepcopy(state), {key: torch.zeros(1) for key in state}):
         report = load(wanted, tmp_path / "x", strict="raise_all")
         assert sorted_text(report.state) == sorted_text(state)
     zeros = [0, torch.zeros(2), [torch.zeros(3, dtype=torch.int64), ""], (torch.ones(1), 0)]
@@ -200,62 +163,36 @@ def test_a_dtensor_in_a_list_is_loaded_in_place(ranks: RankPool, tmp_path: Path)
     ranks.run(2, dtensors_in_lists, str(tmp_path / "x"))
 
 
-def test_groups_with_a_tensor_in_a_plain_state_dict_are_found(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), foreach=False, capturable=False)
-    names = [name for name, _ in model.named_parameters()]
-    state = {name: {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p), "step": torch.tensor(3.0)}
-             for name, p in model.named_parameters()}  # fmt: skip
-    groups = [{**optimizer.state_dict()["param_groups"][0], "params": names}]
-    save({"optim": {"state": state, "param_groups": groups}}, tmp_path / "x")
-    again = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.0), foreach=False)
-    load_optimizer(model, again, tmp_path / "x", at=("optim",))
-    assert again.param_groups[0]["lr"].item() == 0.25
-
-
 # ----- states of DTensors with another shape than the parameter's
 
 
 class Factored(torch.optim.Optimizer):
     """Second moments by row and by column, kept and dropped, as Adafactor has them."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                square = p.grad * p.grad
-                for name, dim, keep in (("row", 1, True), ("col", 0, True), ("row1", 1, False), ("col1", 0, False)):
-                    mean = square.sum(dim=dim, keepdim=keep)
-                    mean = mean.redistribute(placements=settled(mean)) if isinstance(mean, DTensor) else mean
-                    if name in state:
-                        state[name].lerp_(mean, 0.5)
-                    else:
-                        state[name] = mean
-                p -= 0.1 * p.grad / (state["row"] * state["col"] + 1).sqrt()
+        (p,) = self.param_groups[0]["params"]
+        grad, state = 0.5 * p, self.state[p]
+        for name, dim, keep in (("row", 1, True), ("col", 0, True), ("row1", 1, False), ("col1", 0, False)):
+            mean = (grad * grad).sum(dim=dim, keepdim=keep)
+            if isinstance(mean, DTensor):
+                mean = mean.redistribute(
+                    placements=[q if isinstance(q, Shard) else Replicate() for q in mean.placements]
+                )
+            state[name] = state[name].lerp(mean, 0.5) if name in state else mean
+        p -= 0.1 * grad / (state["row"] * state["col"] + 1).sqrt()
 
 
-def settled(tensor: DTensor) -> list[Any]:
-    return [p if isinstance(p, Shard) else Replicate() for p in tensor.placements]
-
-
-def factored(sharded: bool) -> tuple[nn.Module, Factored]:
+def factored(sharded: bool, steps: int) -> tuple[nn.Module, Factored]:
     model = nn.Linear(4, 9, bias=False)
-    with torch.no_grad():
-        model.weight.copy_(torch.arange(36.0).view(9, 4) / 10)
+    weight = torch.arange(36.0).view(9, 4) / 10
     if sharded:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-    return model, Factored(model.parameters())
-
-
-def train(model: nn.Module, optimizer: Factored, steps: int) -> None:
+        weight = distribute_tensor(weight, init_device_mesh("cpu", (torch.distributed.get_world_size(),)), [Shard(0)])
+    model.weight = nn.Parameter(weight)
+    optimizer = Factored(model.parameters(), {"lr": 0.1})
     for _ in range(steps):
-        model.weight.grad = model.weight.detach() * 0.5
         optimizer.step()
+    return model, optimizer
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,25 +200,23 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_factored(rank: int, size: int, path: str) -> None:
-    model, optimizer = factored(sharded=True)
-    train(model, optimizer, 2)
+    model, optimizer = factored(True, 2)
     save({"model": sharded_model(model), "optimizer": sharded_optimizer(model, optimizer)}, path)
 
 
-def resume_factored(rank: int, size: int, path: str) -> None:
-    model, optimizer = factored(sharded=True)
-    before = Factored(model.parameters())
-    train(model, before, 1)  # the layouts that the optimizer makes itself
+def resume_factored(rank: int, size: int, path: Any, sharded: bool = True) -> None:
+    model, optimizer = factored(sharded, 0)
+    other, made = factored(sharded, 1)  # the layouts that the optimizer makes itself
     load({"model": sharded_model(model)}, path)
     load_optimizer(model, optimizer, path)
-    for name, made in before.state[model.weight].items():
+    for name, state in made.state[other.weight].items():
         loaded = optimizer.state[model.weight][name]
-        assert isinstance(loaded, DTensor)
-        assert (loaded.shape, loaded.placements) == (made.shape, made.placements), name
-        assert loaded.to_local().shape == made.to_local().shape
-    train(model, optimizer, 2)
-    alone, reference = factored(sharded=False)
-    train(alone, reference, 4)
+        assert (type(loaded), loaded.shape) == (DTensor if sharded else torch.Tensor, state.shape), name
+        if sharded:
+            assert (loaded.placements, loaded.to_local().shape) == (state.placements, state.to_local().shape), name
+    optimizer.step()
+    optimizer.step()
+    alone, reference = factored(False, 4)
     assert torch.allclose(full(model.weight), alone.weight)
     for name, value in reference.state[alone.weight].items():
         assert torch.allclose(full(optimizer.state[model.weight][name]), value), name
@@ -291,14 +226,7 @@ def test_factored_states_of_dtensors_reload_as_dtensors_on_any_number_of_ranks(r
     ranks.run(2, save_factored, str(tmp_path / "x"))
     for size in (3, 2, 1):
         ranks.run(size, resume_factored, str(tmp_path / "x"))
-    model, optimizer = factored(sharded=False)
-    load({"model": sharded_model(model)}, tmp_path / "x")
-    load_optimizer(model, optimizer, tmp_path / "x")
-    assert type(optimizer.state[model.weight]["row"]) is torch.Tensor
-    train(model, optimizer, 2)
-    alone, reference = factored(sharded=False)
-    train(alone, reference, 4)
-    assert torch.allclose(model.weight, alone.weight)
+    resume_factored(0, 1, tmp_path / "x", sharded=False)
 
 
 def test_a_single_element_of_a_larger_tensor_is_stored_and_loaded(tmp_path: Path) -> None:
@@ -346,15 +274,13 @@ def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, case: str) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "expanded", [torch.zeros(2).expand(3, 2), torch.zeros(3, 1).expand(3, 2)], ids=["rows", "columns"]
-)
-def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path, expanded: torch.Tensor) -> None:
+def test_an_expanded_target_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     save({"w": torch.ones(3, 2), "v": torch.ones(4)}, tmp_path / "x")
     other = torch.zeros(4)
-    with pytest.raises(CheckpointMismatchError, match=r"w: the target of shape \[3, 2\] is expanded .*contiguous"):
-        load({"v": other, "w": expanded}, tmp_path / "x")
-    assert (other == 0).all()
+    for expanded in (torch.zeros(2).expand(3, 2), torch.zeros(3, 1).expand(3, 2)):
+        with pytest.raises(CheckpointMismatchError, match=r"w: the target of shape \[3, 2\] is expanded .*contiguous"):
+            load({"v": other, "w": expanded}, tmp_path / "x")
+        assert (other == 0).all()
     save({"w": torch.ones(2).expand(3, 2)}, tmp_path / "y")  # it may be saved
     assert load({"w": None}, tmp_path / "y").state["w"].tolist() == [[1, 1]] * 3
 

@@ -26,43 +26,34 @@ def test_positions_of_the_fields_are_megatron_cores() -> None:
     ]  # fmt: skip
 
 
-CONTRADICTIONS = {
-    "dtype": ({"dtype": torch.float16, "local_shape": (1,)}, "Data dtype should match"),
-    "data shape": ({"local_shape": (4, 4), "global_shape": (8,)}, "does not match local_shape"),
-    "ranks of global shape and offset": (
-        {"global_shape": (8, 3, 1), "prepend_axis_num": 2},
-        "as many axes as each other",
-    ),
-    "prepended axes": ({"prepend_axis_num": 1}, "1 prepended axes"),
-    "offset off the grid": ({"global_offset": (3, 0)}, r"Global offset \(3\) must be divisible by local shape \(4\)"),
-    "outside": ({"global_offset": (8, 0)}, "outside the global shape"),
-    "uneven outside": ({"global_offset": (5, 0), "axis_fragmentations": None}, "outside the global shape"),
-    "flat range too long": ({"data": torch.zeros(13), "flattened_range": slice(0, 13)}, "within the 12 elements"),
-    "flat range with a step": ({"data": torch.zeros(3), "flattened_range": slice(0, 6, 2)}, "step 1"),
-    "flat data of wrong length": ({"data": torch.zeros(4), "flattened_range": slice(2, 7)}, "1-D of that length"),
-    "flat data of wrong shape": ({"flattened_range": slice(0, 12)}, "1-D of that length"),
-}
+CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"dtype": torch.float16, "local_shape": (1,)}, "Data dtype should match"),
+    ({"local_shape": (4, 4), "global_shape": (8,)}, "does not match local_shape"),
+    ({"global_shape": (8, 3, 1), "prepend_axis_num": 2}, "as many axes as each other"),
+    ({"prepend_axis_num": 1}, "1 prepended axes"),
+    ({"global_offset": (3, 0)}, r"Global offset \(3\) must be divisible by local shape \(4\)"),
+    ({"global_offset": (8, 0)}, "outside the global shape"),
+    ({"global_offset": (5, 0), "axis_fragmentations": None}, "outside the global shape"),
+    ({"data": torch.zeros(13), "flattened_range": slice(0, 13)}, "within the 12 elements"),
+    ({"data": torch.zeros(3), "flattened_range": slice(0, 6, 2)}, "step 1"),
+    ({"data": torch.zeros(4), "flattened_range": slice(2, 7)}, "1-D of that length"),
+    ({"flattened_range": slice(0, 12)}, "1-D of that length"),
+]
 
 
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_contradictions_are_refused_in_megatron_cores_order(name: str) -> None:
-    changes, text = CONTRADICTIONS[name]
-    with pytest.raises(CheckpointingException, match=text):
-        sharded(**changes)
+def test_contradictions_are_refused_in_megatron_cores_order() -> None:
+    for changes, text in CONTRADICTIONS:
+        with pytest.raises(CheckpointingException, match=text):
+            sharded(**changes)
 
 
-def test_rank_offsets_count_prepended_axes() -> None:
+def test_rank_offsets_count_prepended_axes_and_are_refused_out_of_range_or_twice() -> None:
     made = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), (0, 5, 8), (1, 1, 2), prepend_axis_num=1)
     assert (made.global_shape, made.global_offset) == ((8, 8, 3), (5, 4, 0))
     assert made.axis_fragmentations == (8, 2, 1)
-
-
-@pytest.mark.parametrize(
-    "triples", [[(-1, 0, 1)], [(2, 0, 1)], [(0, -1, 2)], [(0, 0, 0)], [(0, 2, 2)], [(0, 0, 2)] * 2]
-)
-def test_rank_offsets_out_of_range_or_given_twice_are_refused(triples: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(CheckpointingException, match=r"Invalid rank offsets: .*axis"):
-        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), *triples)
+    for triples in ([(-1, 0, 1)], [(2, 0, 1)], [(0, -1, 2)], [(0, 0, 0)], [(0, 2, 2)], [(0, 0, 2)] * 2):
+        with pytest.raises(CheckpointingException, match=r"Invalid rank offsets: .*axis"):
+            ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3), *triples)
 
 
 @pytest.mark.parametrize("prepended", [0, 1])
@@ -77,19 +68,19 @@ def test_narrow_scales_the_global_tensor_and_views_the_data(prepended: int) -> N
     assert part.data.data_ptr() == data[1:].data_ptr()
 
 
-@pytest.mark.parametrize("bounds", [(0, 3, 2), (0, -1, 2), (1, 0, 4), (-1, 0, 1), (2, 0, 1)])
-def test_narrow_beyond_the_block_or_of_uneven_blocks_is_refused(bounds: tuple[int, int, int]) -> None:
-    with pytest.raises(CheckpointingException, match="narrow"):
-        sharded().narrow(*bounds)
+def test_narrow_beyond_the_block_or_of_uneven_blocks_is_refused() -> None:
+    for bounds in ((0, 3, 2), (0, -1, 2), (1, 0, 4), (-1, 0, 1), (2, 0, 1)):
+        with pytest.raises(CheckpointingException, match="narrow"):
+            sharded().narrow(*bounds)
     with pytest.raises(CheckpointingException, match="not cut into equal blocks"):
         sharded(global_offset=(3, 0), axis_fragmentations=None).narrow(0, 0, 2)
 
 
 def test_data_is_made_only_where_there_is_none() -> None:
     shard = sharded()
-    held = shard.data
+    data = shard.data
     shard.init_data("cpu")
-    assert shard.data is held
+    assert shard.data is data
     bare = shard.without_data()
     assert bare.data is None
     bare.init_data("cpu", torch.ones)
@@ -106,34 +97,26 @@ def test_a_flat_range_is_one_of_a_whole_block() -> None:
         sharded().flat(torch.zeros(3), 0, 3).flat(torch.zeros(1), 0, 1)
 
 
-def test_replicas_have_one_identity_and_flat_ranges_their_own() -> None:
+def test_replicas_have_one_identity_and_the_main_one_is_all_zeros() -> None:
     assert sharded(replica_id=3).identity == sharded().identity
     assert sharded().flat(torch.zeros(3), 0, 3).identity != sharded().identity
+    replicas: list[Any] = [0, 1, (0, 0, 0), (0, 1, 0), ()]
+    assert [is_main_replica(replica) for replica in replicas] == [True, False, True, False, True]
 
 
-@pytest.mark.parametrize(
-    ("replica", "main"), [(0, True), (1, False), ((0, 0, 0), True), ((0, 1, 0), False), ((), True)]
-)
-def test_the_main_replica_is_all_zeros(replica: Any, main: bool) -> None:
-    assert is_main_replica(replica) is main
+def test_an_object_is_found_again_by_its_name_on_disk() -> None:
+    for key in ("rng", "a/b", "x_y/shard_0_1"):
+        made = ShardedObject(key, None, (4, 2), (3, 0))
+        assert made.unique_key == f"{key}/shard_3.0_4.2"
+        again = ShardedObject.empty_from_unique_key(made.unique_key)
+        assert (again.key, again.global_shape, again.global_offset) == (key, (4, 2), (3, 0))
+        assert ShardedObject.empty_from_unique_key(f"{key}/shard_3.0_4").global_shape == (4, -1)  # an early form
+    for text in ("rng", "rng/shard_3.0", "rng/part_3_4", "rng/shard_a_b", "/shard_0_1"):
+        with pytest.raises(CheckpointingException, match="does not have the form key/shard_OFFSET_SHAPE"):
+            ShardedObject.empty_from_unique_key(text)
 
 
-@pytest.mark.parametrize("key", ["rng", "a/b", "x_y/shard_0_1"])
-def test_an_object_is_found_again_by_its_name_on_disk(key: str) -> None:
-    made = ShardedObject(key, None, (4, 2), (3, 0))
-    assert made.unique_key == f"{key}/shard_3.0_4.2"
-    again = ShardedObject.empty_from_unique_key(made.unique_key)
-    assert (again.key, again.global_shape, again.global_offset) == (key, (4, 2), (3, 0))
-    assert ShardedObject.empty_from_unique_key(f"{key}/shard_3.0_4").global_shape == (4, -1)  # an early form
-
-
-@pytest.mark.parametrize("text", ["rng", "rng/shard_3.0", "rng/part_3_4", "rng/shard_a_b", "/shard_0_1"])
-def test_other_texts_are_no_object_names(text: str) -> None:
-    with pytest.raises(CheckpointingException, match="does not have the form key/shard_OFFSET_SHAPE"):
-        ShardedObject.empty_from_unique_key(text)
-
-
-@pytest.mark.parametrize(("shape", "offset"), [((4,), (3, 0)), ((4, 2), (4, 0)), ((4, 2), (0, -1))])
-def test_an_object_outside_its_grid_is_refused(shape: tuple[int, ...], offset: tuple[int, ...]) -> None:
-    with pytest.raises(CheckpointingException, match=r"differ in length|lies outside the grid"):
-        ShardedObject("rng", None, shape, offset)
+def test_an_object_outside_its_grid_is_refused() -> None:
+    for shape, offset in (((4,), (3, 0)), ((4, 2), (4, 0)), ((4, 2), (0, -1))):
+        with pytest.raises(CheckpointingException, match=r"differ in length|lies outside the grid"):
+            ShardedObject("rng", None, shape, offset)

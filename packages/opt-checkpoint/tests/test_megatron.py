@@ -1,6 +1,6 @@
 """Directories that Megatron-Core wrote, kept in `golden/`: read, resharded, converted without Megatron installed.
 
-`tests_megatron` writes them anew with Megatron-Core itself; these are from its `write_megatron.py`, on two ranks.
+They are from `tests_megatron/write_megatron.py` on two ranks; `tests_megatron` runs the tests of `written` on new ones.
 """
 
 from __future__ import annotations
@@ -73,40 +73,40 @@ def test_it_loads_as_flat_shards_of_any_number_of_ranks(written: Path, size: int
     assert torch.equal(torch.cat([state["w"] for state in loaded]), whole.reshape(-1))
 
 
-def test_tensors_and_plain_values_load_where_the_arguments_cannot(written: Path) -> None:
-    weight = torch.zeros(2, 64, 16, dtype=torch.bfloat16)
-    report = load({"model": sharded_like(FC1, weight), "iteration": None}, written / "theirs")
-    assert report.state["iteration"] == 3
+def test_values_load_where_their_classes_are_plain_or_allowed(written: Path) -> None:
+    path, weight = written / "theirs", torch.zeros(2, 64, 16, dtype=torch.bfloat16)
+    assert load({"model": sharded_like(FC1, weight), "iteration": None}, path).state["iteration"] == 3
     assert weight.count_nonzero() == weight.numel()
-    index = read_index(written / "theirs")
-    common = read_common(index)
+    common = read_common(read_index(path))
     assert common["args"] == NotLoaded("argparse.Namespace")
-    assert read_step(index, common) == 3
-
-
-def test_arguments_and_generators_load_where_their_classes_are_allowed(written: Path) -> None:
+    assert read_step(read_index(path), common) == 3
     with pytest.raises(CheckpointCorruptError, match=r"args cannot be loaded safely.*safe_globals=\[.*Namespace"):
-        load({"args": None}, written / "theirs")
+        load({"args": None}, path)
     allowed: list[Any] = [argparse.Namespace, *((dict, f"{m}.Attention") for m in ("__mp_main__", "__main__"))]
     with pytest.raises(CheckpointCorruptError):  # an enum's member is not a dict
-        load({"args": None}, written / "theirs", safe_globals=allowed)
+        load({"args": None}, path, safe_globals=allowed)
     allowed = [argparse.Namespace, *((str, f"{m}.Attention") for m in ("__mp_main__", "__main__"))]
-    arguments = load({"args": None}, written / "theirs", safe_globals=allowed).state["args"]
+    arguments = load({"args": None}, path, safe_globals=allowed).state["args"]
     assert (arguments.lr, arguments.attention, arguments.dtype) == (0.01, "1", torch.bfloat16)
-    shards = 2 if "rng_state/shard_1_2" in read_index(written / "theirs").objects else 1
+    shards = 2 if "rng_state/shard_1_2" in read_index(path).objects else 1
     rng = ShardedObject("rng_state", None, (shards,), (0,))
     with pytest.raises(CheckpointCorruptError, match="NUMPY_GLOBALS of opt_checkpoint has those of numpy"):
-        load({"rng": rng}, written / "theirs")
-    (generators,) = load({"rng": rng}, written / "theirs", safe_globals=NUMPY_GLOBALS).state["rng"]
+        load({"rng": rng}, path)
+    (generators,) = load({"rng": rng}, path, safe_globals=NUMPY_GLOBALS).state["rng"]
     assert generators["numpy"][1].shape == (624,)
 
 
 def test_it_is_converted_with_its_step(written: Path) -> None:
     assert main(["convert", str(written / "theirs"), str(written / "ours"), "--from", "megatron"]) == 0
     assert_holds(written / "ours", truth_of(written))
+    assert verify_checkpoint(written / "ours") == []
     step = torch.zeros(2, dtype=torch.int64)
-    load({"s": sharded_like(f"optimizer.state.step.{FC1}", step)}, written / "ours")
+    load({"s": sharded_like(f"optimizer.state.step.{FC1}", step), "iteration": None}, written / "ours")
     assert step.tolist() == [3, 3]
+    steps = {
+        k: t.shape for k, t in read_index(written / "ours").tensors.items() if k.startswith("optimizer.state.step")
+    }
+    assert (len(steps), steps["optimizer.state.step.embedding.word_embeddings.weight"]) == (13, ())
     with pytest.raises(CheckpointValueError, match="it is not dp_reshardable"):
         megatron_to_checkpoint(written / "theirs", written / "again", slots=[])
     with pytest.raises(SystemExit):
@@ -131,6 +131,5 @@ class Hidden:
 def test_the_placeholder_of_an_unknown_class_is_inert() -> None:
     stream = io.BytesIO()
     torch.save({"known": 1, "unknown": [Hidden(), (Hidden(), 2)]}, stream)
-    name = f"{Hidden.__module__}.Hidden"
-    loaded = load_object(stream.getvalue())
-    assert loaded == {"known": 1, "unknown": [NotLoaded(name), (NotLoaded(name), 2)]}
+    hidden = NotLoaded(f"{Hidden.__module__}.Hidden")
+    assert load_object(stream.getvalue()) == {"known": 1, "unknown": [hidden, (hidden, 2)]}

@@ -1,8 +1,13 @@
-"""Optimizer state as sharded state: the four functions, and states that are not shaped like their parameter."""
+"""Optimizer state as sharded state: Megatron-Core's four functions, and states of other shapes than their parameter."""
 
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import opt_checkpoint
 from opt_checkpoint import (
     REFERENCE_ALIASES,
     CheckpointingException,
@@ -31,26 +37,49 @@ from opt_checkpoint import (
     make_sharded_optimizer_tensor,
     make_sharded_state,
     optim_state_to_sharding_state,
+    save,
     sharded_like,
     sharded_model,
 )
-from opt_checkpoint.dcp.names import _hint
+
+# ----- Megatron-Core's names
+
+# Parameters that may be given by position, with their defaults, as `core.dist_checkpointing.optimizer` documents them.
+SIGNATURES = {
+    "get_optim_param_to_id_map": "(optim_params_iter)",
+    "get_param_id_to_sharded_param_map": "(model_sharded_state_dict, optim_params_iter)",
+    "make_sharded_optimizer_tensor": "(model_param, optim_param, prefix)",
+    "optim_state_to_sharding_state": "(optim_state_dict, id_to_sharded_param_map, exclude_keys=())",
+}
+HINT = " Make sure state dict contains original torch.nn.Parameters (not pure torch.Tensors) by passing `kee"
 
 
+def test_the_modules_have_megatron_cores_names_signatures_and_our_objects() -> None:
+    modules = ("core", "mapping", "optimizer", "utils", "validation")
+    found: Any = {name: importlib.import_module(f"opt_checkpoint.dist_checkpointing.{name}") for name in modules}
+    for name, expected in SIGNATURES.items():
+        parameters = inspect.signature(getattr(found["optimizer"], name)).parameters.values()
+        positional = [p.replace(annotation=p.empty) for p in parameters if p.kind is not p.KEYWORD_ONLY]
+        assert str(inspect.Signature(positional)) == expected
+    assert found["optimizer"].KEEP_VARS_HINT.startswith(HINT)
+    assert isinstance(found["optimizer"].logger, logging.Logger)
+    assert found["core"].CheckpointingException is CheckpointingException
+    for module in found.values():  # no second class of the same name, which `isinstance` would tell from the first
+        for name in module.__all__:
+            assert getattr(opt_checkpoint, name, getattr(module, name)) is getattr(module, name)
+
+
+# ----- from parameters to their state
+
+
+@pytest.fixture
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
 
 
-def stepped(params: list[nn.Parameter]) -> torch.optim.AdamW:
-    optimizer = torch.optim.AdamW(params)
-    sum((p**2).sum() for p in params).backward()
-    optimizer.step()
-    return optimizer
-
-
-def sharded_params(module: nn.Module) -> dict[str, ShardedTensor]:
-    return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict(keep_vars=True).items()}
+def sharded_params(module: nn.Module, **options: Any) -> dict[str, ShardedTensor]:
+    return {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict(**options).items()}
 
 
 def test_the_first_position_of_a_repeated_parameter_wins() -> None:
@@ -68,11 +97,10 @@ def test_a_dtensor_parameter_is_found_by_its_local_values() -> None:
         assert {index: entry.key for index, entry in found.items()} == {0: "1", 1: "0"}
 
 
-def test_parameters_are_matched_by_identity_wherever_they_are() -> None:
-    module = model()
-    entries = sharded_params(module)
+def test_parameters_are_matched_by_identity_wherever_they_are(model: Any) -> None:
+    entries = sharded_params(model, keep_vars=True)
     nested = {"x": [entries["1.bias"]], "y": {"z": entries["0.weight"]}, "other": entries["0.bias"]}
-    found = get_param_id_to_sharded_param_map(nested, [module[0].weight, module[1].bias])
+    found = get_param_id_to_sharded_param_map(nested, [model[0].weight, model[1].bias])
     assert {i: e.key for i, e in found.items()} == {0: "0.weight", 1: "1.bias"}
 
 
@@ -86,22 +114,17 @@ def test_tied_weights_go_by_the_key_that_sorts_first_whatever_the_order(caplog: 
     assert "saved as embedding, not as output" in caplog.text
 
 
-def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed() -> None:
-    module = model()
-    detached = {k: ShardedTensor.from_rank_offsets(k, v) for k, v in module.state_dict().items()}
+def test_an_optimizer_that_matches_nothing_is_an_error_unless_allowed(model: Any) -> None:
+    detached = sharded_params(model)
     with pytest.raises(CheckpointingException, match="keep_vars=True"):
-        get_param_id_to_sharded_param_map(detached, module.parameters())
-    assert get_param_id_to_sharded_param_map(detached, module.parameters(), strict=False) == {}
+        get_param_id_to_sharded_param_map(detached, model.parameters())
+    assert get_param_id_to_sharded_param_map(detached, model.parameters(), strict=False) == {}
     assert get_param_id_to_sharded_param_map(detached, []) == {}
-
-
-def test_a_plain_state_dict_is_refused_with_what_to_pass_instead() -> None:
-    """The message advised `keep_vars=True` to callers who had passed it."""
-    module = model()
+    # A plain state dict is refused with what to pass instead: the message advised what the caller had done.
     with pytest.raises(CheckpointingException, match=r"plain tensors, as .*weight.*\.sharded_model\(model\)") as error:
-        get_param_id_to_sharded_param_map(module.state_dict(keep_vars=True), module.parameters())
+        get_param_id_to_sharded_param_map(model.state_dict(keep_vars=True), model.parameters())
     assert "keep_vars" not in str(error.value)
-    assert get_param_id_to_sharded_param_map(sharded_model(module), module.parameters())[0].data is not None
+    assert get_param_id_to_sharded_param_map(sharded_model(model), model.parameters())[0].data is not None
 
 
 def test_state_takes_over_all_but_key_data_and_dtype() -> None:
@@ -122,21 +145,22 @@ def test_state_takes_over_all_but_key_data_and_dtype() -> None:
     assert all(getattr(state, f) == getattr(param, f) for f in same)
 
 
-@pytest.mark.parametrize("kind", [AssertionError, ValueError])
-def test_another_shape_is_an_error_of_both_kinds(kind: type[Exception]) -> None:
+def test_another_shape_is_an_error_of_both_kinds() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 3))
-    with pytest.raises(kind, match=r"Optimizer shape \(4,\) does not match model shape \(4, 3\) of w"):
-        make_sharded_optimizer_tensor(param, torch.zeros(4), "p")
-    with pytest.raises(kind, match=r"does not match model shape \(5,\)"):
-        make_sharded_optimizer_tensor(param.flat(torch.zeros(5), 0, 5), torch.zeros(4), "p")
+    for kind in (AssertionError, ValueError):
+        with pytest.raises(kind, match=r"Optimizer shape \(4,\) does not match model shape \(4, 3\) of w"):
+            make_sharded_optimizer_tensor(param, torch.zeros(4), "p")
+        with pytest.raises(kind, match=r"does not match model shape \(5,\)"):
+            make_sharded_optimizer_tensor(param.flat(torch.zeros(5), 0, 5), torch.zeros(4), "p")
 
 
-def test_an_adamw_becomes_sharded_in_place() -> None:
-    module = model()
-    params = list(module.parameters())
-    optimizer = stepped(params)
+def test_an_adamw_becomes_sharded_in_place(model: Any) -> None:
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    sum((p**2).sum() for p in params).backward()
+    optimizer.step()
     state_dict = optimizer.state_dict()
-    mapping = get_param_id_to_sharded_param_map(sharded_params(module), params)
+    mapping = get_param_id_to_sharded_param_map(sharded_params(model, keep_vars=True), params)
     assert optim_state_to_sharding_state(state_dict, mapping) is None
     assert state_dict["state"][0]["exp_avg"].key == "optimizer.state.exp_avg.0.weight"
     assert state_dict["state"][3]["step"].key == "optimizer.state.step.1.bias"
@@ -145,12 +169,11 @@ def test_an_adamw_becomes_sharded_in_place() -> None:
     assert optimizer.state_dict()["param_groups"][0]["params"] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("exclude", ["step", ("step",), ["step"]])
-def test_excluded_names_are_names_not_parts_of_names(exclude: Any) -> None:
-    param = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
-    state = {"state": {0: {"step": torch.tensor(1.0), "tep": torch.zeros(2)}}, "param_groups": []}
-    optim_state_to_sharding_state(state, {0: param}, exclude)
-    assert set(state["state"][0]) == {"tep"}
+def test_excluded_names_are_names_not_parts_of_names() -> None:
+    for exclude in ("step", ("step",), ["step"]):
+        state: Any = {"state": {0: {"step": torch.tensor(1.0), "tep": torch.zeros(2)}}, "param_groups": []}
+        optim_state_to_sharding_state(state, {0: ShardedTensor.from_rank_offsets("w", torch.zeros(2))}, exclude)
+        assert set(state["state"][0]) == {"tep"}
 
 
 def test_a_parameter_without_description_is_an_error_only_if_it_has_something_to_save() -> None:
@@ -161,11 +184,11 @@ def test_a_parameter_without_description_is_an_error_only_if_it_has_something_to
     assert state["state"] == {7: {}}
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(3, torch.int64), (0.1, torch.float64), (True, torch.bool)])
-def test_numbers_are_stored_as_exact_scalars(value: Any, dtype: torch.dtype) -> None:
+def test_numbers_are_stored_as_exact_scalars() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
-    made = make_sharded_state(param, value, "scale", PerParam())
-    assert (made.data.dtype, made.data.item()) == (dtype, value)
+    for value, dtype in ((3, torch.int64), (0.1, torch.float64), (True, torch.bool)):
+        made = make_sharded_state(param, value, "scale", PerParam())
+        assert (made.data.dtype, made.data.item()) == (dtype, value)
 
 
 # ----- states of other shapes, saved on one grid and loaded on another
@@ -179,9 +202,18 @@ def block(rank: int, size: int, axis: int, *, layer: int | None = None) -> Shard
     return ShardedTensor.from_rank_offsets("w", torch.zeros(shape), *offsets, prepend_axis_num=p)
 
 
-def roundtrip(tmp_path: Path, saved: list[Any], wanted: list[Any]) -> list[torch.Tensor]:
-    save_as_ranks([{"s": s} for s in saved], tmp_path / "x")
-    return [state["s"] for state in load_as_ranks([{"s": w} for w in wanted], tmp_path / "x")]
+def assert_resharded(
+    path: Path, sizes: tuple[int, int], spec: Any, block: Callable[[int, int], Any], part: Callable[[int, int], Any]
+) -> None:
+    """Saved on ranks that hold `part(rank, size)` of a state of `block(rank, size)`, and loaded on more ranks."""
+
+    def states(size: int, filled: bool) -> list[Any]:
+        values = [part(rank, size).clone() * filled for rank in range(size)]
+        return [{"s": make_sharded_state(block(rank, size), v, "state", spec)} for rank, v in enumerate(values)]
+
+    save_as_ranks(states(sizes[0], True), path)
+    for rank, loaded in enumerate(load_as_ranks(states(sizes[1], False), path)):
+        assert torch.equal(loaded["s"], part(rank, sizes[1])), (rank, spec)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -189,32 +221,19 @@ def roundtrip(tmp_path: Path, saved: list[Any], wanted: list[Any]) -> list[torch
 def test_reduced_statistics_are_resharded(tmp_path: Path, axis: int, dims: tuple[int, ...]) -> None:
     whole = torch.arange(96.0).view(12, 8).sum(dims)
     left = [a for a in (0, 1) if a not in [d % 2 for d in dims]]
-
-    def states(size: int, filled: bool) -> list[Any]:
-        made = []
-        for rank in range(size):
-            own = whole
-            if axis in left:
-                own = whole.chunk(size, left.index(axis))[rank]
-            data = own.clone() if filled else torch.zeros_like(own)
-            made.append(make_sharded_state(block(rank, size, axis), data, "row", Reduced(dims=dims)))
-        return made
-
-    wanted = states(4, False)
-    loaded = roundtrip(tmp_path, states(2, True), wanted)
-    expected = [whole.chunk(4, left.index(axis))[r] if axis in left else whole for r in range(4)]
-    assert all(torch.equal(a, b) for a, b in zip(loaded, expected))
+    part = lambda rank, size: whole.chunk(size, left.index(axis))[rank] if axis in left else whole
+    assert_resharded(tmp_path / "x", (2, 4), Reduced(dims=dims), lambda r, n: block(r, n, axis), part)
 
 
 def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
     def states(size: int, filled: bool) -> list[Any]:
-        return [
-            {str(n): make_sharded_state(block(r, size, 0, layer=n), torch.eye(3) * n * filled, "basis", PerParam())
-             for n in range(3)}
-            for r in range(size)
-        ]  # fmt: skip
+        made = lambda r, n: make_sharded_state(
+            block(r, size, 0, layer=n), torch.eye(3) * n * filled, "basis", PerParam()
+        )
+        return [{str(n): made(r, n) for n in range(3)} for r in range(size)]
 
-    for state in roundtrip(tmp_path, states(2, True), states(3, False)):
+    save_as_ranks(states(2, True), tmp_path / "x")
+    for state in load_as_ranks(states(3, False), tmp_path / "x"):
         assert all(torch.equal(state[str(layer)], torch.eye(3) * layer) for layer in range(3))
 
 
@@ -222,18 +241,9 @@ def test_one_value_per_parameter_of_every_layer(tmp_path: Path) -> None:
 def test_a_value_of_each_matrix_of_a_stack_is_resharded_with_the_stack(tmp_path: Path, axis: int) -> None:
     # Experts: as `PerParam`, the factors of the first rank's experts were loaded into those of all.
     factors = torch.arange(12.0).view(12, 1, 1) * torch.eye(3)
-
-    def states(size: int, filled: bool) -> list[Any]:
-        made = []
-        for rank in range(size):
-            stack = torch.zeros(12, 12, 12).chunk(size, axis)[rank]
-            own = factors.chunk(size)[rank] if axis == 0 else factors
-            param = ShardedTensor.from_rank_offsets("w", stack, (axis, rank, size))
-            made.append(make_sharded_state(param, own.clone() if filled else own * 0, "L", PerMatrix()))
-        return made
-
-    for rank, loaded in enumerate(roundtrip(tmp_path, states(2, True), states(3, False))):
-        assert torch.equal(loaded, factors.chunk(3)[rank] if axis == 0 else factors)
+    stack = lambda r, n: ShardedTensor.from_rank_offsets("w", torch.zeros(12, 12, 12).chunk(n, axis)[r], (axis, r, n))
+    part = lambda rank, size: factors.chunk(size)[rank] if axis == 0 else factors
+    assert_resharded(tmp_path / "x", (2, 3), PerMatrix(), stack, part)
 
 
 def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) -> None:
@@ -247,50 +257,46 @@ def test_state_bound_to_a_layout_loads_there_and_nowhere_else(tmp_path: Path) ->
         load(state("tp4", 0.0), tmp_path / "x")
 
 
-def test_state_saved_by_another_rule_is_named() -> None:
-    stored = ["optimizer.state.exp_avg.w", "optimizer.state.exp_avg_sq.w", "optimizer.state.exp_avg.other.w"]
-    assert "saved by another rule, with exp_avg, exp_avg_sq;" in _hint(["optimizer.state.momentum_buffer.w"], stored)
-    assert _hint(["optimizer.state.exp_avg.new"], stored) == ""
-
-
-def test_main_weights_of_a_run_without_any_are_not_laid_to_another_rule() -> None:
-    hint = _hint(["optimizer.state.fp32_param.w"], ["optimizer.state.exp_avg.w"])
-    assert "no main weights were saved" in hint
-    assert "another rule" not in hint
-
-
 @pytest.mark.parametrize(("stored", "wanted"), [("param", "fp32_param"), ("fp32_param", "param")])
 def test_main_weights_are_found_under_either_of_megatron_cores_names(tmp_path: Path, stored: str, wanted: str) -> None:
-    param = ShardedTensor.from_rank_offsets("w", torch.zeros(3))
-    save_as_ranks(
-        [{"s": make_sharded_optimizer_tensor(param, torch.ones(3), f"optimizer.state.{stored}")}], tmp_path / "x"
-    )
-    state = {"s": make_sharded_optimizer_tensor(param, torch.zeros(3), f"optimizer.state.{wanted}")}
+    def state(name: str, key: str = "w") -> dict[str, Any]:
+        return {"s": sharded_like(f"optimizer.state.{name}.{key}", torch.ones(3) * (name == stored))}
+
+    save(state(stored), tmp_path / "x")
     with pytest.raises(CheckpointKeyError, match=f"saved by another rule, with {stored};"):
-        load(state, tmp_path / "x")
-    assert load(state, tmp_path / "x", aliases=REFERENCE_ALIASES).state["s"].tolist() == [1, 1, 1]
+        load(state(wanted), tmp_path / "x")
+    loaded = load(state(wanted), tmp_path / "x", aliases=REFERENCE_ALIASES).state["s"]
+    assert loaded.tolist() == [1, 1, 1]
 
 
-MISUSES: dict[str, tuple[Any, Any, Any, str]] = {
-    "reduced flat": (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "not be a flat"),
-    "reduced shape": (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"it must have \(8,\)"),
-    "text": (block(0, 1, 0), "text", PerParam(), "store it as a ShardedObject"),
-    "matrices": (
-        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)), torch.zeros(2, 2), PerMatrix(), r"begin with \(4,\)"
-    ),
-    "matrices flat": (
-        ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2)).flat(torch.zeros(3), 0, 3), torch.zeros(4, 2, 2),
-        PerMatrix(), "not be a flat",
-    ),
-    "function factory": (
-        ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x), 1.0, PerParam(), "factory by segments",
-    ),
-    "text like a parameter": (block(0, 1, 0), "text", Reduced(dims=(0,)), "store it as a ShardedObject"),
-}  # fmt: skip
+HINTS = [
+    (("exp_avg.w", "exp_avg_sq.w", "exp_avg.b"), "velocity.w", "saved by another rule, with exp_avg, exp_avg_sq;"),
+    (("exp_avg.w",), "exp_avg.new", ".exp_avg.new; load with"),
+    (("exp_avg.w",), "fp32_param.w", ".fp32_param.w (no main weights were saved"),
+]
 
 
-@pytest.mark.parametrize("name", MISUSES)
-def test_specs_that_cannot_hold_are_refused(name: str) -> None:
-    param, value, spec, text = MISUSES[name]
-    with pytest.raises(CheckpointingException, match=text):
-        make_sharded_state(param, value, "s", spec)
+def test_a_state_that_was_not_saved_is_named_with_what_was(tmp_path: Path) -> None:
+    for number, (stored, wanted, text) in enumerate(HINTS):
+        save({name: sharded_like(f"optimizer.state.{name}", torch.ones(2)) for name in stored}, tmp_path / str(number))
+        with pytest.raises(CheckpointKeyError, match=re.escape(text)):
+            load({"s": sharded_like(f"optimizer.state.{wanted}", torch.ones(2))}, tmp_path / str(number))
+
+
+MATRICES = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 2, 2))
+BUILT = ShardedTensorFactory("f", torch.zeros(1), lambda *a: [], lambda x: x)
+MISUSES: list[tuple[Any, Any, Any, str]] = [
+    (block(0, 1, 0).flat(torch.zeros(3), 0, 3), torch.zeros(3), Reduced(dims=(0,)), "not be a flat"),
+    (block(0, 1, 0), torch.zeros(3), Reduced(dims=(0,)), r"it must have \(8,\)"),
+    (block(0, 1, 0), "text", PerParam(), "store it as a ShardedObject"),
+    (block(0, 1, 0), "text", Reduced(dims=(0,)), "store it as a ShardedObject"),
+    (MATRICES, torch.zeros(2, 2), PerMatrix(), r"begin with \(4,\)"),
+    (MATRICES.flat(torch.zeros(3), 0, 3), torch.zeros(4, 2, 2), PerMatrix(), "not be a flat"),
+    (BUILT, 1.0, PerParam(), "factory by segments"),
+]
+
+
+def test_specs_that_cannot_hold_are_refused() -> None:
+    for param, value, spec, text in MISUSES:
+        with pytest.raises(CheckpointingException, match=text):
+            make_sharded_state(param, value, "s", spec)

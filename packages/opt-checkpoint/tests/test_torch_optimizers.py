@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_ranks import RankPool
+from processes import FSDP2_RUNS
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 from torch.distributed.checkpoint import save as dcp_save
@@ -118,7 +119,7 @@ def test_the_optimizer_of_one_of_two_models_is_converted_to_a_torch_file(tmp_pat
     assert torch.equal(states[0]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 def test_what_one_process_saved_with_stock_dcp_goes_on_under_fsdp2(ranks: RankPool, tmp_path: Path) -> None:
     losses = save_theirs("flattened", tmp_path / "x")
     for resumed in ranks.run(2, load_sharded, str(tmp_path / "x")):
@@ -135,12 +136,13 @@ def test_the_message_says_where_the_optimizer_is(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "x"), str(tmp_path / "x.pt"), "--to", "torch", "--at", "optim"]) == 2
 
 
-def test_a_number_of_state_is_read(tmp_path: Path) -> None:
+def test_numbers_of_state_and_groups_with_a_tensor_are_read(tmp_path: Path) -> None:
     again, _ = trained(0)
     states: Any = {"0.weight": {"exp_avg": torch.ones(4, 3), "calls": 3}}
-    groups: Any = [{"lr": 0.25, "params": ["0.weight"]}]
-    dcp_save({"state": states, "param_groups": groups}, checkpoint_id=tmp_path / "x")
-    matrix = torch.optim.AdamW([again[0].weight])
-    load_optimizer(again, matrix, tmp_path / "x", at=())
-    assert matrix.state[again[0].weight]["calls"] == 3
-    assert matrix.param_groups[0]["lr"] == 0.25
+    for name, lr in (("theirs", 0.25), ("ours", torch.tensor(0.25))):
+        state = {"state": states, "param_groups": [{"lr": lr, "params": ["0.weight"]}]}
+        save(state, tmp_path / name) if name == "ours" else dcp_save(state, checkpoint_id=tmp_path / name)
+        matrix = torch.optim.AdamW([again[0].weight], lr=0.0 * lr, foreach=False)
+        load_optimizer(again, matrix, tmp_path / name, at=())
+        assert matrix.state[again[0].weight]["calls"] == 3
+        assert matrix.param_groups[0]["lr"] == lr

@@ -318,6 +318,9 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
         )
     values = read_objects(index, [key for own in plain_keys.values() for key in own.values()])
     plain = {name: {state: values[key] for state, key in own.items()} for name, own in plain_keys.items()}
+    numbers = lookup(saved, ("state",))  # by parameter, where our `save` stored a state dict
+    for name, own in numbers.items() if isinstance(numbers, dict) else ():
+        plain.setdefault(str(name), {}).update(own)
     members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
     state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
     return SavedOptimizer(groups, names, state_names, plain, {}, keys)
