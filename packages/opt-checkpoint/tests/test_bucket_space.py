@@ -42,14 +42,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def buckets(tmp_path: Path) -> dict[str, torch.Tensor]:
+    keys = {key_of(group, bucket, state): bucket for group in (0, 1) for bucket in (0, 1) for state in STATES}
     generator = torch.Generator().manual_seed(0)
-    sizes = {0: 76, 1: 10}
-    found = {
-        key_of(group, bucket, state): torch.randn(sizes[bucket], generator=generator)
-        for group in (0, 1)
-        for bucket in sizes
-        for state in STATES
-    }
+    found = {key: torch.randn((76, 10)[bucket], generator=generator) for key, bucket in keys.items()}
     write(tmp_path / "theirs", found)
     return found
 
@@ -75,49 +70,36 @@ def test_buckets_become_parameters_by_their_slots(tmp_path: Path, buckets: dict[
 
 
 def moved(number: int, **changes: Any) -> list[BucketSlot]:
-    slots = list(SLOTS)
-    fields = {name: getattr(slots[number], name) for name in BucketSlot.__slots__}
-    slots[number] = BucketSlot(**{**fields, **changes})
-    return slots
+    fields = {name: getattr(SLOTS[number], name) for name in BucketSlot.__slots__}
+    return [*SLOTS[:number], BucketSlot(**{**fields, **changes}), *SLOTS[number + 1 :]]
 
 
-REFUSED = {
-    "another bucket": (
-        moved(2, bucket=5),
-        r"b: no bucket has \(group, buffer, bucket\) \(0, 0, 5\); there are \(0, 0, 0\)",
-    ),
-    "over another slot": (moved(0, start=40), r"w: elements \[40, 52\) .* must begin less than .* after element 50"),
-    "beyond the end": (moved(0, start=72), r"w: elements \[72, 84\) .* end within its 76 elements"),
-    "a gap that is not padding": (
-        SLOTS[:2] + SLOTS[3:],
-        r"w: elements \[64, 76\) .* must begin .* after element 0",
-    ),
-    "a bucket that is not described": (SLOTS[:-1], r"elements \[0, 10\) of .*bucket_idx_1.* belong to no slot"),
-    "a hole in a parameter": (moved(1, global_offset=(0, 0)), r"has other values in group 1 than in an earlier one"),
-}
+REFUSED = [
+    (moved(2, bucket=5), r"b: no bucket has \(group, buffer, bucket\) \(0, 0, 5\); there are \(0, 0, 0\)"),
+    (moved(0, start=40), r"w: elements \[40, 52\) .* must begin less than .* after element 50"),
+    (moved(0, start=72), r"w: elements \[72, 84\) .* end within its 76 elements"),
+    (SLOTS[:2] + SLOTS[3:], r"w: elements \[64, 76\) .* must begin .* after element 0"),  # a gap that is not padding
+    (SLOTS[:-1], r"elements \[0, 10\) of .*bucket_idx_1.* belong to no slot"),
+    (moved(1, global_offset=(0, 0)), r"has other values in group 1 than in an earlier one"),  # a hole in a parameter
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_slots_of_another_layout_are_refused(tmp_path: Path, buckets: Any, name: str) -> None:
-    slots, text = REFUSED[name]
-    with pytest.raises(CheckpointingException, match=text):
-        megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
-    assert {p.name for p in tmp_path.iterdir()} == {"theirs"}
-
-
-def test_remainders_in_place_of_main_weights_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "theirs", {key_of(0, 0, "param"): torch.zeros(10, dtype=torch.int16)})
+def test_slots_of_another_layout_and_remainders_are_refused(tmp_path: Path, buckets: Any) -> None:
+    for slots, text in REFUSED:
+        with pytest.raises(CheckpointingException, match=text):
+            megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
+    write(tmp_path / "narrow", {key_of(0, 0, "param"): torch.zeros(10, dtype=torch.int16)})
     slots = [BucketSlot(name="w", shape=(10,), start=0)]
     with pytest.raises(CheckpointingException, match=r"param is stored as torch.int16: 16-bit remainders"):
-        megatron_to_checkpoint(tmp_path / "theirs", tmp_path / "ours", slots=slots)
+        megatron_to_checkpoint(tmp_path / "narrow", tmp_path / "ours", slots=slots)
+    assert {p.name for p in tmp_path.iterdir()} == {"theirs", "narrow"}
 
 
-def test_a_load_without_conversion_says_what_to_do(tmp_path: Path, buckets: Any) -> None:
+def test_the_command_line_converts_and_a_load_says_so(
+    tmp_path: Path, buckets: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(CheckpointKeyError, match=r"dp_reshardable, .* convert it first: optckpt convert"):
         load({"x": sharded_like("optimizer.state.exp_avg.w", torch.zeros(4, 6))}, tmp_path / "theirs")
-
-
-def test_the_command_line_converts(tmp_path: Path, buckets: Any, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["convert", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--from", "megatron"]
     assert main(command) == 2
     assert "Pass slots= (--slots FILE)" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import RankError, run_program
+from processes import FSDP2_RUNS, RankError, run_program
 
 import opt_checkpoint
 from opt_checkpoint import load, read_index, sharded_like
@@ -44,7 +43,7 @@ def weights_at_the_end(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.skipif(not hasattr(torch.cpu.Stream, "record_event"), reason="this torch runs FSDP2 on GPUs only")
+@pytest.mark.skipif(not FSDP2_RUNS, reason="this torch runs FSDP2 on GPUs only")
 def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> None:
     for name in ("killed", "whole"):
         (tmp_path / name).mkdir()
@@ -68,22 +67,16 @@ def test_the_readmes_run_goes_on_after_a_kill_on_another_number_of_ranks(tmp_pat
 def test_the_package_imports_only_torch_and_numpy() -> None:
     """In a fresh interpreter, none of the sibling packages is imported along."""
     code = "import sys, opt_checkpoint; print(*(m for m in sys.modules if m.startswith('opt_')))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
-    imported = done.stdout.split()
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert {name.partition(".")[0] for name in imported} == {"opt_checkpoint"}
     assert not [name for name in imported if name.startswith("opt_checkpoint.convert") or "tier" in name]  # on use
-    for name in opt_checkpoint.__all__:
-        assert getattr(opt_checkpoint, name) is not None
+    assert all(getattr(opt_checkpoint, name) is not None for name in opt_checkpoint.__all__)
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_and_source_files_are_short() -> None:
     assert len(README.split()) <= 1500
     assert max(map(len, README.splitlines())) <= 120
-
-
-@pytest.mark.parametrize("path", sorted((Path(__file__).parent.parent / "src").rglob("*.py")), ids=lambda p: p.stem)
-def test_a_source_file_is_short_and_says_what_it_is(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 400
-    assert lines[0].startswith('"""')
+    for path in (Path(__file__).parent.parent / "src").rglob("*.py"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 400, path
+        assert lines[0].startswith('"""'), path

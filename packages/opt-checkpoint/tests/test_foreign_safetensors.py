@@ -40,36 +40,38 @@ def test_folders_without_one_model_are_refused(tmp_path: Path) -> None:
         load_safetensors({}, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        ({"a": "a.safetensors", "b": "../b.safetensors"}, "not a plain name"),
-        ({"a": "a.safetensors", "b": "c.safetensors"}, "c.safetensors is missing"),
-        ({"a": "a.safetensors"}, "b is in a.safetensors"),
-        ({"a": "a.safetensors", "b": "a.safetensors", "c": "a.safetensors"}, "c is in no file"),
-        (["a"], "is not a valid index"),
-        ("[" * 100_000, "is not a valid index"),
-        ({"a": "a.safetensors", "b": "d.safetensors"}, "is in a.safetensors and in d.safetensors"),
-    ],
-    ids=["way up", "missing file", "not listed", "not there", "no map", "deep", "twice"],
-)
-def test_an_index_with_wrong_values_is_refused(tmp_path: Path, weight_map: Any, message: str) -> None:
+INDICES: list[tuple[Any, str]] = [
+    ({"a": "a.safetensors", "b": "../b.safetensors"}, "not a plain name"),
+    ({"a": "a.safetensors", "b": "c.safetensors"}, "c.safetensors is missing"),
+    ({"a": "a.safetensors"}, "b is in a.safetensors"),
+    ({"a": "a.safetensors", "b": "a.safetensors", "c": "a.safetensors"}, "c is in no file"),
+    (["a"], "is not a valid index"),
+    ("[" * 100_000, "is not a valid index"),
+    ({"a": "a.safetensors", "b": "d.safetensors"}, "is in a.safetensors and in d.safetensors"),
+]
+
+
+def test_an_index_with_wrong_values_is_refused(tmp_path: Path) -> None:
     for file in "ad":
         reference.save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / f"{file}.safetensors")
-    content = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointCorruptError, match=message):
-        load_safetensors({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path)
+    for weight_map, message in INDICES:
+        content = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointCorruptError, match=message):
+            load_safetensors({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path)
 
 
 def framed(header: bytes, body: bytes = b"\0" * 16) -> bytes:
     return len(header).to_bytes(8, "little") + header + body
 
 
-def entry(dtype: Any = "F32", shape: Any = (4,), offsets: Any = (0, 16)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+def of(**changes: Any) -> bytes:
+    """A file of one tensor `w`, of four numbers."""
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
+    return framed(json.dumps({"w": entry}).encode())
 
 
+W = b'{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 HOSTILE = {
     "empty": b"",
     "short": b"\x01\x00",
@@ -79,21 +81,21 @@ HOSTILE = {
     "not utf-8": framed(b'{"\xff": 1}'),
     "deep": framed(b"[" * 50_000),
     "a list": framed(b"[]", b""),
-    "a key twice": framed(b'{"w":%s,"w":%s}' % ((json.dumps(entry()).encode(),) * 2)),
-    "overlap": framed(json.dumps({"v": entry(), "w": entry()}).encode()),
-    "gap": framed(json.dumps({"w": entry(shape=[2], offsets=[8, 16])}).encode()),
-    "bytes after": framed(json.dumps({"w": entry(shape=[2], offsets=[0, 8])}).encode()),
-    "beyond the end": framed(json.dumps({"w": entry(shape=[8], offsets=[0, 32])}).encode()),
-    "product": framed(json.dumps({"w": entry(shape=[3])}).encode()),
-    "huge product": framed(json.dumps({"w": entry(shape=[1 << 40, 1 << 40, 1 << 40])}).encode()),
-    "negative": framed(json.dumps({"w": entry(shape=[-2, -2])}).encode()),
-    "an end that lies": framed(json.dumps({"w": entry(offsets=[0, 999])}).encode()),
-    "backwards": framed(json.dumps({"w": entry(offsets=[16, 0])}).encode()),
-    "many axes": framed(json.dumps({"w": entry(shape=[1] * 100 + [4])}).encode()),
-    "true": framed(json.dumps({"w": entry(shape=[True, 4])}).encode()),
-    "a fraction": framed(json.dumps({"w": entry(shape=[4.0])}).encode()),
-    "unknown dtype": framed(json.dumps({"w": entry(dtype="F3")}).encode()),
-    "dtype is a list": framed(json.dumps({"w": entry(dtype=["F32"])}).encode()),
+    "a key twice": framed(b'{"w":%s,"w":%s}' % (W, W)),
+    "overlap": framed(b'{"v":%s,"w":%s}' % (W, W)),
+    "gap": of(shape=[2], data_offsets=[8, 16]),
+    "bytes after": of(shape=[2], data_offsets=[0, 8]),
+    "beyond the end": of(shape=[8], data_offsets=[0, 32]),
+    "product": of(shape=[3]),
+    "huge product": of(shape=[1 << 40, 1 << 40, 1 << 40]),
+    "negative": of(shape=[-2, -2]),
+    "an end that lies": of(data_offsets=[0, 999]),
+    "backwards": of(data_offsets=[16, 0]),
+    "many axes": of(shape=[1] * 100 + [4]),
+    "true": of(shape=[True, 4]),
+    "a fraction": of(shape=[4.0]),
+    "unknown dtype": of(dtype="F3"),
+    "dtype is a list": of(dtype=["F32"]),
     "no offsets": framed(b'{"w":{"dtype":"F32","shape":[4]}}'),
     "not an object": framed(b'{"w":7}'),
 }

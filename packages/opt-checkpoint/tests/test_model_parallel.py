@@ -38,10 +38,6 @@ def placed(axis: str, models: list[nn.Module]) -> list[dict[str, ShardedTensor] 
     return on_threads(len(models), rank_main)
 
 
-def keys(axis: str, make: Callable[[int], nn.Module], size: int = 2) -> list[list[str]]:
-    return [[tensor.key for tensor in of_rank.values()] for of_rank in placed(axis, [make(r) for r in range(size)])]
-
-
 def module(**tensors: Any) -> nn.Module:
     """A model with tensors by name: `layers__n0__w` is `layers.0.w`."""
     made = nn.Module()
@@ -68,26 +64,26 @@ def dense(**marks: Any) -> nn.Parameter:
     return param
 
 
+def layers(name: str, *numbers: int, make: Callable[[], nn.Parameter] = expert) -> nn.Module:
+    return module(**{f"{name}__n{n}__w": make() for n in numbers})
+
+
 EXPERTS: dict[str, tuple[Callable[[int], nn.Module], list[list[str]]]] = {
     "numbered on each rank": (
-        lambda rank: module(experts__n0__w=expert(), experts__n1__w=expert()),
-        [["experts.0.w", "experts.1.w"], ["experts.2.w", "experts.3.w"]],
+        lambda rank: layers("experts", 0, 1), [["experts.0.w", "experts.1.w"], ["experts.2.w", "experts.3.w"]]
     ),
     "numbered over all ranks": (
-        lambda rank: module(**{f"experts__n{2 * rank}__w": expert(), f"experts__n{2 * rank + 1}__w": expert()}),
+        lambda rank: layers("experts", 2 * rank, 2 * rank + 1),
         [["experts.0.w", "experts.1.w"], ["experts.2.w", "experts.3.w"]],
     ),
     "every other one on a rank": (
-        lambda rank: module(**{f"experts__n{rank}__w": expert(), f"experts__n{rank + 2}__w": expert()}),
-        [["experts.0.w", "experts.2.w"], ["experts.1.w", "experts.3.w"]],
+        lambda rank: layers("experts", rank, rank + 2), [["experts.0.w", "experts.2.w"], ["experts.1.w", "experts.3.w"]]
     ),
     "in reverse order": (
-        lambda rank: module(**{f"local_experts__n{1 - rank}__w": expert()}),
-        [["local_experts.1.w"], ["local_experts.0.w"]],
+        lambda rank: layers("local_experts", 1 - rank), [["local_experts.1.w"], ["local_experts.0.w"]]
     ),
     "numbers that fit neither": (
-        lambda rank: module(experts__n0__w=expert(), experts__n2__w=expert()),
-        [[f"experts{r}of2.experts.{n}.w" for n in (0, 2)] for r in (0, 1)],
+        lambda rank: layers("experts", 0, 2), [[f"experts{r}of2.experts.{n}.w" for n in (0, 2)] for r in (0, 1)]
     ),
     "grouped": (
         lambda rank: module(experts__fc__weight0=expert(), experts__fc__weight1=expert()),
@@ -99,13 +95,7 @@ EXPERTS: dict[str, tuple[Callable[[int], nn.Module], list[list[str]]]] = {
         lambda rank: module(gate=dense(), experts__n0__w=expert()),
         [["gate", "experts.0.w"], ["gate", "experts.1.w"]],
     ),
-}
-
-
-@pytest.mark.parametrize("case", EXPERTS)
-def test_experts_are_named_as_if_one_rank_had_all(case: str) -> None:
-    make, expected = EXPERTS[case]
-    assert keys("ep", make) == expected
+}  # fmt: skip
 
 
 def test_a_stack_of_experts_is_one_tensor_cut_along_its_first_axis() -> None:
@@ -129,30 +119,27 @@ def test_buffers_of_an_expert_belong_to_it_and_others_are_saved_once() -> None:
 
 STAGES: dict[str, tuple[Callable[[int], nn.Module], list[list[str]]]] = {
     "layers that every stage counts from 0": (
-        lambda rank: module(**{f"layers__n{n}__w": dense() for n in range(2 + rank)}),
+        lambda rank: layers("layers", *range(2 + rank), make=dense),
         [["layers.0.w", "layers.1.w"], ["layers.2.w", "layers.3.w", "layers.4.w"]],
     ),
     "layers with numbers of the whole model": (
-        lambda rank: module(**{f"layers__n{2 * rank + n}__w": dense() for n in range(2)}),
+        lambda rank: layers("layers", 2 * rank, 2 * rank + 1, make=dense),
         [["layers.0.w", "layers.1.w"], ["layers.2.w", "layers.3.w"]],
     ),
     "a layer without parameters": (
-        lambda rank: nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()),
-        [["0.weight"], ["2.weight"]],
+        lambda rank: nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()), [["0.weight"], ["2.weight"]]
     ),
-    "a name without a number": (
-        lambda rank: nn.Linear(2, 2, bias=False),
-        [["stage0of2.weight"], ["stage1of2.weight"]],
-    ),
+    "a name without a number": (lambda r: nn.Linear(2, 2, bias=False), [["stage0of2.weight"], ["stage1of2.weight"]]),
     "different names": (lambda rank: module(**{f"part{rank}": dense()}), [["part0"], ["part1"]]),
     "a shared embedding": (lambda rank: module(emb=dense(shared_embedding=True)), [["emb"], ["emb"]]),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("case", STAGES)
-def test_stages_are_named_as_if_one_stage_had_all(case: str) -> None:
-    make, expected = STAGES[case]
-    assert keys("pp", make) == expected
+@pytest.mark.parametrize("axis", ["ep", "pp"])
+def test_parts_are_named_as_if_one_rank_had_all(axis: str) -> None:
+    for case, (make, expected) in {"ep": EXPERTS, "pp": STAGES}[axis].items():
+        names = [[tensor.key for tensor in of_rank.values()] for of_rank in placed(axis, [make(0), make(1)])]
+        assert names == expected, case
 
 
 def test_an_embedding_of_two_stages_is_saved_by_the_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,105 +19,109 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, Described]:
     return {name: Described(tuple(t.shape), t.dtype) for name, t in tensors.items()}
 
 
+def stored_part(piece: Piece, theirs: Mapping[str, Tensor]) -> Tensor:
+    """The part of an external tensor that holds a piece."""
+    sizes = piece.box.sizes
+    return piece.within.region((0,) * len(sizes), sizes).of_tensor(theirs[piece.theirs])
+
+
+def own_part(piece: Piece, ours: Tensor) -> Tensor:
+    values = ours[tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes))]
+    return piece.within.as_stored(values)
+
+
 def exported(rules: Sequence[NameRule], ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Assemble the external tensors box by box; elements that no box covers are NaN."""
     mapped = to_theirs(rules, described(ours))
     theirs = {name: torch.full(t.shape, torch.nan) for name, t in mapped.theirs.items()}
     for key, pieces in mapped.pieces.items():
         for piece in pieces:
-            values = ours[key][tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes))]
             target = stored_part(piece, theirs)
             assert target.isnan().all()  # no element is written twice
-            target.copy_(piece.within.as_stored(values))
+            target.copy_(own_part(piece, ours[key]))
     return theirs
-
-
-def stored_part(piece: Piece, theirs: dict[str, Tensor]) -> Tensor:
-    """The part of an external tensor that holds a piece."""
-    sizes = piece.box.sizes
-    return piece.within.region((0,) * len(sizes), sizes).of_tensor(theirs[piece.theirs])
 
 
 def numbered(*shape: int) -> Tensor:
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
 
 
-def assert_maps(rules: Sequence[NameRule], ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    """`ours` becomes `theirs`; and the description of theirs gives that of ours, with the same boxes."""
-    found = exported(rules, ours)
-    assert found.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        assert torch.equal(found[name], expected), name
-    back, there = to_ours(rules, described(theirs)), to_theirs(rules, described(ours))
-    assert back.ours == there.ours
-    assert {k: sorted(map(repr, p)) for k, p in back.pieces.items()} == {
-        k: sorted(map(repr, p)) for k, p in there.pieces.items()
-    }
+def interleaved(*parts: Tensor, groups: int) -> Tensor:
+    return torch.cat([chunk for chunks in zip(*(part.chunk(groups) for part in parts)) for chunk in chunks])
 
 
-def test_queries_keys_and_values_are_interleaved_by_group() -> None:
-    groups, queries, head, hidden = 3, 2, 4, 5
-    rule = NameRule(ours="l.{i}.qkv", theirs=("h.{i}.q", "h.{i}.k", "h.{i}.v"), shares=(queries, 1, 1), groups=groups)
-    q, k, v = (numbered(groups, n * head, hidden) + 1000 * i for i, n in enumerate((queries, 1, 1)))
-    fused = torch.cat([q, k, v], dim=1).reshape(-1, hidden)
-    theirs = {"h.7.q": q.reshape(-1, hidden), "h.7.k": k.reshape(-1, hidden), "h.7.v": v.reshape(-1, hidden)}
-    assert_maps([rule], {"l.7.qkv": fused}, theirs)
+def queries_keys_and_values_are_interleaved_by_group() -> Any:
+    q, k, v = numbered(24, 5), numbered(12, 5) + 1000, numbered(12, 5) + 2000
+    rule = NameRule(ours="l.{i}.qkv", theirs=("h.{i}.q", "h.{i}.k", "h.{i}.v"), shares=(2, 1, 1), groups=3)
+    return [rule], {"l.7.qkv": interleaved(q, k, v, groups=3)}, {"h.7.q": q, "h.7.k": k, "h.7.v": v}
 
 
-def test_a_transposed_fused_tensor_has_the_parts_along_its_other_axis() -> None:
-    heads, head, hidden = 2, 3, 6
-    rule = NameRule(ours="qkv", theirs="c_attn", shares=(1, 1, 1), groups=heads, transposed=True)
-    q, k, v = (numbered(heads, head, hidden) + 100 * i for i in range(3))
-    theirs = torch.cat([part.reshape(-1, hidden) for part in (q, k, v)]).T.contiguous()
-    assert_maps([rule], {"qkv": torch.cat([q, k, v], dim=1).reshape(-1, hidden)}, {"c_attn": theirs})
+def a_transposed_fused_tensor_has_the_parts_along_its_other_axis() -> Any:
+    parts = [numbered(6, 6) + 100 * i for i in range(3)]
+    rule = NameRule(ours="qkv", theirs="c_attn", shares=(1, 1, 1), groups=2, transposed=True)
+    return [rule], {"qkv": interleaved(*parts, groups=2)}, {"c_attn": torch.cat(parts).T}
 
 
-def test_both_sides_may_interleave_in_different_groups() -> None:
-    rule = NameRule(ours="a", theirs="b", shares=(1, 2), groups=2, their_groups=3)
+def both_sides_may_interleave_in_different_groups() -> Any:
     first, second = numbered(6, 1), numbered(12, 1) + 50
-    ours = torch.cat([t for pair in zip(first.chunk(2), second.chunk(2)) for t in pair])
-    theirs = torch.cat([t for pair in zip(first.chunk(3), second.chunk(3)) for t in pair])
-    assert_maps([rule], {"a": ours}, {"b": theirs})
+    ours, theirs = (interleaved(first, second, groups=groups) for groups in (2, 3))
+    return [NameRule(ours="a", theirs="b", shares=(1, 2), groups=2, their_groups=3)], {"a": ours}, {"b": theirs}
 
 
-def test_several_of_our_tensors_may_be_one_of_theirs() -> None:
-    rule = NameRule(ours=("{i}.q", "{i}.kv", "{i}.kv"), theirs="{i}.qkv", shares=(2, 1, 1), their_groups=2)
+def several_of_our_tensors_may_be_one_of_theirs() -> Any:
     q, k, v = numbered(8, 2), numbered(4, 2) + 100, numbered(4, 2) + 200
-    theirs = torch.cat([t for parts in zip(q.chunk(2), k.chunk(2), v.chunk(2)) for t in parts])
-    assert_maps([rule], {"0.q": q, "0.kv": torch.cat([k, v])}, {"0.qkv": theirs})
+    rule = NameRule(ours=("{i}.q", "{i}.kv", "{i}.kv"), theirs="{i}.qkv", shares=(2, 1, 1), their_groups=2)
+    return [rule], {"0.q": q, "0.kv": torch.cat([k, v])}, {"0.qkv": interleaved(q, k, v, groups=2)}
 
 
-def test_numbers_of_one_side_are_axes_of_the_other() -> None:
+def numbers_of_one_side_are_axes_of_the_other() -> Any:
     up, down = numbered(2, 3, 8, 4), numbered(2, 3, 4, 4)
     rules = [
         NameRule(ours="w1", theirs=("m.{layer}.e.{expert}.gate", "m.{layer}.e.{expert}.up")),
         NameRule(ours="w2", theirs="m.{layer}.e.{expert}.down", transposed=True),
     ]
     theirs = {}
-    for i in range(2):
-        for e in range(3):
-            theirs |= {f"m.{i}.e.{e}.gate": up[i, e, :4], f"m.{i}.e.{e}.up": up[i, e, 4:]}
-            theirs[f"m.{i}.e.{e}.down"] = down[i, e].T
-    assert_maps(rules, {"w1": up, "w2": down}, theirs)
+    for i, e in product(range(2), range(3)):
+        at = f"m.{i}.e.{e}"
+        theirs |= {f"{at}.gate": up[i, e, :4], f"{at}.up": up[i, e, 4:], f"{at}.down": down[i, e].T}
+    return rules, {"w1": up, "w2": down}, theirs
 
 
-def test_their_experts_may_be_stacked_while_our_layers_are() -> None:
+def their_experts_may_be_stacked_while_our_layers_are() -> Any:
     rule = NameRule(ours="experts.{e}.fc1", theirs="layers.{l}.gate_up", shares=(1, 1), transposed=True)
     ours = {f"experts.{e}.fc1": numbered(2, 6, 4) + 1000 * e for e in range(3)}
-    theirs = {f"layers.{n}.gate_up": torch.stack([ours[f"experts.{e}.fc1"][n].T for e in range(3)]) for n in range(2)}
-    assert_maps([rule], ours, theirs)
+    theirs = {f"layers.{n}.gate_up": torch.stack([own[n].T for own in ours.values()]) for n in range(2)}
+    return [rule], ours, theirs
 
 
-def test_parts_lie_along_any_axis_and_scalars_and_empty_tensors_have_their_place() -> None:
-    rules = [
-        NameRule(ours="w", theirs=("a", "b"), shares=(1, 3), dim=1),
-        NameRule(ours="x.{n:path}", theirs="y.{n:path}"),
-    ]
-    whole = numbered(3, 8)
-    ours = {"w": whole, "x.s": torch.tensor(2.5), "x.none": torch.zeros(0, 3)}
-    assert_maps(
-        rules, ours, {"a": whole[:, :2], "b": whole[:, 2:], "y.s": torch.tensor(2.5), "y.none": torch.zeros(0, 3)}
-    )
+def parts_lie_along_any_axis_and_scalars_and_empty_tensors_have_their_place() -> Any:
+    rule, whole, rest = NameRule(ours="w", theirs=("a", "b"), shares=(1, 3), dim=1), numbered(3, 8), torch.zeros(0, 3)
+    ours = {"w": whole, "x.s": torch.tensor(2.5), "x.none": rest}
+    theirs = {"a": whole[:, :2], "b": whole[:, 2:], "y.s": torch.tensor(2.5), "y.none": rest}
+    return [rule, NameRule(ours="x.{n:path}", theirs="y.{n:path}")], ours, theirs
+
+
+MAPS = [
+    queries_keys_and_values_are_interleaved_by_group,
+    a_transposed_fused_tensor_has_the_parts_along_its_other_axis,
+    both_sides_may_interleave_in_different_groups,
+    several_of_our_tensors_may_be_one_of_theirs,
+    numbers_of_one_side_are_axes_of_the_other,
+    their_experts_may_be_stacked_while_our_layers_are,
+    parts_lie_along_any_axis_and_scalars_and_empty_tensors_have_their_place,
+]
+
+
+@pytest.mark.parametrize("case", MAPS, ids=lambda case: case.__name__)
+def test_ours_become_theirs_and_theirs_describe_ours_with_the_same_boxes(case: Any) -> None:
+    rules, ours, theirs = case()
+    found = exported(rules, ours)
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(found[name], expected) for name, expected in theirs.items())
+    back, there = to_ours(rules, described(theirs)), to_theirs(rules, described(ours))
+    assert back.ours == there.ours
+    assert back.pieces.keys() == there.pieces.keys()
+    assert all(sorted(map(repr, back.pieces[key])) == sorted(map(repr, there.pieces[key])) for key in ours)
 
 
 def test_padding_is_not_exported() -> None:
@@ -137,84 +142,57 @@ def test_random_cuts_move_every_element_once() -> None:
         assert sorted(torch.cat([t.reshape(-1) for t in theirs.values()]).tolist()) == ours["a"].reshape(-1).tolist()
         back = torch.full_like(ours["a"], torch.nan)
         for piece in to_ours([rule], described(theirs)).pieces["a"]:
-            box = tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.sizes))
-            piece.within.as_stored(back[box]).copy_(stored_part(piece, theirs))
+            own_part(piece, back).copy_(stored_part(piece, theirs))
         assert torch.equal(back, ours["a"])
 
 
 F32 = torch.float32
-REFUSED: dict[str, tuple[list[NameRule], dict[str, Any], str]] = {
-    "no rule": ([NameRule(ours="a", theirs="b")], {"a": (2,), "c": (2,)}, "no rule names c"),
-    "two rules": (
-        [NameRule(ours="a", theirs="b"), NameRule(ours="{x:path}", theirs="{x:path}")],
-        {"a": (2,)},
-        "a is named by several rules",
-    ),
-    "one target": ([NameRule(ours=n, theirs="b") for n in "ac"], {"a": (2,), "c": (2,)}, "b would be created twice"),
-    "ambiguous numbers": (
-        [NameRule(ours="a", theirs="{x}1{y}")], {"a": (12, 12)}, "would be created twice"
-    ),
-    "a part is missing": (
-        [NameRule(ours=("{i}.q", "{i}.k"), theirs="{i}.qk")], {"3.q": (2,)}, "3.k is missing; 3.q cannot be converted"
-    ),
-    "a layer is missing": (
-        [NameRule(ours="{i}.w", theirs="w")], {"0.w": (2,), "2.w": (2,)}, "1.w is missing"
-    ),
-    "groups do not divide": (
-        [NameRule(ours="a", theirs=("q", "k"), shares=(2, 1), groups=4)], {"a": (9, 2)}, "a of .9, 2. cannot be cut"
-    ),
-    "shares do not divide": ([NameRule(ours="a", theirs=("q", "k"))], {"a": (7, 2)}, "cannot be cut along axis 0"),
-    "parts contradict": (
-        [NameRule(ours=("q", "k"), theirs="qk", shares=(2, 1))], {"q": (4, 1), "k": (4, 1)}, "k has .* does not fit q"
-    ),
-    "other axes differ": (
-        [NameRule(ours=("q", "k"), theirs="qk")], {"q": (4, 1), "k": (4, 2)}, "k has .* which does not fit q"
-    ),
-    "dtypes differ": (
-        [NameRule(ours=("q", "k"), theirs="qk")], {"q": (4,), "k": ((4,), torch.float64)}, "k has torch.float64"
-    ),
-    "too few axes": ([NameRule(ours="a", theirs="b", transposed=True)], {"a": (4,)}, "too few axes"),
-    "too few rows": ([NameRule(ours="a", theirs="b", rows=9)], {"a": (4,)}, "does not have 9 rows"),
-    "tied to nothing": ([NameRule(ours="a", theirs="b", tied=True)], {"a": (4,)}, "a is tied to b, but no tensor"),
-    "tied to another shape": (
-        [NameRule(ours="a", theirs="b", tied=True), NameRule(ours="c", theirs="b")],
-        {"a": (4,), "c": (5,)},
-        "a is .* tied to b",
-    ),
-}  # fmt: skip
+AB, QK = NameRule(ours="a", theirs="b"), NameRule(ours=("q", "k"), theirs="qk")
+REFUSED: list[tuple[list[NameRule], dict[str, Any], str]] = [
+    ([AB], {"a": (2,), "c": (2,)}, "no rule names c"),
+    ([AB, NameRule(ours="{x:path}", theirs="{x:path}")], {"a": (2,)}, "a is named by several rules"),
+    ([AB, NameRule(ours="c", theirs="b")], {"a": (2,), "c": (2,)}, "b would be created twice"),
+    ([NameRule(ours="a", theirs="{x}1{y}")], {"a": (12, 12)}, "would be created twice"),
+    ([NameRule(ours=("{i}.q", "{i}.k"), theirs="{i}.qk")], {"3.q": (2,)}, "3.k is missing; 3.q cannot be converted"),
+    ([NameRule(ours="{i}.w", theirs="w")], {"0.w": (2,), "2.w": (2,)}, "1.w is missing"),
+    ([NameRule(ours="a", theirs=("q", "k"), shares=(2, 1), groups=4)], {"a": (9, 2)}, "a of .9, 2. cannot be cut"),
+    ([NameRule(ours="a", theirs=("q", "k"))], {"a": (7, 2)}, "cannot be cut along axis 0"),
+    ([NameRule(ours=("q", "k"), theirs="qk", shares=(2, 1))], {"q": (4, 1), "k": (4, 1)}, "k has .* does not fit q"),
+    ([QK], {"q": (4, 1), "k": (4, 2)}, "k has .* which does not fit q"),
+    ([QK], {"q": (4,), "k": ((4,), torch.float64)}, "k has torch.float64"),
+    ([NameRule(ours="a", theirs="b", transposed=True)], {"a": (4,)}, "too few axes"),
+    ([NameRule(ours="a", theirs="b", rows=9)], {"a": (4,)}, "does not have 9 rows"),
+    ([NameRule(ours="a", theirs="b", tied=True)], {"a": (4,)}, "a is tied to b, but no tensor"),
+    ([NameRule(ours="c", theirs="b", tied=True), AB], {"a": (5,), "c": (4,)}, "c is .* tied to b"),
+]
+CONTRADICTIONS: list[dict[str, Any]] = [
+    {"ours": "a{i", "theirs": "b"},
+    {"ours": "a{i}{i}", "theirs": "b{i}"},
+    {"ours": "", "theirs": ""},
+    {"ours": ("a", "b"), "theirs": ("c", "d", "e")},
+    {"ours": "a", "theirs": ("b", "c"), "shares": (1,)},
+    {"ours": "a", "theirs": ("b", "c"), "shares": (1, 0)},
+    {"ours": "a", "theirs": ("b", "c"), "groups": 0},
+    {"ours": "a", "theirs": ("b", "c"), "groups": True},
+    {"ours": "a", "theirs": "b", "groups": 2},
+    {"ours": "a", "theirs": "b", "dim": -1},
+    {"ours": "a", "theirs": ("b", "c"), "rows": 4},
+    {"ours": "{x:path}", "theirs": "b"},
+    {"ours": ("{i}.a", "b"), "theirs": "{i}.c"},
+    {"ours": "a", "theirs": ["b", "c"]},
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(case: str) -> None:
-    rules, shapes, message = REFUSED[case]
-    tensors = {n: Described(*s) if s and isinstance(s[0], tuple) else Described(s, F32) for n, s in shapes.items()}
-    with pytest.raises(CheckpointingException, match=message):
-        to_theirs(rules, tensors)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"ours": "a{i", "theirs": "b"},
-        {"ours": "a{i}{i}", "theirs": "b{i}"},
-        {"ours": "", "theirs": ""},
-        {"ours": ("a", "b"), "theirs": ("c", "d", "e")},
-        {"ours": "a", "theirs": ("b", "c"), "shares": (1,)},
-        {"ours": "a", "theirs": ("b", "c"), "shares": (1, 0)},
-        {"ours": "a", "theirs": ("b", "c"), "groups": 0},
-        {"ours": "a", "theirs": ("b", "c"), "groups": True},
-        {"ours": "a", "theirs": "b", "groups": 2},
-        {"ours": "a", "theirs": "b", "dim": -1},
-        {"ours": "a", "theirs": ("b", "c"), "rows": 4},
-        {"ours": "{x:path}", "theirs": "b"},
-        {"ours": ("{i}.a", "b"), "theirs": "{i}.c"},
-        {"ours": "a", "theirs": ["b", "c"]},
-    ],
-    ids=str,
-)
-def test_a_rule_that_contradicts_itself_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointingException):
-        NameRule(**fields)
+def test_what_does_not_fit_or_contradicts_itself_is_refused_by_name() -> None:
+    for rules, shapes, message in REFUSED:
+        tensors = {n: Described(*s) if isinstance(s[0], tuple) else Described(s, F32) for n, s in shapes.items()}
+        with pytest.raises(CheckpointingException, match=message):
+            to_theirs(rules, tensors)
+    for fields in CONTRADICTIONS:
+        with pytest.raises(CheckpointingException):
+            NameRule(**fields)
+    with pytest.raises(CheckpointingException, match="heads=6 must be a multiple of query_groups=4"):
+        megatron_llama_names(heads=6, query_groups=4)
 
 
 def test_names_are_left_out_by_a_rule_with_one_side() -> None:
@@ -224,28 +202,25 @@ def test_names_are_left_out_by_a_rule_with_one_side() -> None:
     assert to_ours(rules, {"w": Described((2,), F32), "f": Described((3,), F32)}).ours.keys() == {"w"}
 
 
-def test_llama_heads_must_be_a_multiple_of_query_groups() -> None:
-    with pytest.raises(CheckpointingException, match="heads=6 must be a multiple of query_groups=4"):
-        megatron_llama_names(heads=6, query_groups=4)
-
-
 def test_the_presets_name_every_tensor_of_their_models() -> None:
     layers, heads, hidden, inner, vocab = 2, 4, 8, 12, 11
-    gpt2 = {
-        "embedding.word_embeddings.weight": (16, hidden),
-        "embedding.position_embeddings.weight": (5, hidden),
-        **{f"decoder.final_layernorm.{w}": (hidden,) for w in ("weight", "bias")},
-        **{f"decoder.layers.{n}_{w}": (layers, hidden) for w in ("weight", "bias") for n in
-           ("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm")},
-        "decoder.layers.self_attention.linear_qkv.weight": (layers, 3 * hidden, hidden),
-        "decoder.layers.self_attention.linear_qkv.bias": (layers, 3 * hidden),
-        "decoder.layers.self_attention.linear_proj.weight": (layers, hidden, hidden),
-        "decoder.layers.self_attention.linear_proj.bias": (layers, hidden),
-        "decoder.layers.mlp.linear_fc1.weight": (layers, inner, hidden),
-        "decoder.layers.mlp.linear_fc1.bias": (layers, inner),
-        "decoder.layers.mlp.linear_fc2.weight": (layers, hidden, inner),
-        "decoder.layers.mlp.linear_fc2.bias": (layers, hidden),
-    }  # fmt: skip
+    shapes = {
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "self_attention.linear_qkv.layer_norm_bias": (hidden,),
+        "self_attention.linear_qkv.weight": (3 * hidden, hidden),
+        "self_attention.linear_qkv.bias": (3 * hidden,),
+        "self_attention.linear_proj.weight": (hidden, hidden),
+        "self_attention.linear_proj.bias": (hidden,),
+        "mlp.linear_fc1.layer_norm_weight": (hidden,),
+        "mlp.linear_fc1.layer_norm_bias": (hidden,),
+        "mlp.linear_fc1.weight": (inner, hidden),
+        "mlp.linear_fc1.bias": (inner,),
+        "mlp.linear_fc2.weight": (hidden, inner),
+        "mlp.linear_fc2.bias": (hidden,),
+    }
+    gpt2 = {f"decoder.layers.{name}": (layers, *shape) for name, shape in shapes.items()}
+    gpt2 |= {f"decoder.final_layernorm.{name}": (hidden,) for name in ("weight", "bias")}
+    gpt2 |= {f"embedding.{n}_embeddings.weight": (rows, hidden) for n, rows in (("word", 16), ("position", 5))}
     mapped = to_theirs(megatron_gpt2_names(heads=heads, vocab=vocab), {k: Described(s, F32) for k, s in gpt2.items()})
     assert len(mapped.theirs) == 4 + 12 * layers
     assert mapped.theirs["transformer.h.1.attn.c_attn.weight"].shape == (hidden, 3 * hidden)

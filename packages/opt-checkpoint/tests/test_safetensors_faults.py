@@ -10,14 +10,7 @@ import pytest
 import torch
 from checkpoint_ranks import RankPool
 from failing_calls import Calls, failing_at
-from llama_shards import (
-    NAMES,
-    TIED,
-    llama,
-    megatron,
-    reference,
-    shards,
-)
+from llama_shards import NAMES, TIED, llama, megatron, reference, shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -51,42 +44,39 @@ def test_tied_tensors_with_other_values_are_refused_on_every_rank(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def refusals(cases: list[tuple[Any, Any, str]], call: Any) -> list[str]:
+    """The messages, of which each has its words."""
+    messages = []
+    for state, options, words in cases:
+        with pytest.raises(CheckpointingException, match=words) as error:
+            call(state, **options)
+        messages.append(str(error.value))
+    return messages
+
+
 def refuse_exports(rank: int, size: int, folder: str) -> list[str]:
     """One rank differs, or all ask for what cannot be; the messages, which must be the same everywhere."""
     row = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, size))
-    hole = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, size + 1))}
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (
-            {"w": row, "extra": sharded_like("extra", torch.zeros(1))} if rank else {"w": row},
-            {"names": [NameRule(ours="w", theirs="w")]},
-        ),
-        ({"w": row}, {"names": [NameRule(ours="w", theirs=("a", "b"), shares=(2, 1))]}),
-        ({"w": row, "lr": 0.1} if rank else {"w": row}, {}),
-        ({"w": row, "rng": ShardedObject("rng", {}, (1,), (0,))}, {}),
-        (hole, {}),
-        ({"w": row}, {"names": [NameRule(ours="w", theirs=f"w{rank}")]}),
-        ({"w": row}, {"shard_bytes": 0}),
-        ({"w": row}, {"dtype": torch.int32}),
-        ({"w": row}, {"dtype": torch.complex32}),
-        ({}, {}),
+    hole = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, size + 1))
+    extra = {"extra": sharded_like("extra", torch.zeros(1))} if rank else {}
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        ({"w": row, **extra}, {"names": [NameRule(ours="w", theirs="w")]}, "no rule names extra"),
+        ({"w": row}, {"names": [NameRule(ours="w", theirs=("a", "b"), shares=(2, 1))]}, "cannot be cut"),
+        ({"w": row, "lr": 0.1} if rank else {"w": row}, {}, "leave out lr"),
+        ({"w": row, "rng": ShardedObject("rng", {}, (1,), (0,))}, {}, "rng"),
+        ({"w": hole}, {}, "w: .*of the 18|w: .*hold"),
+        ({"w": row}, {"names": [NameRule(ours="w", theirs=f"w{rank}")]}, "ranks differ in names"),
+        ({"w": row}, {"shard_bytes": 0}, "shard_bytes=0"),
+        ({"w": row}, {"dtype": torch.int32}, "dtype=torch.int32 must be a floating"),
+        ({"w": row}, {"dtype": torch.complex32}, "dtype=torch.complex32"),
+        ({}, {}, "no tensor to export"),
     ]
-    messages = []
-    for state, options in cases:
-        with pytest.raises(CheckpointingException) as error:
-            save_safetensors(state, folder, **options)
-        messages.append(str(error.value).replace(f"exporting to {folder}", ""))
-    return messages
+    return refusals(cases, lambda state, **options: save_safetensors(state, folder, **options))
 
 
 def test_impossible_exports_raise_on_all_ranks_before_anything_is_written(tmp_path: Path, ranks: RankPool) -> None:
     first, second = ranks.run(2, refuse_exports, str(tmp_path / "hf"))
     assert first == second
-    expected = [
-        "no rule names extra", r"cannot be cut", "leave out lr", "rng", "w", "ranks differ in names",
-        "shard_bytes=0", "dtype=torch.int32 must be a floating", "dtype=torch.complex32", "no tensor to export",
-    ]  # fmt: skip
-    for message, part in zip(first, expected, strict=True):
-        assert part in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -94,21 +84,17 @@ def refuse_imports(rank: int, size: int, folder: str) -> list[str]:
     def row(key: str, *, rows: int = 2, dtype: torch.dtype = torch.float32) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(key, torch.full((rows, 3), 7, dtype=dtype), (0, rank, size))
 
-    names = [NameRule(ours="w", theirs="w"), NameRule(ours="v", theirs="v")]
-    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"w": row("w"), "v": row("v"), **({"u": row("u")} if rank else {})}, {"names": names}),
-        ({"w": row("w")}, {"names": names}),
-        ({"w": row("w")}, {"names": names[:1]}),
-        ({"w": row("w", rows=3 if rank else 2), "v": row("v")}, {"names": names}),
-        ({"w": row("w", dtype=torch.float16), "v": row("v")}, {"names": names}),
-        ({"w": row("w"), "v": row("v")}, {"names": names, "strict": "log_all" if rank else "raise_all"}),
+    both = {"names": [NameRule(ours="w", theirs="w"), NameRule(ours="v", theirs="v")]}
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"w": row("w"), "v": row("v"), **({"u": row("u")} if rank else {})}, both, "u"),
+        ({"w": row("w")}, both, "requested by no rank: v"),
+        ({"w": row("w")}, {"names": both["names"][:1]}, "no rule names v"),
+        ({"w": row("w", rows=3 if rank else 2), "v": row("v")}, both, "global shape"),
+        ({"w": row("w", dtype=torch.float16), "v": row("v")}, both, "would round"),
+        ({"w": row("w"), "v": row("v")}, {**both, "strict": "log_all" if rank else "raise_all"}, "differ in strict"),
     ]
-    messages = []
-    for state, options in cases:
-        with pytest.raises(CheckpointingException) as error:
-            load_safetensors(state, folder, **options)
-        messages.append(str(error.value))
-        assert all((shard.data == 7).all() for shard in state.values())
+    messages = refusals(cases, lambda state, **options: load_safetensors(state, folder, **options))
+    assert all((shard.data == 7).all() for state, *_ in cases for shard in state.values())
     return messages
 
 
@@ -116,16 +102,6 @@ def test_imports_that_do_not_fit_raise_on_all_ranks_before_memory_changes(tmp_pa
     reference.save_file({n: torch.zeros(4, 3) for n in "wv"}, tmp_path / "model.safetensors")
     first, second = ranks.run(2, refuse_imports, str(tmp_path))
     assert first == second
-    expected = [
-        "u",
-        "requested by no rank: v",
-        "no rule names v",
-        "global shape",
-        "would round",
-        "ranks differ in strict",
-    ]
-    for message, part in zip(first, expected, strict=True):
-        assert part in message
 
 
 def test_an_export_is_never_written_over(tmp_path: Path) -> None:
@@ -149,11 +125,7 @@ def test_an_export_that_fails_at_any_call_leaves_nothing(tmp_path: Path) -> None
 def test_what_a_killed_export_left_is_removed_by_the_next_save(tmp_path: Path) -> None:
     left = tmp_path / f".opt-checkpoint-tmp-{'a' * 32}"
     left.mkdir()
-    for name in (
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-    ):
+    for name in (*(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)), "model.safetensors.index.json"):
         (left / name).write_bytes(b"")
     for path in (*left.iterdir(), left):
         os.utime(path, (0, 0))  # the lease has run out

@@ -40,22 +40,17 @@ def endpoint() -> Iterator[str]:
     server.stop()
 
 
-def options(endpoint: str) -> dict[str, Any]:
-    """What obstore needs for a server without TLS."""
-    return {
-        "endpoint": endpoint,
-        "access_key_id": "test",
-        "secret_access_key": "test",
-        "region": "us-east-1",
-        "client_options": {"allow_http": True},
-        "retry_config": {"max_retries": 1},
-    }
+def place(endpoint: str, key: str) -> ObjectPath:
+    """A place on a server without TLS."""
+    options: dict[str, Any] = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 1}}
+    keys = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
+    return ObjectPath.at(f"s3://bucket/{key}", endpoint=endpoint, **keys, **options)
 
 
 @pytest.fixture
 def bucket(endpoint: str) -> ObjectPath:
     """A new prefix in the bucket."""
-    return ObjectPath.at(f"s3://bucket/{uuid.uuid4().hex}/run", **options(endpoint))
+    return place(endpoint, f"{uuid.uuid4().hex}/run")
 
 
 def test_a_series_of_checkpoints_in_a_bucket(bucket: ObjectPath) -> None:
@@ -92,7 +87,7 @@ def test_what_is_absent_and_what_fails_differ(endpoint: str, bucket: ObjectPath)
     assert CheckpointManager(bucket).latest() is None
     with pytest.raises(CheckpointNotFoundError):
         load(state_at(0, 0, 1), bucket)
-    nowhere = ObjectPath.at("s3://bucket/run", **{**options(endpoint), "endpoint": "http://127.0.0.1:9"})
+    nowhere = place("http://127.0.0.1:9", "run")
     with pytest.raises(CheckpointFailedError, match="the object store failed"):
         CheckpointManager(nowhere).latest()
 

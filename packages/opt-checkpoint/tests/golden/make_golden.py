@@ -43,25 +43,19 @@ def golden_values() -> dict[str, Tensor]:
     return values
 
 
-def golden_state(rank: int, size: int, *, filled: bool = True) -> dict[str, Any]:
+def golden_state(rank: int, size: int) -> dict[str, Any]:
     """Flat shards of all tensors; a step, scales, an object and common values."""
     state: dict[str, Any] = {}
     for key, value in golden_values().items():
-        cut = [24 * k // size for k in range(size + 1)]
-        start, stop = cut[rank], cut[rank + 1]
-        data = value.reshape(-1)[start:stop].clone()
-        shard = ShardedTensor(key, None, value.dtype, (6, 4), (6, 4), (0, 0), None).flat(
-            data if filled else torch.zeros_like(data), start, stop
-        )
-        state[key] = shard
+        start, stop = 24 * rank // size, 24 * (rank + 1) // size
+        whole = ShardedTensor(key, None, value.dtype, (6, 4), (6, 4), (0, 0), None)
+        state[key] = whole.flat(value.reshape(-1)[start:stop].clone(), start, stop)
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(3, 8), (0, rank, size))
-    scales = torch.arange(6.0 * size).view(3 * size, 2)[3 * rank : 3 * rank + 3] * filled
-    state["scale"] = ShardedTensor.from_rank_offsets("optimizer.state.scale.w", scales.clone(), (0, rank, size))
-    state["step"] = make_sharded_state(param, 12.0 * filled, "step", PerParam())
-    state["rng"] = ShardedObject("rng", {"rank": rank} if filled else None, (size,), (rank,))
-    state["common"] = (
-        {"lr": 0.125, "betas": (0.9, 0.95), "names": ["a", "b"], 3: None} if filled else {"lr": 0, "betas": 0}
-    )
+    scales = torch.arange(6.0 * size).view(3 * size, 2)[3 * rank : 3 * rank + 3].clone()
+    state["scale"] = ShardedTensor.from_rank_offsets("optimizer.state.scale.w", scales, (0, rank, size))
+    state["step"] = make_sharded_state(param, 12.0, "step", PerParam())
+    state["rng"] = ShardedObject("rng", {"rank": rank}, (size,), (rank,))
+    state["common"] = {"lr": 0.125, "betas": (0.9, 0.95), "names": ["a", "b"], 3: None}
     return state
 
 
