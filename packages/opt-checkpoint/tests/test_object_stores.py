@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint
-from checkpoint_ranks import RankPool
 from failing_calls import WRITES, Calls, bucket_in, get, objects_in, put
 from states import LARGE_NUMEL, assert_is_step, state_at, whole_at
 
@@ -59,19 +58,6 @@ def test_what_was_saved_is_loaded_bit_equal_from_every_kind_of_store(tmp_path: P
         assert_is_step(report.state, 3, 0, 1)
         assert report.missing == report.unexpected == ()
         assert verify_checkpoint(place) == []
-
-
-def _manage(rank: int, size: int, folder: str) -> list[int]:
-    with CheckpointManager(bucket_in(folder), keep=2) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state_at(step, rank, size))
-    with CheckpointManager(bucket_in(folder)) as manager:
-        assert_is_step(manager.load(state_at(0, rank, size, filled=False)).state, 3, rank, size)
-        return manager.steps()
-
-
-def test_a_manager_saves_in_the_background_keeps_the_newest_and_resumes(tmp_path: Path, ranks: RankPool) -> None:
-    assert ranks.run(2, _manage, str(tmp_path)) == [[2, 3], [2, 3]]
 
 
 def test_files_in_a_store_are_those_of_a_directory(bucket: ObjectPath, tmp_path: Path) -> None:
@@ -190,6 +176,10 @@ def test_small_tensors_near_each_other_come_by_one_request_and_columns_with_the_
 
 
 def test_a_reader_writes_nothing(bucket: ObjectPath) -> None:
+    assert committed_steps(bucket) == []
+    assert CheckpointManager(bucket).latest() is None
+    with pytest.raises(CheckpointNotFoundError, match="no manifest"):
+        load(state_at(0, 0, 1), bucket)
     for step in (1, 2, 3, 4):
         save(state_at(step, 0, 1), bucket / step_name(step))
     put(bucket / step_name(5) / uuid.uuid4().hex / "__0_0.distcp", b"half")
@@ -201,13 +191,6 @@ def test_a_reader_writes_nothing(bucket: ObjectPath) -> None:
         verify_checkpoint(bucket / step_name(4))
     assert objects_in(bucket) == before
     assert set(calls.names) <= {"get", "get_ranges", "head", "listing", "folders"}
-
-
-def test_where_nothing_was_committed_there_is_nothing(bucket: ObjectPath) -> None:
-    assert committed_steps(bucket) == []
-    assert CheckpointManager(bucket).latest() is None
-    with pytest.raises(CheckpointNotFoundError, match="no manifest"):
-        load(state_at(0, 0, 1), bucket)
 
 
 BAD_URLS: list[tuple[Any, dict[str, str], str]] = [

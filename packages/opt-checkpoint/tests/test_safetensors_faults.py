@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from opt_checkpoint import (
+    CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointingException,
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     NameRule,
     ShardedObject,
     ShardedTensor,
@@ -25,6 +28,7 @@ from opt_checkpoint import (
     save_safetensors,
     sharded_like,
 )
+from opt_checkpoint.convert.safetensors_files import find_arrays
 
 
 def refuse_apart(rank: int, size: int, folder: str) -> str:
@@ -139,3 +143,119 @@ def test_the_index_is_written_last(tmp_path: Path) -> None:
     made = [Path(key).name for name, key in calls.made if name in ("create", "reopen")]
     assert made[-1] == "model.safetensors.index.json"
     assert len(made) == 8  # the lease, each of three files made and written, the index
+
+
+def test_files_may_be_links_into_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    reference.save_file({"w": torch.arange(3.0)}, tmp_path / "blobs" / "f00")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to("../blobs/f00")
+    target = torch.zeros(3)
+    load_safetensors({"w": target}, tmp_path / "snapshot")
+    assert torch.equal(target, torch.arange(3.0))
+
+
+def test_folders_without_one_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        load_safetensors({}, tmp_path / "nothing")
+    with pytest.raises(CheckpointNotFoundError, match="has no safetensors file"):
+        load_safetensors({}, tmp_path)
+    for name in ("a", "b"):
+        reference.save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match="has 2 safetensors files and no"):
+        load_safetensors({}, tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointCorruptError, match="not a regular file"):
+        load_safetensors({}, tmp_path)
+
+
+INDICES: list[tuple[Any, str]] = [
+    ({"a": "a.safetensors", "b": "../b.safetensors"}, "not a plain name"),
+    ({"a": "a.safetensors", "b": "c.safetensors"}, "c.safetensors is missing"),
+    ({"a": "a.safetensors"}, "b is in a.safetensors"),
+    ({"a": "a.safetensors", "b": "a.safetensors", "c": "a.safetensors"}, "c is in no file"),
+    (["a"], "is not a valid index"),
+    ("[" * 100_000, "is not a valid index"),
+    ({"a": "a.safetensors", "b": "d.safetensors"}, "is in a.safetensors and in d.safetensors"),
+]
+
+
+def test_an_index_with_wrong_values_is_refused(tmp_path: Path) -> None:
+    for file in "ad":
+        reference.save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / f"{file}.safetensors")
+    for weight_map, message in INDICES:
+        content = weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map})
+        (tmp_path / "model.safetensors.index.json").write_text(content)
+        with pytest.raises(CheckpointCorruptError, match=message):
+            load_safetensors({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path)
+
+
+def framed(header: bytes, body: bytes = b"\0" * 16) -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def of(**changes: Any) -> bytes:
+    """A file of one tensor `w`, of four numbers."""
+    entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16], **changes}
+    return framed(json.dumps({"w": entry}).encode())
+
+
+W = b'{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
+HOSTILE = {
+    "empty": b"",
+    "short": b"\x01\x00",
+    "huge length": (1 << 63).to_bytes(8, "little") + b"{}",
+    "length beyond the file": (100).to_bytes(8, "little") + b"{}",
+    "not json": framed(b"{nonsense}"),
+    "not utf-8": framed(b'{"\xff": 1}'),
+    "deep": framed(b"[" * 50_000),
+    "a list": framed(b"[]", b""),
+    "a key twice": framed(b'{"w":%s,"w":%s}' % (W, W)),
+    "overlap": framed(b'{"v":%s,"w":%s}' % (W, W)),
+    "gap": of(shape=[2], data_offsets=[8, 16]),
+    "bytes after": of(shape=[2], data_offsets=[0, 8]),
+    "beyond the end": of(shape=[8], data_offsets=[0, 32]),
+    "product": of(shape=[3]),
+    "huge product": of(shape=[1 << 40, 1 << 40, 1 << 40]),
+    "negative": of(shape=[-2, -2]),
+    "an end that lies": of(data_offsets=[0, 999]),
+    "backwards": of(data_offsets=[16, 0]),
+    "many axes": of(shape=[1] * 100 + [4]),
+    "true": of(shape=[True, 4]),
+    "a fraction": of(shape=[4.0]),
+    "unknown dtype": of(dtype="F3"),
+    "dtype is a list": of(dtype=["F32"]),
+    "no offsets": framed(b'{"w":{"dtype":"F32","shape":[4]}}'),
+    "not an object": framed(b'{"w":7}'),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_headers_are_refused(tmp_path: Path, case: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(HOSTILE[case])
+    with pytest.raises(CheckpointCorruptError, match="not a safetensors file"):
+        load_safetensors({"w": torch.zeros(4)}, tmp_path)
+
+
+def test_a_changed_header_is_read_as_the_safetensors_package_reads_it_or_refused(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    file = tmp_path / "model.safetensors"
+    reference.save_file({"a": torch.arange(3.0), "b": torch.arange(4, dtype=torch.int16), "c": torch.zeros(2, 2)}, file)
+    whole = file.read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    accepted = 0
+    for _ in range(400):
+        position = int(torch.randint(length, (1,), generator=generator))
+        changed = bytearray(whole)
+        changed[position] = int(torch.randint(32, 127, (1,), generator=generator))
+        file.write_bytes(changed)
+        try:
+            found = find_arrays(tmp_path)
+        except CheckpointCorruptError:
+            continue
+        accepted += 1
+        theirs = reference.load_file(file)
+        assert {n: (p.dtype, p.shape) for n, p in found.items()} == {
+            n: (t.dtype, tuple(t.shape)) for n, t in theirs.items()
+        }
+    assert accepted > 5  # another letter in a name

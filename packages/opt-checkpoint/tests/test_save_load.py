@@ -44,27 +44,6 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-def save_on(rank: int, size: int, path: str) -> None:
-    save(state_at(3, rank, size), path)
-
-
-def load_on(rank: int, size: int, path: str) -> tuple[str, ...]:
-    report = load(state_at(0, rank, size, filled=False), path)
-    assert_is_step(report.state, 3, rank, size)
-    assert report.bytes_read >= report.bytes_wanted > 0
-    return report.missing
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 1), (3, 2), (4, 4)])
-def test_processes_save_and_other_numbers_of_processes_load(
-    ranks: RankPool, tmp_path: Path, before: int, after: int
-) -> None:
-    path = str(tmp_path / "x")
-    ranks.run(before, save_on, path)
-    assert verify_checkpoint(path) == []
-    assert ranks.run(after, load_on, path) == [()] * after
-
-
 @pytest.mark.parametrize(
     ("rows", "expected"), [(8, [0, 1, 2, 3, 4, 5, 0, 0]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])]
 )
