@@ -318,9 +318,9 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
         )
     values = read_objects(index, [key for own in plain_keys.values() for key in own.values()])
     plain = {name: {state: values[key] for state, key in own.items()} for name, own in plain_keys.items()}
-    numbers = lookup(saved, ("state",))  # by parameter, where our `save` stored a state dict
+    numbers = lookup(saved, ("state",))  # in a state dict that our `save` stored
     for name, own in numbers.items() if isinstance(numbers, dict) else ():
-        plain.setdefault(str(name), {}).update(own)
+        plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
     members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
     state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
     return SavedOptimizer(groups, names, state_names, plain, {}, keys)
@@ -334,8 +334,7 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
         names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
         if stacked := [name for name in names if "/" in name]:
             raise CheckpointKeyError(
-                f"{stacked[0]} shares a stacked key with other layers, which the state of a torch optimizer cannot "
-                f"represent"
+                f"{stacked[0]} shares a stacked key with other layers, which a torch optimizer cannot represent"
             )
         # Another optimizer's states may be under the other prefix.
         prefix = next((own for own in prefixes if any(key.startswith(own) for key in index.tensors)), PREFIX)
@@ -343,10 +342,8 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
             state, _, name = key.removeprefix(prefix).partition(".")
             if key.startswith(prefix) and name in names:
                 names[name].append(state)
-        saved = {**groups, "state_names": names, "plain_state": {}}
-        groups = groups["groups"]
-    keys: dict[str, dict[str, str]] = defaultdict(dict)
-    lost = []
+        saved, groups = {**groups, "state_names": names, "plain_state": {}}, groups["groups"]
+    keys, lost = defaultdict[str, dict[str, str]](dict), []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
         for state in [state for state in states if state not in plain]:
@@ -357,8 +354,8 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
                 lost.append(f"{state} of {name}")
     if lost:
         raise CheckpointKeyError(f"{index.path} lacks states that its optimizer was saved with: {some_of(lost)}")
-    shapes = saved.get("param_shapes", {})  # older checkpoints lack it
-    return SavedOptimizer(groups, saved["names"], saved["state_names"], saved["plain_state"], shapes, keys)
+    rest = saved["plain_state"], saved.get("param_shapes", {}), keys  # older checkpoints lack the shapes
+    return SavedOptimizer(groups, saved["names"], saved["state_names"], *rest)
 
 
 def _stored_value(path: Path, opened: Opened) -> Any:
