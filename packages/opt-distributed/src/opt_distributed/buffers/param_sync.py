@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
@@ -230,7 +231,7 @@ class _Wait:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._sync.is_pending:
-            self._wait(is_compiled=torch.compiler.is_compiling())
+            self._wait(is_compiled=torch.compiler.is_compiling() or _compiles_frames())
 
     def __reduce__(self) -> Any:
         return _no_hook, ()
@@ -238,6 +239,14 @@ class _Wait:
     @_disable_dynamo  # `torch.compiler.disable` would load dynamo when this is imported
     def _wait(self, *, is_compiled: bool) -> None:
         self._sync.wait_for(self._below if is_compiled else self._first)
+
+
+def _compiles_frames() -> bool:
+    """Whether code that is called from here will be compiled, although this is not: dynamo leaves a frame without
+    tensors, such as a hook, to Python."""
+    callback = set_eval_frame(None)
+    set_eval_frame(callback)
+    return callback is not None
 
 
 def _no_hook() -> Any:
