@@ -56,17 +56,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
 def save_theirs(form: str, path: Path) -> list[float]:
     """Saves with stock DCP under a place in the state; the losses of the steps after it."""
     model, optimizer = trained()
-    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+    optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+    for param_state in optimizer.state.values():
+        param_state["calls"] = 7
+    options = StateDictOptions(flatten_optimizer_state_dict="flattened" in form)
     weights, states = get_state_dict(model, optimizer, options=options)
     state = {"model": weights, "optim": states}
-    if form == "ours":
+    if form.startswith("ours"):
         save(state, path)
     else:
         dcp_save(state, checkpoint_id=path)
     return train(model, optimizer, 3)
 
 
-@pytest.mark.parametrize("form", ["nested", "flattened", "ours"])
+@pytest.mark.parametrize("form", ["nested", "flattened", "ours", "ours, flattened"])
 def test_the_losses_go_on_from_what_get_state_dict_gave(tmp_path: Path, form: str) -> None:
     losses = save_theirs(form, tmp_path / "x")
     again, other = trained(0)
@@ -76,6 +79,7 @@ def test_the_losses_go_on_from_what_get_state_dict_gave(tmp_path: Path, form: st
     report = load_optimizer(again, other, tmp_path / "x", at=("optim",))
     assert report.uninitialised == report.gone == report.groups.new == ()
     assert [(g["lr"], g["weight_decay"]) for g in other.param_groups] == [(0.01, 0.1), (0.5, 0.01)]
+    assert {param_state["calls"] for param_state in other.state.values()} == {7}
     assert train(again, other, 3) == losses
 
 

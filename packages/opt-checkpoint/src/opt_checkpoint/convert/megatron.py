@@ -26,7 +26,7 @@ from opt_checkpoint.disk.checkpoint import read_common, read_index, read_object
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind
 from opt_checkpoint.errors import CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.torch_optimizer import PREFIX
+from opt_checkpoint.run.saved_optimizer import PREFIX
 from opt_checkpoint.state.sharded import Shape, ShardedObject, ShardedTensor, ShardIdentity
 from opt_checkpoint.state.tensors import sharded_like
 from opt_checkpoint.store import AnyPath

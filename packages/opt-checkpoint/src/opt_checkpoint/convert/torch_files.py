@@ -27,7 +27,8 @@ from opt_checkpoint.disk.foreign import METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, Kind
 from opt_checkpoint.errors import CheckpointExistsError, CheckpointKeyError, CheckpointValueError
 from opt_checkpoint.run.save_load import PathLike, save
-from opt_checkpoint.run.torch_optimizer import OPTIMIZER, PREFIX, SavedOptimizer, find_optimizer
+from opt_checkpoint.run.saved_optimizer import PREFIX, SavedOptimizer, find_optimizer
+from opt_checkpoint.run.torch_optimizer import OPTIMIZER
 from opt_checkpoint.state.groups import groups_to_saved
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.state.tensors import sharded_like

@@ -1,0 +1,163 @@
+"""Finds an optimizer in a checkpoint: its groups, the names of its parameters and states, and where these are stored.
+
+Four forms are read: that of `sharded_optimizer`; that of opt-stack's optimizers, whose groups alone are plain values;
+that of `torch.distributed.checkpoint.state_dict.get_state_dict`, as torchtitan saves it, with the states
+`state.<parameter>.<state>` and groups by number or flattened by parameter; and the same as saved by `save`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.names import some_of
+from opt_checkpoint.disk.checkpoint import Opened, read_objects
+from opt_checkpoint.disk.index import Kind
+from opt_checkpoint.errors import CheckpointKeyError
+from opt_checkpoint.run.ranks import Ranks
+from opt_checkpoint.run.save_load import carry_out_load
+from opt_checkpoint.state.tensors import sharded_like
+from opt_checkpoint.state.tree import Path, lookup, path_text
+
+PREFIX = "optimizer.state."
+
+
+class SavedOptimizer(NamedTuple):
+    """An optimizer in a checkpoint.
+
+    Args:
+        groups: hyper-parameters of each group.
+        names: names of each group's parameters.
+        state_names: names of each parameter's states; empty for one without.
+        plain_state: states that are not tensors, by parameter.
+        param_shapes: shapes of the parameters, where they were recorded.
+        keys: the stored key of each tensor of state, by parameter and state.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    names: Sequence[Sequence[str]]
+    state_names: Mapping[str, Sequence[str]]
+    plain_state: Mapping[str, Mapping[str, Any]]
+    param_shapes: Mapping[str, Sequence[int]]
+    keys: Mapping[str, Mapping[str, str]]
+
+
+def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
+    """Find the optimizer under these keys of the saved state, such as `("optimizer",)`.
+
+    Raises:
+        CheckpointKeyError: nothing is there that is an optimizer, or a state of it is incomplete.
+    """
+    saved, index, prefix = lookup(opened.common, tuple(at)), opened.index, "".join(f"{key}." for key in at)
+    if isinstance(saved, dict) and ("state_names" in saved or "names" in (saved.get("groups") or ())):
+        return _ours(opened, saved, at)
+    keys = _by_param(index.tensors, f"{prefix}state.")
+    groups, names = _stock_groups(opened, at, saved)
+    if not keys and not groups:
+        prefixes = sorted({key.partition("state.")[0] for key in index.tensors if ".state." in f".{key}"})
+        places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in prefixes[:4]]
+        raise CheckpointKeyError(
+            f"{index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
+            f"at=(...){'. There are states at ' if places else ''}{', '.join(map(str, places))}"
+        )
+    plain = _fields(opened, at, saved, "state.")
+    numbers = lookup(saved, ("state",))  # in a state dict that our `save` stored
+    for name, own in numbers.items() if isinstance(numbers, dict) else ():
+        plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
+    members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
+    state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
+    return SavedOptimizer(groups, names, state_names, plain, {}, keys)
+
+
+def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedOptimizer:
+    """The optimizer of `sharded_optimizer`; or of opt-stack, whose states are known by their keys."""
+    index, prefixes = opened.index, (f"{path_text(tuple(at))}.state." if at else PREFIX, PREFIX)
+    groups = _stored_value((*at, "groups"), opened)
+    if "state_names" not in saved:
+        names: dict[str, list[str]] = {name: [] for own in groups["names"] for name in own}
+        if stacked := [name for name in names if "/" in name]:
+            raise CheckpointKeyError(
+                f"{stacked[0]} shares a stacked key with other layers, which a torch optimizer cannot represent"
+            )
+        # Another optimizer's states may be under the other prefix.
+        prefix = next((own for own in prefixes if any(key.startswith(own) for key in index.tensors)), PREFIX)
+        for key in index.tensors:
+            state, _, name = key.removeprefix(prefix).partition(".")
+            if key.startswith(prefix) and name in names:
+                names[name].append(state)
+        saved, groups = {**groups, "state_names": names, "plain_state": {}}, groups["groups"]
+    keys, lost = defaultdict[str, dict[str, str]](dict), []
+    for name, states in saved["state_names"].items():
+        plain = saved["plain_state"].get(name, {})
+        for state in [state for state in states if state not in plain]:
+            found = [f"{prefix}{state}.{name}" for prefix in prefixes if f"{prefix}{state}.{name}" in index.tensors]
+            if found:
+                keys[name][state] = found[0]
+            else:
+                lost.append(f"{state} of {name}")
+    if lost:
+        raise CheckpointKeyError(f"{index.path} lacks states that its optimizer was saved with: {some_of(lost)}")
+    rest = saved["plain_state"], saved.get("param_shapes", {}), keys  # older checkpoints lack the shapes
+    return SavedOptimizer(groups, saved["names"], saved["state_names"], *rest)
+
+
+def _stored_value(path: Path, opened: Opened) -> Any:
+    """The plain value at a path, with the tensors in its lists read; `ABSENT` if there is none."""
+    if opened.index.kind is not Kind.OURS:
+        return lookup(opened.common, path)
+    wanted: Any = None
+    for key in reversed(path):
+        wanted = {key: wanted}
+    return lookup(carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened, strict="return_missing")).state, path)
+
+
+def _by_param(stored: Mapping[str, Any], prefix: str) -> dict[str, dict[str, str]]:
+    """The keys of the form `<prefix><parameter>.<name>`, by parameter and name."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for key in sorted(stored):
+        name, dot, last = key.removeprefix(prefix).rpartition(".")
+        if key.startswith(prefix) and dot:
+            found[name][last] = key
+    return found
+
+
+def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str, dict[str, Any]]:
+    """Values of the keys `<of><parameter or number>.<field>`: stored objects, tensors if they are of groups, and what
+    our `save` stored of a flattened state dict."""
+    index, prefix = opened.index, "".join(f"{key}." for key in at)
+    values = read_objects(index, [key for key in index.objects if key.startswith(prefix + of)])
+    if isinstance(saved, dict):
+        values |= {f"{prefix}{key}": value for key, value in saved.items() if str(key).startswith(of)}
+    if of == "param_groups.":
+        found = {key: stored for key, stored in index.tensors.items() if key.startswith(prefix + of)}
+        tensors = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in found.items()}
+        wanted = {key: sharded_like(key, tensor) for key, tensor in tensors.items()}
+        carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
+        values |= tensors
+    return {name: {k: values[key] for k, key in own.items()} for name, own in _by_param(values, prefix + of).items()}
+
+
+def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Groups and the names of their parameters, which are stored by number or flattened by parameter."""
+    listed = lookup(saved, ("param_groups",))
+    if isinstance(listed, list):
+        listed = _stored_value((*at, "param_groups"), opened)
+        rows = [dict(group) for group in listed]
+    else:
+        read = _fields(opened, at, saved, "param_groups.")
+        if all(name.isdigit() and "params" in own for name, own in read.items()):
+            rows = [read[name] for name in sorted(read, key=int)]
+        else:  # parameters with equal fields are a group
+            groups: dict[str, dict[str, Any]] = {}
+            for name, own in read.items():
+                text = repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(own.items())})
+                groups.setdefault(text, {**own, "params": []})["params"].append(name)
+            rows = list(groups.values())
+    rows = [group for group in rows if all(isinstance(name, str) for name in group.get("params", ()))]
+    names = [list(group.get("params", ())) for group in rows]
+    return [{field: value for field, value in group.items() if field != "params"} for group in rows], names
