@@ -157,6 +157,21 @@ def test_a_skipped_step_names_parameter_and_rank_once_in_one_sentence_on_every_r
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["column", "norm", "up", "bias"])
+@pytest.mark.filterwarnings("ignore:step 1 was skipped")
+def test_a_nan_of_one_rank_in_a_part_a_copy_or_an_expert_skips_the_step_on_every_rank(name: str, kind: str) -> None:
+    def rank_main(place: Place) -> bool:
+        model = Net(place)
+        optimizer = get_optimizer(OptimizerConfig(lr=LR, **SGD, **KINDS[kind]), [model], {}, pg_collection=place.roles)
+        model(parts(place)).backward()
+        named = {key.rstrip("01"): module for key, module in model.named_children()}
+        named[name].weight.grad.view(-1)[-1] = math.nan if place.world.rank == 3 else 0.0
+        return optimizer.step().success
+
+    assert run_grid(rank_main, tp=2, ep=2, etp=2) == [False] * 4
+
+
 def test_a_wrapped_model_names_the_rank_from_the_second_skipped_step_on_or_where_it_is_recorded() -> None:
     def rank_main(comm: Comm) -> str:
         net, optimizer = two_ranks(comm, wrapped=True, use_distributed_optimizer=True)

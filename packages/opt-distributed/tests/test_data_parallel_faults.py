@@ -176,6 +176,17 @@ def test_a_backward_after_the_bucket_has_left_is_an_error_on_every_rank() -> Non
         assert error.endswith("the first iteration had 1; run all but the last backward pass inside no_sync()")
 
 
+def test_two_gradients_of_one_parameter_do_not_stand_for_those_of_another() -> None:
+    ddp = wrap(OVERLAP)
+    for names in (["weight", "bias"], ["weight", "weight", "bias"]):
+        ddp.zero_grad_buffer()
+        for name in names:
+            backward(getattr(ddp.module, name).sum())
+        ddp.finish_grad_sync()
+    assert (ddp.module.weight.main_grad == 2).all()
+    assert (ddp.module.bias.main_grad == 1).all()
+
+
 @pytest.mark.parametrize("config", [SHARDED, OVERLAP, Config()], ids=["flat", "flat, overlap", "replicated"])
 def test_a_backward_onto_reduced_gradients_is_an_error(config: Config) -> None:
     ddp = wrap(config)

@@ -112,9 +112,11 @@ def logits_here(comm: Comm) -> list[Tensor]:
     return [torch.where(seen, LOGITS, torch.tensor(-3.0))] * 3
 
 
+HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16 parameters with fp32 mains": (BF16, {"bf16": True}),
+    "main values on the host": (BF16, {"bf16": True, **HOST}),
     "fp16": (torch.float16, {"fp16": True, "loss_scale": 8.0}),
     "remainders": (BF16, {"bf16": True, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True}),
 }
@@ -142,7 +144,6 @@ def test_rows_of_each_head_are_scaled_as_the_formula_says(mode: str, alpha: floa
     assert all(map(torch.equal, after, model.parameters()))
 
 
-HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
 FLAT = {"use_distributed_optimizer": True}
 GATHERS = {**FLAT, "overlap_param_gather": True}
 NARROW = {"bf16": True, "use_precision_aware_optimizer": True}

@@ -64,6 +64,14 @@ CASES = {
         {"optimizer": "muon", "use_distributed_optimizer": True},
         "optimizer='muon' needs whole matrices, but use_distributed_optimizer=True (FlatShards) cuts parameters ",
     ),
+    "coupled decay of SOAP": (
+        {"optimizer": "soap", "decoupled_weight_decay": False},
+        "decoupled_weight_decay=False: optimizer='soap' supports only decoupled decay; leave it at True",
+    ),
+    "coupled decay of SOAP-Muon": (
+        {"optimizer": "soap_muon", "decoupled_weight_decay": False},
+        "decoupled_weight_decay=False: optimizer='soap_muon' supports only decoupled decay; leave it at True",
+    ),
     "bf16 model without bf16": (
         {"model": lambda: [make_model(torch.bfloat16)]},
         "parameter '0.weight' (and 3 more) is torch.bfloat16; fp16=False and bf16=False allow torch.float32: set bf16",

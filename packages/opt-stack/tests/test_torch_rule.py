@@ -91,6 +91,17 @@ def test_gradients_are_clipped_and_unscaled_before_the_class_sees_them() -> None
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-6, atol=1e-7)
 
 
+def test_a_skipped_step_keeps_weights_and_state() -> None:
+    model = make_model(torch.float16)
+    optimizer = get_optimizer(config(fp16=True), [model], {}, rules=registry(torch.optim.SGD, momentum=0.9))
+    before = copy.deepcopy((weights(model), optimizer.state_dict()["state"]))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.inf)
+    with pytest.warns(UserWarning, match="was skipped"):
+        assert not optimizer.step().success
+    assert_equal((weights(model), optimizer.state_dict()["state"]), before)
+
+
 def test_gradients_are_read_only() -> None:
     model = make_model()
     optimizer = get_optimizer(config(), [model], rules=registry(torch.optim.SGD, momentum=0.9))
@@ -101,7 +112,7 @@ def test_gradients_are_read_only() -> None:
 
 
 class WarmsUp(torch.optim.Optimizer):
-    """As the optimizers of some packages: its step count is in its group, and decides the size of a step."""
+    """Its step count is in its group, and decides the size of a step; the second step adds state."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
@@ -111,9 +122,10 @@ class WarmsUp(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
-                buffer = self.state[param].setdefault("buffer", torch.zeros_like(param))
-                buffer.add_(param.grad)
-                param.sub_(buffer, alpha=group["lr"] * (1 - 0.5 ** group["step"]))
+                step = param.grad
+                if group["step"] > 1:
+                    step = self.state[param].setdefault("buffer", torch.zeros_like(param)).add_(param.grad)
+                param.sub_(step, alpha=group["lr"] * (1 - 0.5 ** group["step"]))
 
 
 def test_a_step_count_in_the_group_is_kept_saved_and_loaded() -> None:

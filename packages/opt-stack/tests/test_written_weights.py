@@ -281,6 +281,17 @@ def test_writes_to_weights_that_the_rule_keeps_are_warned_about() -> None:
         optimizer.train()
 
 
+def test_a_load_after_an_iteration_that_was_given_up_is_warned_about() -> None:
+    model = make_model()
+    optimizer = get_optimizer(AVERAGED, [model], {})
+    release_gradients(optimizer)
+    backward(model, 0)
+    optimizer.zero_grad()
+    halves(model, Path())
+    with pytest.warns(UserWarning, match=KEPT):
+        backward(model, 1)
+
+
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_an_evaluation_is_not_warned_about() -> None:
     model, optimizer = averaged()

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
@@ -47,6 +46,8 @@ class Diagnosis:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
+        from html import escape  # takes long to import
+
         return "".join(f"<p>{escape(text)}</p>" for text in (self.head, *self._sentences())) + self.svg()
 
     def _sentences(self) -> list[str]:
