@@ -122,6 +122,7 @@ def test_ls_says_what_is_whole_and_what_is_not(steps: Path, run: Any) -> None:
     assert "damaged: __1_0.distcp" in lines["step-2"]
     assert "temporary directory" in lines[temporary]
     assert "not a complete checkpoint" in lines["other"]
+    assert "no checkpoints in" in run("ls", steps / "other")[1]
     code, text = run("ls", steps / "step-1")
     assert (code, text.startswith(f"{steps / 'step-1'} is a checkpoint: ")) == (0, True)
     (steps / "step-1" / "manifest.bin").write_bytes(b"no manifest")

@@ -158,7 +158,7 @@ def key_of(group: int, bucket: int, state: str) -> str:
     return f"optimizer.distributed.dp_group_idx_{group}.gbuf_idx_0.{dtypes}.bucket_idx_{bucket}.{state}"
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write(path: Path, tensors: dict[str, Any]) -> None:
     """As Megatron-Core's `torch_dist`: a stock directory and its mark."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -171,7 +171,7 @@ def buckets(tmp_path: Path) -> dict[str, torch.Tensor]:
     keys = {key_of(group, bucket, state): bucket for group in (0, 1) for bucket in (0, 1) for state in STATES}
     generator = torch.Generator().manual_seed(0)
     found = {key: torch.randn((76, 10)[bucket], generator=generator) for key, bucket in keys.items()}
-    write(tmp_path / "theirs", found)
+    write(tmp_path / "theirs", {**found, "extra/shard_0_1": "kept"})
     return found
 
 
@@ -192,6 +192,7 @@ def test_buckets_become_parameters_by_their_slots(tmp_path: Path, buckets: dict[
         tops = [buckets[key_of(group, 1, state)].view(2, 5) for group in (0, 1)]
         assert torch.equal(load_whole(tmp_path / "ours", f"{name}.top", (4, 5)), torch.cat(tops))
     assert load_whole(tmp_path / "ours", "optimizer.state.step.w", (), torch.int64).item() == 7
+    assert load({"x": ShardedObject("extra", None, (1,), (0,))}, tmp_path / "ours").state["x"] == "kept"
     assert {p.name for p in tmp_path.iterdir()} == {"theirs", "ours"}
 
 

@@ -150,3 +150,20 @@ def test_numbers_of_state_and_groups_with_a_tensor_are_read(tmp_path: Path) -> N
         load_optimizer(again, matrix, tmp_path / name, at=())
         assert matrix.state[again[0].weight]["calls"] == 3
         assert matrix.param_groups[0]["lr"] == lr
+
+
+@pytest.mark.parametrize(
+    "state", [[torch.ones(2), torch.ones(3)], {"a": torch.ones(2), "calls": 5}], ids=["list", "dict"]
+)
+def test_a_state_of_several_tensors_is_read_or_refused_but_never_lost(tmp_path: Path, state: Any) -> None:
+    model, optimizer = trained()
+    optimizer.state[model[0].weight]["several"] = state
+    save({"optimizer": sharded_optimizer(model, optimizer)}, tmp_path / "x")
+    again, other = trained(0)
+    load_optimizer(again, other, tmp_path / "x")
+    torch.testing.assert_close(other.state[again[0].weight]["several"], state, rtol=0, atol=0)
+    for write in (lambda state, path: dcp_save(state, checkpoint_id=path), save):
+        path = tmp_path / str(write is save)
+        write({"optimizer": get_state_dict(model, optimizer)[1]}, path)
+        with pytest.raises(CheckpointKeyError, match=r"states of 0\.weight\.several, which are no parameters"):
+            load_optimizer(model, optimizer, path)

@@ -36,6 +36,7 @@ from opt_checkpoint import (
     verify_checkpoint,
 )
 from opt_checkpoint.__main__ import main
+from opt_checkpoint.disk.archives import load_object
 from opt_checkpoint.disk.data_file import crc32
 from opt_checkpoint.disk.foreign import read_pickle
 from opt_checkpoint.disk.manifest import decode_columns, encode_columns
@@ -188,8 +189,8 @@ def test_a_hostile_stock_chunk_is_refused(tmp_path: Path) -> None:
 # ----- archives, links, FIFOs
 
 
-def deflated(archive: bytes) -> bytes:
-    """The same archive of torch, its entries compressed, with 256 MiB of zeros in the pickle's place."""
+def deflated(archive: bytes, zeros: int = 16) -> bytes:
+    """The same archive of torch, its entries compressed, with 256 MiB of zeros (by 16) after the pickle."""
     stream = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(archive)) as source,
@@ -198,7 +199,7 @@ def deflated(archive: bytes) -> bytes:
         for name in source.namelist():
             with target.open(name, "w", force_zip64=True) as entry:
                 entry.write(source.read(name))
-                for _ in range(16 if name.endswith("data.pkl") else 0):
+                for _ in range(zeros if name.endswith("data.pkl") else 0):
                     entry.write(bytes(16 << 20))
     return stream.getvalue()
 
@@ -220,6 +221,18 @@ def test_a_small_archive_of_much_is_refused_without_unpacking_it(stock: Path, wa
         load(wanted_w() if wanted == "tensor" else {"n": None}, stock)
     assert verify_checkpoint(stock)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
+
+
+def test_an_object_whose_entries_are_compressed_or_overlap_is_refused() -> None:
+    small, overlapping = io.BytesIO(), io.BytesIO()
+    torch.save(1, small)
+    torch.save("x" * 9999, overlapping)
+    with zipfile.ZipFile(overlapping, "a") as archive:
+        archive.writestr("archive/last", b"")  # so that its directory is written again
+        archive.filelist *= 9
+    for raw in (deflated(small.getvalue(), 0), overlapping.getvalue()):
+        with pytest.raises(CheckpointCorruptError, match="is compressed"):
+            load_object(raw)
 
 
 @pytest.mark.parametrize("name", ["manifest.bin", "__0_0.distcp", ".metadata", "stock __0_0.distcp"])

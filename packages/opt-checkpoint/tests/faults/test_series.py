@@ -207,10 +207,13 @@ def test_a_damaged_newest_step_is_skipped_and_saved_again(tmp_path: Path, damage
     assert CheckpointManager(tmp_path).latest() == 120
 
 
-def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(tmp_path: Path) -> None:
+def test_a_damaged_step_is_saved_again_by_a_run_that_loaded_elsewhere(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved(tmp_path, 100, 120)
     flip(tmp_path / step_name(120) / "__0_0.distcp")
     saved(tmp_path, 120)
+    assert "120 is damaged (" in caplog.text
     assert verify_checkpoint(tmp_path / step_name(120)) == []
     with pytest.raises(CheckpointExistsError, match="never overwritten"):
         saved(tmp_path, 120)

@@ -70,6 +70,11 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     for name, own in numbers.items() if isinstance(numbers, dict) else ():
         plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
     members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
+    if strange := sorted((keys.keys() | plain.keys()) - set(members)):
+        raise CheckpointKeyError(
+            f"{index.path} holds states of {some_of(strange)}, which are no parameters of its groups; states that are "
+            f"lists or dicts are read from checkpoints of sharded_optimizer only"
+        )
     state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
     return SavedOptimizer(groups, names, state_names, plain, {}, keys)
 
@@ -91,6 +96,8 @@ def _ours(opened: Opened, saved: Mapping[str, Any], at: Sequence[str]) -> SavedO
             if key.startswith(prefix) and name in names:
                 names[name].append(state)
         saved, groups = {**groups, "state_names": names, "plain_state": {}}, groups["groups"]
+    elif any(saved["plain_state"].values()):
+        saved = {**saved, "plain_state": _stored_value((*at, "plain_state"), opened)}
     keys, lost = defaultdict[str, dict[str, str]](dict), []
     for name, states in saved["state_names"].items():
         plain = saved["plain_state"].get(name, {})
