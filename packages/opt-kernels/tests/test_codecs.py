@@ -74,6 +74,9 @@ def test_only_zeros_are_stored_as_zeros_and_blocks_of_any_size_survive(codec: St
         values = sample(numel, signed=signed)
         assert not read(codec, stored(codec, values))[values == 0].any()
     assert signed or (read(codec, stored(codec, torch.logspace(-30, 0, 256))) > 0).all()
+    if not signed and codec.dtype.is_floating_point:  # the smallest number that the dtype has
+        codes, dtype = stored(codec, torch.tensor([1.0, 1e-30]))["x"], torch.finfo(codec.dtype)
+        assert codes[1].item() == dtype.tiny * dtype.eps
     for size in (1e-45, 1e-38, 1e-30, 1e30, 2.9e38):  # e5m2 rounds the root of 3e38 up to 2^64
         back = read(codec, stored(codec, torch.full((128,), size)))
         assert back.isfinite().all(), size

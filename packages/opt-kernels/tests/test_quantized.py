@@ -76,6 +76,9 @@ def test_runs_of_elements_make_the_same_codes(recipe: str, cuts: tuple[int, ...]
         of_rank = torch.full_like(largest, -1.0)
         parted.largest_(of_rank, flat[start:stop], start)
         largest = torch.maximum(largest, of_rank)
+    of_whole = torch.full_like(largest, -1.0)
+    whole.largest_(of_whole, flat, 0)
+    assert torch.equal(largest, of_whole)
     if recipe != "mxfp8":
         parted.rescale_(largest)
     for start, stop in pairwise(bounds):

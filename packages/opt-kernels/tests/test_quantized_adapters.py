@@ -93,6 +93,9 @@ def test_delayed_scaling_of_transformer_engine_takes_the_quantizers_scale_and_re
     assert param._scale_inv.item() == 1 / 64
     assert param._quantizer.amax.item() == VALUES.abs().max().item()
     assert torch.equal(param._data, (VALUES * 64).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8))
+    param._quantizer.amax.fill_(9.0)
+    found.rescale_(torch.tensor([2.0]))
+    assert param._quantizer.amax.item() == 9.0  # of all updates since the quantizer took it
     param._quantizer.scale.fill_(32.0)
     found.rescale_(torch.tensor([-1.0]))  # no rank has moved it
     found.finish_()
