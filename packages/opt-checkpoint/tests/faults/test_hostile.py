@@ -116,6 +116,19 @@ def test_a_metadata_file_cannot_change_attributes_of_classes(stock: Path) -> Non
         dcp.MetadataIndex.__hash__ = before
 
 
+@pytest.mark.parametrize("lie", ["the tensor", "a chunk"])
+def test_stock_chunks_that_do_not_fit_their_tensor_are_refused(stock: Path, lie: str) -> None:
+    plain = pickle.loads((stock / ".metadata").read_bytes())
+    described = plain.state_dict_metadata["w"]
+    if lie == "the tensor":
+        described.size = torch.Size([n + 1 for n in described.size])
+    else:
+        described.chunks[0].offsets = torch.Size([1] * len(described.size))
+    (stock / ".metadata").write_bytes(pickle.dumps(plain))
+    with pytest.raises(CheckpointCorruptError, match=r"chunks? .*of w "):
+        read_index(stock)
+
+
 def test_megatrons_gathered_plans_are_passed_over(stock: Path) -> None:
     """Its `.metadata` also holds the save plans of all ranks, which a load does not need."""
     plain = pickle.loads((stock / ".metadata").read_bytes())
