@@ -57,11 +57,7 @@ class _Adapter(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of `scheduler` and torch's counters, in plain types, which `weights_only=True` loads."""
-        return {
-            "scheduler": self.scheduler.state_dict(),
-            "last_epoch": self.last_epoch,
-            "step_count": self._step_count,
-        }
+        return {"scheduler": self.scheduler.state_dict(), "last_epoch": self.last_epoch, "step_count": self._step_count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state and write the groups. On an error nothing has changed.

@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
-from opt_checkpoint.disk.data_file import (
-    FILE_MARK,
-    DataFiles,
-    PieceSums,
-    crc32,
-    has_right_sums,
-    hashing,
-)
+from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, PieceSums, crc32, has_right_sums, hashing
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
 from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest

@@ -8,12 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from opt_distributed.buffers.main_grad import (
-    GradientError,
-    UnusableGradientError,
-    adopt_main_grad_,
-    bind_main_grad,
-)
+from opt_distributed.buffers.main_grad import GradientError, UnusableGradientError, adopt_main_grad_, bind_main_grad
 from opt_distributed.buffers.storage import ParamAndGradBuffer
 from opt_distributed.buffers.wires import InFlight, SumEverywhere, Wire, to_owners
 from opt_distributed.comm.collectives import Op, Pending

@@ -20,15 +20,7 @@ from opt_kernels.optim.checked import check_param, for_dtype, rounds_stochastica
 from opt_kernels.optim.groups import ParamGroup, params_with_groups
 from opt_kernels.optim.on_device import CaptureError, GroupsOnDevice, addresses, check_capturable
 from opt_kernels.optim.param_rows import Member, Rows, Sweep, only_makes_state, params_of, scaling_of
-from opt_kernels.optim.state import (
-    Mains,
-    Saved,
-    StateDictError,
-    init_state,
-    is_narrow,
-    parse_mains,
-    saved_state,
-)
+from opt_kernels.optim.state import Mains, Saved, StateDictError, init_state, is_narrow, parse_mains, saved_state
 from opt_kernels.rules.base import Rule
 from opt_kernels.works import Batch, Hyper, MatrixSpec
 
