@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_ranks import RankPool, ThreadRanks, error_on_all, on_threads
+from checkpoint_ranks import RankPool, ThreadRanks, error_on_all, on_threads, save_as_ranks
 from failing_calls import failing_at
 from states import assert_is_step, state_at
 
@@ -26,6 +26,8 @@ from opt_checkpoint import (
     CheckpointKeyError,
     CheckpointManager,
     PlanCache,
+    ShardedTensor,
+    ShardedTensorFactory,
     load,
     save,
     sharded_like,
@@ -310,6 +312,19 @@ def fail_to_copy(rank: int, size: int, folder: str) -> None:
 def test_a_snapshot_that_fails_on_one_rank_is_an_error_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(2, fail_to_copy, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_merge_that_fails_on_one_rank_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    def build(key: str, data: torch.Tensor, replica_id: object, flat: object) -> list[ShardedTensor]:
+        return [sharded_like(f"{key}.{half}", part) for half, part in enumerate(data.chunk(2))]
+
+    def merge(parts: list[torch.Tensor]) -> torch.Tensor:
+        raise ZeroDivisionError("halves of nothing")
+
+    states = [{f"w{r}": ShardedTensorFactory(f"w{r}", torch.ones(4), build, merge if r else torch.cat)} for r in (0, 1)]
+    save_as_ranks(states, tmp_path / "x")
+    error = error_on_all(2, lambda ranks: load(states[ranks.rank], tmp_path / "x", process_group=ranks))
+    assert "rank 1: ZeroDivisionError: halves of nothing" in str(error)
 
 
 def save_without_the_other(rank: int, size: int, folder: str) -> float:

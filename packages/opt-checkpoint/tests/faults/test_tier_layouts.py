@@ -99,6 +99,23 @@ def test_a_key_in_another_ranks_part_is_not_missing(tmp_path: Path, ranks: RankP
     ranks.run(2, ask_for_what_another_rank_holds, str(tmp_path))
 
 
+def ask_for_the_whole(rank: int, size: int, folder: str) -> None:
+    whole = torch.full((4, 3), -1.0)
+    with (
+        tiers(folder, rank) as manager,
+        pytest.raises(CheckpointMismatchError, match=r"w: the checkpoint holds 6 of 12 elements"),
+    ):
+        manager.load({"half": sharded_like("w", whole)})
+    assert (whole == -1).all()
+
+
+def test_a_tensor_that_a_part_holds_half_of_is_refused_before_memory_is_written(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    ranks.run(2, save_halves, str(tmp_path), [1], 100)
+    ranks.run(2, ask_for_the_whole, str(tmp_path))
+
+
 def find_for_another_world(rank: int, size: int, folder: str) -> None:
     with (
         tiers(folder, rank) as manager,

@@ -132,6 +132,14 @@ def test_a_run_that_goes_back_removes_the_local_steps_it_left(tmp_path: Path, ra
     assert parts_of(tmp_path, 0, 5) == parts_of(tmp_path, 1, 5) == []
 
 
+def test_ranks_that_changed_nodes_fetch_their_parts(tmp_path: Path, ranks: RankPool) -> None:
+    ranks.run(3, save_steps, str(tmp_path), [1], {})
+    for a, b in ((0, 3), (2, 0), (1, 2), (3, 1)):
+        (tmp_path / f"node-{a}").rename(tmp_path / f"node-{b}")
+    found = resumed(ranks, 3, tmp_path)
+    assert (found.step, found.tier) == (1, "local")
+
+
 def on_one_node(rank: int, size: int, folder: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
