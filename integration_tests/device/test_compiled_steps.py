@@ -1,12 +1,17 @@
 """`torch.compile`: the graph breaks at a step, which sees every new value."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from parity import roles_over
 from torch import Tensor, nn
 
-from opt_config import OptimizerConfig
+from opt_config import DistributedDataParallelConfig, OptimizerConfig
+from opt_distributed import run_threads
+from opt_distributed.buffers import DistributedDataParallel
+from opt_distributed.comm import Comm
 from opt_stack import get_optimizer
 
 
@@ -80,3 +85,37 @@ def test_errors_of_a_compiled_step_are_those_of_the_step() -> None:
         step()
     assert torch.is_grad_enabled()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+def train_wrapped(comm: Comm, *, backend: str | None) -> tuple[list[Tensor], list[Any]]:
+    """Three steps of a ZeRO-1 chunk. The compiled function changes gradients in the buffer, and reads weights after
+    the step."""
+    model, roles, shards = linear(torch.bfloat16), roles_over(comm), {"use_distributed_optimizer": True}
+    chunk = DistributedDataParallel(DistributedDataParallelConfig(**shards), model, groups=roles)
+    config = OptimizerConfig(lr=0.1, clip_grad=0.5, bf16=True, **shards)
+    optimizer = get_optimizer(config, [chunk], {}, pg_collection=roles)
+
+    def run(x: Tensor) -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            model.bias.main_grad.mul_(2.0)
+        result = optimizer.step()
+        return model.weight.detach() * x, result
+
+    step = run if backend is None else torch.compile(run, backend=backend)
+    found, results = [], []
+    for number in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (number + 1)
+        chunk(torch.full((1, 3), 0.25 * (comm.rank + number + 1), dtype=torch.bfloat16)).sum().backward()
+        product, result = step(torch.full((), float(number), dtype=torch.bfloat16))
+        found += [product, *(bucket.result.clone() for bucket in chunk.grad_sync.buckets)]
+        results.append(tuple(result))
+        optimizer.zero_grad()
+    return [*found, *(param.detach().clone() for param in model.parameters())], results
+
+
+def test_a_compiled_step_of_a_wrapped_chunk_is_the_step() -> None:
+    torch._dynamo.reset()
+    compiled, expected = (run_threads(2, partial(train_wrapped, backend=backend)) for backend in ("aot_eager", None))
+    for (tensors, results), (expected_tensors, expected_results) in zip(compiled, expected, strict=True):
+        assert all(map(torch.equal, tensors, expected_tensors))
+        assert results == expected_results

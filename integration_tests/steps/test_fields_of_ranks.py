@@ -117,3 +117,24 @@ def test_a_wrapper_reduces_as_it_is_configured(name: str) -> None:
         return [call.kind for call in recording.calls], max(call.num_bytes for call in recording.calls), values
 
     assert run_threads(2, rank_main)[0] == expected
+
+
+@pytest.mark.parametrize("fields", [{}, FLAT], ids=["everywhere", "to shards"])
+@pytest.mark.parametrize(("dtype", "total"), [(FP32, 1 + 2.0**-9), (BF16, 1.0)], ids=["fp32", "bf16"])
+def test_gradients_of_a_plain_module_are_summed_in_the_requested_dtype(
+    dtype: torch.dtype, total: float, fields: dict[str, Any]
+) -> None:
+    """1 on one rank and 2^-9 on the other: their sum has 10 bits, of which bf16 keeps 8, in half of the bytes."""
+
+    def rank_main(comm: Comm) -> tuple[list[float], int]:
+        recording, model = RecordingComm(comm), Named(weight=torch.zeros(MATRIX, dtype=BF16))
+        sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "weight_decay": 0.0, "clip_grad": 0.0}
+        config = OptimizerConfig(**sgd, **fields, **{**WITH_BF16_GRADS, "main_grads_dtype": dtype})
+        optimizer = get_optimizer(config, [model], {}, pg_collection=roles_over(recording))
+        model.weight.grad = torch.full((MATRIX,), 2.0**-9 if comm.rank else 1.0, dtype=BF16)
+        recording.calls.clear()
+        optimizer.step()
+        reductions = [call.num_bytes for call in recording.calls if call.kind in ("all_reduce", "reduce_scatter")]
+        return (-2 * optimizer.get_parameters()[0]).unique().tolist(), max(reductions)  # twice the mean
+
+    assert run_threads(2, rank_main) == [([total], MATRIX * dtype.itemsize)] * 2

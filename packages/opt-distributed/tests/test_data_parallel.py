@@ -16,7 +16,7 @@ from opt_distributed import GradientError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, default_bucket_size, share_launch_order
 from opt_distributed.buffers.main_grad import main_grad
 from opt_distributed.comm import Alone
-from opt_distributed.comm.threads import ThreadComm
+from opt_distributed.comm.threads import ThreadComm, World
 from opt_paramgroups import ParamId
 
 NUMEL = sum(param.numel() for param in Net().parameters())
@@ -184,6 +184,21 @@ def test_an_all_reduce_cannot_be_forced_once_gradients_are_reduced_to_shards() -
             overlapping.finish_grad_sync(force_all_reduce=True)
 
     run_threads(2, rank_main)
+
+
+def test_weights_are_broadcast_over_optimizer_instances_too() -> None:
+    rows, columns = [World(2), World(2)], [World(2), World(2)]
+    config = Config(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+
+    def rank_main(comm: ThreadComm) -> set[float]:
+        instance, shard = divmod(comm.rank, 2)
+        groups = over(ThreadComm(rows[instance], shard), ThreadComm(columns[shard], instance))
+        model = Net()
+        nn.utils.vector_to_parameters(torch.full((NUMEL,), float(comm.rank), dtype=torch.float64), model.parameters())
+        DistributedDataParallel(config, model, groups=groups).broadcast_params()
+        return {value for param in model.parameters() for value in param.flatten().tolist()}
+
+    assert run_threads(4, rank_main) == [{0.0}] * 4
 
 
 def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:

@@ -1,6 +1,7 @@
 """The wrapped model over real processes: gloo agrees with one process, and a lost peer is an error that says where."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,11 +51,18 @@ def descend(ddp: DistributedDataParallel) -> None:
         buffer.publish_()
 
 
-def largest_difference(config: DistributedDataParallelConfig, groups: ProcessGroups | None) -> float:
+def largest_difference(
+    config: DistributedDataParallelConfig, groups: ProcessGroups | None, *, compiled: bool = False
+) -> float:
     """Between weights trained here and weights that one process trains on the joined batch."""
     rank, size = dist.get_rank(), dist.get_world_size()
     alone, model = make_model(), make_model()
     ddp = DistributedDataParallel(config, model, groups=groups)
+    forward: Callable[[Tensor], Tensor] = ddp
+    if compiled:
+        for block in model.children():
+            block.compile(backend="aot_eager")
+        forward = torch.compile(ddp, backend="aot_eager")
     for iteration in range(NUM_ITERATIONS):
         x = samples(iteration, size)
         alone.zero_grad()
@@ -62,7 +70,7 @@ def largest_difference(config: DistributedDataParallelConfig, groups: ProcessGro
         for param in alone.parameters():
             assert param.grad is not None
             param.data.add_(param.grad, alpha=-0.1)
-        backward(ddp(x.chunk(size)[rank]).square().mean())
+        backward(forward(x.chunk(size)[rank]).square().mean())
         ddp.finish_grad_sync()
         descend(ddp)
         ddp.zero_grad_buffer()
@@ -97,6 +105,11 @@ def trains() -> dict[str, bool]:
     found["instances"] = largest_difference(config, groups) < 1e-12
     found["finalized"] = finalizes(rows[rank // 2], columns[rank % 2])
     return found
+
+
+def trains_compiled() -> float:
+    """Overlap in both directions, with the blocks and the wrapper compiled."""
+    return largest_difference(OVERLAP, None, compiled=True)
 
 
 def finalizes(dp: dist.ProcessGroup, others: dist.ProcessGroup) -> bool:
@@ -148,6 +161,10 @@ def meets_no_peer(rank: int, meeting: str, dies: bool) -> None:
 def test_four_processes_train_what_one_process_trains() -> None:
     want = ["overlap", "fp32 sums", "in the step", "instances", "finalized"]
     assert run_processes(4, trains) == [dict.fromkeys(want, True)] * 4
+
+
+def test_compiled_code_trains_what_one_process_trains() -> None:
+    assert max(run_processes(2, trains_compiled)) < 1e-12
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "never comes"])
