@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import time
 from pathlib import Path
 
 from failing_calls import WRITES, Calls, at, bucket_in, die
-from processes import join_world
+from processes import join_world, new_meeting, start
 from states import state_at
 
-from opt_checkpoint import CheckpointFailedError, TieredCheckpointManager, save
+from opt_checkpoint import CheckpointFailedError, CheckpointManager, TieredCheckpointManager, committed_steps, save
 from opt_checkpoint.run.series import step_name
+
+
+def save_until_killed(rank: int, size: int, meeting: str, folder: str, background: bool) -> None:
+    """Resume from the newest step, then save step after step."""
+    join_world(rank, size, meeting)
+    manager = CheckpointManager(folder, keep=2, in_background=background)
+    for step in itertools.count((manager.latest() or 0) + 1):
+        manager.save(step, state_at(step, rank, size))
+
+
+def run_until_killed(folder: Path, background: bool, after_s: float, victims: list[int]) -> list[int]:
+    """Start two ranks, kill some of them a while after their first commit, then the rest; exit codes by rank."""
+    before, meeting, deadline = committed_steps(folder), new_meeting(folder.parent), time.monotonic() + 60
+    processes = [start(save_until_killed, rank, 2, meeting, str(folder), background) for rank in (0, 1)]
+    while committed_steps(folder) == before and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(after_s)
+    for victim in victims:
+        os.kill(processes[victim].pid, signal.SIGKILL)
+    time.sleep(0.1)
+    for process in processes:
+        process.kill()
+        process.join(30)
+    return [process.exitcode for process in processes]
 
 
 def save_and_die(folder: str, step: int, call: int) -> None:

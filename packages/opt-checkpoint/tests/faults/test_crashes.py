@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from opt_checkpoint.store.lease import LEASE
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from killed_ranks import save_and_die
+from killed_ranks import run_until_killed, save_and_die
 
 SIZE = 2
 
@@ -123,3 +124,14 @@ def test_killed_before_any_call_to_the_file_system_the_newest_is_whole(tmp_path:
         assert process.exitcode == -signal.SIGKILL
         renamed = counting.names.index("rename") + 1 < call
         assert check_restart(folder) == (2 if renamed else 1)
+
+
+@pytest.mark.nightly  # the moment is drawn
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_killed_at_a_random_moment_the_next_run_resumes(tmp_path: Path, full: bool, background: bool) -> None:
+    rng, reached = random.Random(background), [0]
+    for _ in range(100 if full else 2):
+        victims = rng.choice([[0], [1], [0, 1]])
+        assert -signal.SIGKILL in run_until_killed(tmp_path / "run", background, rng.random() * 0.2, victims)
+        reached.append(check_restart(tmp_path / "run"))
+        assert reached[-1] > reached[-2]
