@@ -12,10 +12,10 @@ from recording_comm import RecordingComm
 from torch import Tensor, nn
 
 from opt_config import OptimizerConfig
-from opt_distributed import GradientError, run_threads
+from opt_distributed import GradientError, ReplicaError, run_threads
 from opt_distributed.buffers import DistributedDataParallel, default_bucket_size, share_launch_order
 from opt_distributed.buffers.main_grad import main_grad
-from opt_distributed.comm import Alone
+from opt_distributed.comm import Alone, Axes, Roles
 from opt_distributed.comm.threads import ThreadComm, World
 from opt_paramgroups import ParamId
 
@@ -199,6 +199,19 @@ def test_weights_are_broadcast_over_optimizer_instances_too() -> None:
         return {value for param in model.parameters() for value in param.flatten().tolist()}
 
     assert run_threads(4, rank_main) == [{0.0}] * 4
+
+
+def test_an_instance_without_the_parameters_is_refused_on_every_rank() -> None:
+    across = World(2, timeout_s=20)
+
+    def rank_main(comm: ThreadComm) -> None:
+        axes = Axes(dp=Alone(), tp=Alone(), inter=ThreadComm(across, comm.rank))
+        ddp = DistributedDataParallel(SHARDED, nn.Identity() if comm.rank else Net(), groups=over(Alone()))
+        ddp.roles = Roles(dense=axes, expert=axes, everyone=comm)
+        with pytest.raises(ReplicaError):
+            ddp.broadcast_params()
+
+    run_threads(2, rank_main)
 
 
 def test_state_dicts_have_the_models_own_names_and_load_into_the_buffers() -> None:
