@@ -314,10 +314,7 @@ def _places(storage: dict[Any, Any]) -> dict[_Key, ByteRange]:
                 f"load it with torch.distributed.checkpoint and save it again without them"
             )
         places[key, None if offset is None else _integers(offset, key)] = ByteRange(
-            file=file,
-            start=_integer(info.get("offset"), key),
-            nbytes=_integer(info.get("length"), key),
-            archive=True,
+            file=file, start=_integer(info.get("offset"), key), nbytes=_integer(info.get("length"), key), archive=True
         )
     return places
 
