@@ -160,7 +160,16 @@ class CountsInAnAttribute(torch.optim.SGD):
         return super().step(closure)
 
 
+class KeepsMoreForMatrices(torch.optim.Adam):
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for param, state in self.state.items():
+            state |= {"copy": param.detach().clone()} if param.dim() > 1 else {}
+        return loss
+
+
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (KeepsMoreForMatrices, {}, "KeepsMoreForMatrices keeps different state for vectors and matrices"),
     (torch.optim.LBFGS, {}, "LBFGS({}) cannot be stepped: "),
     (torch.optim.SparseAdam, {}, "SparseAdam({}) cannot be stepped: "),
     (
