@@ -72,12 +72,6 @@ def test_a_changed_entry_takes_effect_or_is_refused(name):
             assert_equal(expected, step(optimizer, 3))
 
 
-def test_a_single_head_is_the_whole_matrix():
-    optimizer = built("Muon")
-    optimizer.param_groups[0]["num_heads"] = 1
-    assert_equal(step(built("Muon"), 2), step(optimizer, 2))
-
-
 @ON_NAMES
 def test_what_is_removed_or_no_step_supports_is_refused_later_too(name):
     """For a removed entry the default of `Hyper` was used, AdamW's betas for any rule. A third of betas was ignored."""
