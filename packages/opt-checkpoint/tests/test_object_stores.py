@@ -21,6 +21,7 @@ from opt_checkpoint import (
     CheckpointManager,
     CheckpointNotFoundError,
     ObjectPath,
+    ShardedObject,
     ShardedTensor,
     TieredCheckpointManager,
     committed_steps,
@@ -145,7 +146,9 @@ def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPa
     save({"w": sharded_like("w", torch.arange(numel, dtype=torch.float32))}, bucket)
     start, stop = numel // 4, numel // 2
     part = torch.zeros(stop - start)
-    wanted = ShardedTensor("w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop))
+    columns = ShardedTensor(
+        "w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop)
+    )
     with Calls() as calls:
         report = load({"w": wanted}, bucket)
     assert torch.equal(part, torch.arange(start, stop, dtype=torch.float32))
@@ -160,17 +163,21 @@ def test_small_tensors_near_each_other_come_by_one_request_and_columns_with_the_
     bucket: ObjectPath,
 ) -> None:
     tensors = {f"t{number}": torch.full((100,), float(number)) for number in range(200)}
-    save({name: sharded_like(name, tensor) for name, tensor in tensors.items()}, bucket / "small")
+    objects = {f"o{number}": ShardedObject(f"o{number}", {"v": torch.ones(3)}, (1,), (0,)) for number in range(200)}
+    save({name: sharded_like(name, tensor) for name, tensor in tensors.items()} | objects, bucket / "small")
     loaded = {name: torch.zeros(100) for name in tensors}
     with Calls() as calls:
-        load({name: sharded_like(name, tensor) for name, tensor in loaded.items()}, bucket / "small")
+        wanted = {name: sharded_like(name, tensor) for name, tensor in loaded.items()}
+        report = load(wanted | objects, bucket / "small")
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert report.state["o0"]["v"] is not report.state["o1"]["v"]  # equal bytes, but not one object
+    assert report.bytes_read > sum(tensor.nbytes for tensor in tensors.values()) + 200 * 12
     assert len(calls.made) < 20
     whole, part = torch.arange(64 * 65_536, dtype=torch.float32).view(64, -1), torch.zeros(64, 16)  # rows of 256 KiB
     save({"w": sharded_like("w", whole)}, bucket / "columns")
-    wanted = ShardedTensor("w", part, torch.float32, (64, 16), tuple(whole.shape), (0, 32), None)
+    columns = ShardedTensor("w", part, torch.float32, (64, 16), tuple(whole.shape), (0, 32), None)
     with Calls() as calls:
-        load({"w": wanted}, bucket / "columns")
+        load({"w": columns}, bucket / "columns")
     assert torch.equal(part, whole[:, 32:48])
     assert calls.names.count("get_ranges") < 8
 

@@ -165,5 +165,39 @@ def test_a_state_of_several_tensors_is_read_or_refused_but_never_lost(tmp_path: 
     for write in (lambda state, path: dcp_save(state, checkpoint_id=path), save):
         path = tmp_path / str(write is save)
         write({"optimizer": get_state_dict(model, optimizer)[1]}, path)
-        with pytest.raises(CheckpointKeyError, match=r"states of 0\.weight\.several, which are no parameters"):
+        with pytest.raises(CheckpointKeyError, match=r"states that are lists or dicts: 0\.weight\.several"):
             load_optimizer(model, optimizer, path)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_groups_with_several_tensors_are_read_or_refused_but_never_lost(tmp_path: Path, ours: bool, flat: bool) -> None:
+    model, optimizer = trained()
+    for kind in (tuple, list):
+        for group in optimizer.param_groups:
+            group["betas"] = kind((torch.tensor(0.5), torch.tensor(0.75)))
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        path, state = tmp_path / kind.__name__, {"optimizer": get_state_dict(model, optimizer, options=options)[1]}
+        save(state, path) if ours else dcp_save(state, checkpoint_id=path)
+        again, other = trained(0)
+        if kind is list and not ours:
+            with pytest.raises(CheckpointKeyError, match=r"groups with tensors in lists: .*betas\.0"):
+                load_optimizer(again, other, path)
+        else:
+            load_optimizer(again, other, path)
+            assert [list(group["betas"]) for group in other.param_groups] == [[0.5, 0.75]] * 2
+
+
+def test_an_optimizers_own_state_dict_is_refused_and_parameters_called_state_are_not(tmp_path: Path) -> None:
+    """The first has no names, and was loaded as an optimizer without a state."""
+    model, optimizer = trained()
+    save({"optimizer": optimizer.state_dict()}, tmp_path / "numbers")
+    with pytest.raises(CheckpointKeyError, match="numbers in place of names"):
+        load_optimizer(model, optimizer, tmp_path / "numbers")
+    inner, trained_inner = trained()
+    holder = nn.ModuleDict({"state": inner})
+    weights, states = get_state_dict(holder, trained_inner)
+    save({**weights, **states}, tmp_path / "root")
+    _, other = fresh = trained(0)
+    report = load_optimizer(nn.ModuleDict({"state": fresh[0]}), other, tmp_path / "root", at=())
+    assert report.uninitialised == report.gone == ()

@@ -25,7 +25,7 @@ from opt_checkpoint.dcp.names import (
 )
 from opt_checkpoint.dcp.saving import view_of
 from opt_checkpoint.disk.archives import SafeGlobals, loaded_whole
-from opt_checkpoint.disk.checkpoint import Opened, read_object
+from opt_checkpoint.disk.checkpoint import Opened, read_objects
 from opt_checkpoint.disk.data_file import DataFiles
 from opt_checkpoint.disk.index import COMMON_KEY, COPIES, Kind, Region, StoredChunk, StoredTensor
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointMismatchError
@@ -84,7 +84,7 @@ class ShardedLoadPlanner:
             raise ValueError(f"dtype={dtype!r}; allowed: exact, cast")
         self._state, self.index, self._common = state, opened.index, opened.common
         self._strict, self._casts, self._aliases = Strictness.parse(strict), dtype == "cast", aliases
-        self._safe_globals, self._files = safe_globals, DataFiles(opened.index)
+        self._safe_globals, self.files = safe_globals, DataFiles(opened.index)  # of objects
         self._loaded_objects: dict[str, Any] = {}
         self._plain: dict[Path, Any] = {}  # loaded plain values
         # Within plain values: tensors, in new memory, and of stock directories the keys of objects.
@@ -133,8 +133,7 @@ class ShardedLoadPlanner:
         _check_disjoint({key: index.tensors[key] for key, _ in asked})
         for key, shard in asked:
             self._plan_reads_of(key, shard)
-        for key in (self._names[path] for path in self.flat.objects if path not in self.dropped):
-            self._loaded_objects[key] = self._read_object(key)
+        self._read_objects([self._names[path] for path in self.flat.objects if path not in self.dropped])
         keys = {*self._names.values(), COMMON_KEY, *asked_plain((*self.flat.common, *self.flat.plain), self._common)}
         keys |= {t.key for t in self.flat.tensors.values()}  # also where main values were read instead
         keys |= {part if isinstance(part, str) else part.key for part in within}
@@ -144,9 +143,9 @@ class ShardedLoadPlanner:
         """All stored keys, and the paths of plain values; the same on all ranks."""
         return [*sorted(self.index.tensors), *sorted(self.index.objects), *sorted(self.stored_plain)]
 
-    def _read_object(self, key: str) -> Any:
-        """A stored object: whether it can be loaded must be known before memory changes."""
-        return loaded_whole(read_object(self.index, key, safe_globals=self._safe_globals, files=self._files), key)
+    def _read_objects(self, keys: Sequence[str]) -> None:
+        """Read stored objects now: whether they can be loaded must be known before memory changes."""
+        self._loaded_objects |= read_objects(self.index, keys, safe_globals=self._safe_globals, files=self.files)
 
     def _find_plain(self) -> None:
         """Find the stored plain values: in the common state, as tensors, or, from stock writers, as objects by path."""
@@ -154,7 +153,7 @@ class ShardedLoadPlanner:
         for path in self.flat.common:
             value, parts = lookup(self._common, path), self._find_within(path)
             objects = [part for part in parts.values() if isinstance(part, str)]
-            self._loaded_objects.update((key, self._read_object(key)) for key in objects)
+            self._read_objects(objects)
             if value is not ABSENT or objects:
                 self._plain[path] = None if value is ABSENT else loaded_whole(value, path_text(path))
         for path, template in self.flat.plain.items():

@@ -55,7 +55,8 @@ def view_of(shard: ShardedTensor, flat_box: FlatBox, part: Box) -> Tensor:
         flat_box: one of `boxes_of(shard)`.
         part: a box inside `flat_box.box`, in global coordinates.
     """
-    assert shard.data is not None
+    if shard.data is None:
+        raise CheckpointValueError(f"{shard.key} has no data")
     values = shard.data.detach()
     if shard.flattened_range is not None:
         if not values.is_contiguous():

@@ -9,13 +9,14 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from opt_checkpoint.disk.archives import SafeGlobals, load_object, loaded_whole
 from opt_checkpoint.disk.data_file import FILE_MARK, DataFiles, PieceSums, crc32, has_right_sums, hashing
 from opt_checkpoint.disk.foreign import MEGATRON_COMMON, METADATA, read_dcp_index
-from opt_checkpoint.disk.index import COMMON_KEY, CheckpointIndex, Kind, StoredFile
+from opt_checkpoint.disk.index import COMMON_KEY, ByteRange, CheckpointIndex, Kind, StoredFile
 from opt_checkpoint.disk.manifest import read_manifest
 from opt_checkpoint.errors import CheckpointCorruptError, CheckpointNotFoundError
 from opt_checkpoint.store import MANIFEST, AnyPath, Location, Store, location_of, store_at
@@ -104,41 +105,58 @@ def read_common(index: CheckpointIndex, *, safe_globals: SafeGlobals = ()) -> An
     return {}
 
 
-def read_object(
-    index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = (), files: DataFiles | None = None
-) -> Any:
-    """One stored object; takes and returns values as `read_common`. Several reads may share `files`.
+def read_object(index: CheckpointIndex, unique_key: str, *, safe_globals: SafeGlobals = ()) -> Any:
+    """One stored object; takes and returns values as `read_common`.
 
     Raises:
         CheckpointCorruptError: it is damaged, or would need code to be run.
     """
-    raw = _object_bytes(files or DataFiles(index), index, unique_key)
+    ((_, raw),) = _objects_bytes(DataFiles(index), index, [unique_key])
     value = index.kind.unwrapped(load_object(raw, allowed=safe_globals))
     return loaded_whole(value, unique_key) if index.kind is Kind.OURS else value
 
 
-def read_objects(index: CheckpointIndex, keys: Iterable[str]) -> dict[str, Any]:
-    """Read many stored objects by key, many of them equal, such as fields of parameter groups. See `read_object`.
+def read_objects(
+    index: CheckpointIndex, keys: Iterable[str], *, safe_globals: SafeGlobals = (), files: DataFiles | None = None
+) -> dict[str, Any]:
+    """Read many stored objects by key, with few reads. Of equal small ones, such as fields of parameter groups, one is
+    loaded and the others are copies of it. `files` counts the bytes.
 
     Raises:
         CheckpointCorruptError: one is damaged, or would need code to be run.
     """
-    values, loaded, files = dict[bytes, Any](), {}, DataFiles(index)
-    for key in keys:
-        raw = _object_bytes(files, index, key)
-        if raw not in values:
-            values[raw] = loaded_whole(index.kind.unwrapped(load_object(raw)), key)
-        loaded[key] = values[raw]
+    first, loaded = dict[bytes, Any](), dict[str, Any]()
+    for key, raw in _objects_bytes(files or DataFiles(index), index, keys):
+        if raw in first:
+            loaded[key] = deepcopy(first[raw])
+            continue
+        loaded[key] = loaded_whole(index.kind.unwrapped(load_object(raw, allowed=safe_globals)), key)
+        if len(raw) <= _SMALL_BYTES:
+            first[raw] = loaded[key]
     return loaded
 
 
-def _object_bytes(files: DataFiles, index: CheckpointIndex, unique_key: str) -> bytes:
-    """The archive of a stored object, compared with its checksum."""
-    place = index.objects[unique_key]
-    raw = files.read(place.file, place.start, place.nbytes)
-    if place.sums and crc32(raw) != place.sums[0]:
-        raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {unique_key} has changed")
-    return raw
+def _objects_bytes(files: DataFiles, index: CheckpointIndex, keys: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """The archives of stored objects, compared with their checksums. Those that are near each other are one read."""
+    runs: list[tuple[ByteRange, list[str]]] = []
+    for key in sorted(keys, key=lambda key: (index.objects[key].file, index.objects[key].start)):
+        place, (run, of_run) = index.objects[key], runs[-1] if runs else (index.objects[key], [])
+        nbytes = max(run.nbytes, place.start + place.nbytes - run.start)
+        is_near = place.start - run.start - run.nbytes <= files.near_bytes and nbytes <= _BUFFER_BYTES
+        if of_run and place.file == run.file and is_near:
+            of_run.append(key)
+            runs[-1] = run.part(0, nbytes), of_run
+        else:
+            runs.append((place.part(0, place.nbytes), [key]))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        read = pool.map(lambda run: files.read(run[0].file, run[0].start, run[0].nbytes), runs)
+        for (run, of_run), raw in zip(runs, read):
+            for key in of_run:
+                place = index.objects[key]
+                part = raw[place.start - run.start :][: place.nbytes]
+                if place.sums and crc32(part) != place.sums[0]:
+                    raise CheckpointCorruptError(f"{index.path / place.file} is damaged: the object {key} has changed")
+                yield key, part
 
 
 def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
@@ -149,6 +167,7 @@ def open_checkpoint(path: AnyPath, *, safe_globals: SafeGlobals = ()) -> Opened:
 
 _THREADS = 8  # opening thousands of files on a network file system takes long one by one
 _BUFFERS, _BUFFER_BYTES = 4, 16 << 20  # at most, of each
+_SMALL_BYTES = 4 << 10  # of objects that are loaded once if they are equal
 
 
 class Finding(NamedTuple):

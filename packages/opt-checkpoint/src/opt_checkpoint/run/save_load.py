@@ -335,5 +335,5 @@ def read_planned(
         cast=tuple(planner.cast),
         kind=reader.index.kind,
         bytes_wanted=reader.bytes_wanted,
-        bytes_read=reader.bytes_read,
+        bytes_read=reader.bytes_read + planner.files.bytes_read,
     )

@@ -59,8 +59,8 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     keys = _by_param(index.tensors, f"{prefix}state.")
     groups, names = _stock_groups(opened, at, saved)
     if not keys and not groups:
-        prefixes = sorted({key.partition("state.")[0] for key in index.tensors if ".state." in f".{key}"})
-        places = [tuple(prefix.rstrip(".").split(".")) if prefix else () for prefix in prefixes[:4]]
+        prefixes = sorted({f".{key}".partition(".state.")[0] for key in index.tensors if ".state." in f".{key}"})
+        places = [tuple(prefix.split(".")[1:]) for prefix in prefixes[:4]]
         raise CheckpointKeyError(
             f"{index.path} holds no optimizer at {path_text(tuple(at)) or 'its root'}; pass its place as "
             f"at=(...){'. There are states at ' if places else ''}{', '.join(map(str, places))}"
@@ -70,10 +70,12 @@ def find_optimizer(opened: Opened, at: Sequence[str]) -> SavedOptimizer:
     for name, own in numbers.items() if isinstance(numbers, dict) else ():
         plain.setdefault(str(name), {}).update(own if isinstance(own, dict) else {})
     members = [name for own in names for name in own] or sorted(keys.keys() | plain.keys())
-    if strange := sorted((keys.keys() | plain.keys()) - set(members)):
+    known = set(members)  # others are of parameters that are gone, unless they are inside a state
+    others = (keys.keys() | plain.keys()) - known
+    if strange := sorted(n for n in others if any(n[:at] in known for at, letter in enumerate(n) if letter == ".")):
         raise CheckpointKeyError(
-            f"{index.path} holds states of {some_of(strange)}, which are no parameters of its groups; states that are "
-            f"lists or dicts are read from checkpoints of sharded_optimizer only"
+            f"{index.path} holds states that are lists or dicts: {some_of(strange)}; they are read from checkpoints of "
+            f"sharded_optimizer only"
         )
     state_names = {name: sorted({*keys.get(name, {}), *plain.get(name, {})}) for name in members}
     return SavedOptimizer(groups, names, state_names, plain, {}, keys)
@@ -138,10 +140,17 @@ def _fields(opened: Opened, at: Sequence[str], saved: Any, of: str) -> dict[str,
     our `save` stored of a flattened state dict."""
     index, prefix = opened.index, "".join(f"{key}." for key in at)
     values = read_objects(index, [key for key in index.objects if key.startswith(prefix + of)])
-    if isinstance(saved, dict):
-        values |= {f"{prefix}{key}": value for key, value in saved.items() if str(key).startswith(of)}
+    for key, value in saved.items() if isinstance(saved, dict) else ():
+        if str(key).startswith(of):  # a list may hold tensors
+            values[f"{prefix}{key}"] = _stored_value((*at, key), opened) if isinstance(value, list | tuple) else value
     if of == "param_groups.":
         found = {key: stored for key, stored in index.tensors.items() if key.startswith(prefix + of)}
+        found = {key: stored for key, stored in found.items() if key.rpartition(".")[0] not in values}
+        if lists := [key for key in found if key.rpartition(".")[2].isdigit()]:
+            raise CheckpointKeyError(
+                f"{index.path} holds groups with tensors in lists: {some_of(lists)}; they are read from checkpoints of "
+                f"sharded_optimizer only"
+            )
         tensors = {key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in found.items()}
         wanted = {key: sharded_like(key, tensor) for key, tensor in tensors.items()}
         carry_out_load(Ranks(), ShardedLoadPlanner(wanted, opened))
@@ -165,6 +174,10 @@ def _stock_groups(opened: Opened, at: Sequence[str], saved: Any) -> tuple[list[d
                 text = repr({k: v.tolist() if isinstance(v, Tensor) else v for k, v in sorted(own.items())})
                 groups.setdefault(text, {**own, "params": []})["params"].append(name)
             rows = list(groups.values())
-    rows = [group for group in rows if all(isinstance(name, str) for name in group.get("params", ()))]
     names = [list(group.get("params", ())) for group in rows]
+    if not all(isinstance(name, str) for of_group in names for name in of_group):
+        raise CheckpointKeyError(
+            f"{opened.index.path} holds an optimizer's state_dict, whose parameters have numbers in place of names; "
+            f"save sharded_optimizer(model, optimizer)"
+        )
     return [{field: value for field, value in group.items() if field != "params"} for group in rows], names

@@ -166,7 +166,8 @@ def _update(group: Group, sources: Sequence[tuple[Group, str]], policy: Conflict
 
 def _is_nan(value: Any) -> bool:
     """Whether a number or a one-element tensor is NaN."""
-    return isinstance(value, float | Tensor) and torch.as_tensor(value).isnan().flatten().tolist() == [True]
+    is_single = not isinstance(value, Tensor) or value.numel() == 1
+    return isinstance(value, float | Tensor) and is_single and bool(value != value)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -7,7 +7,6 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import unquote, urlsplit
@@ -66,9 +65,9 @@ class ObjectPath:
             raise CheckpointValueError(
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
-        if find_spec("obstore") is None:
+        if "from_url" not in globals():
             raise CheckpointValueError(
-                "checkpoints in object stores need obstore, which is not installed: python -m pip install obstore"
+                "checkpoints in object stores need obstore, which cannot be imported: python -m pip install obstore"
             )
         parts, root = urlsplit(url), url.rstrip("/")
         if parts.query or parts.fragment:

@@ -134,10 +134,10 @@ def already_there(path: Location) -> CheckpointExistsError:
 
 
 def named_in(store: Store, file: str, field: str, pattern: str) -> str | None:
-    """The name in a field of a small JSON file; None if there is no such file.
+    """The string in `field` of a small JSON file, or None if the file does not exist.
 
     Raises:
-        CheckpointCorruptError: the file holds no name that matches `pattern`.
+        CheckpointCorruptError: the file holds no string there that matches `pattern`.
     """
     try:
         name = json.loads(store.read(file))[field]
