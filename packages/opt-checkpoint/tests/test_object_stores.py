@@ -146,9 +146,7 @@ def test_a_load_on_other_ranks_requests_only_the_bytes_it_needs(bucket: ObjectPa
     save({"w": sharded_like("w", torch.arange(numel, dtype=torch.float32))}, bucket)
     start, stop = numel // 4, numel // 2
     part = torch.zeros(stop - start)
-    columns = ShardedTensor(
-        "w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop)
-    )
+    wanted = ShardedTensor("w", part, torch.float32, (numel,), (numel,), (0,), None, flattened_range=slice(start, stop))
     with Calls() as calls:
         report = load({"w": wanted}, bucket)
     assert torch.equal(part, torch.arange(start, stop, dtype=torch.float32))

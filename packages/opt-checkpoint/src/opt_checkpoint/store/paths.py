@@ -23,6 +23,10 @@ _ANY_URL = re.compile(rf"{_URL.pattern}|(?:{'|'.join(_SCHEMES)}):/", re.DOTALL)
 _FLATTENED_URL = re.compile(rf"(?:{'|'.join((*_SCHEMES, 'file'))}):/[^/]")
 
 
+def _has_obstore() -> bool:
+    return "from_url" in globals()
+
+
 @cache
 def _memory_store(name: str) -> Any:
     """The in-memory store of this name."""
@@ -65,7 +69,7 @@ class ObjectPath:
             raise CheckpointValueError(
                 f"{url!r} is not the URL of an object store; allowed: {', '.join(f'{s}://' for s in _SCHEMES)}"
             )
-        if "from_url" not in globals():
+        if not _has_obstore():
             raise CheckpointValueError(
                 "checkpoints in object stores need obstore, which cannot be imported: python -m pip install obstore"
             )
