@@ -35,6 +35,8 @@ from opt_checkpoint.state.sharded import ShardedStateDict, ShardedTensor
 from opt_checkpoint.state.tensors import check_dense, converts_exactly, is_dtensor
 from opt_checkpoint.state.tree import ABSENT, Path, flatten_state, leaves, lookup, path_text
 
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+
 
 class TensorRead(NamedTuple):
     """Values of a stored chunk to read into the memory of a state.
@@ -77,7 +79,7 @@ class ShardedLoadPlanner:
         *,
         strict: str | StrictHandling = "raise_missing",
         dtype: str = "exact",
-        aliases: Mapping[str, str] = MappingProxyType({}),
+        aliases: Mapping[str, str] = NO_ALIASES,
         safe_globals: SafeGlobals = (),
     ) -> None:
         if dtype not in ("exact", "cast"):

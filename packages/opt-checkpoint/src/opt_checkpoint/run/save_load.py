@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import torch.distributed as dist
 
 from opt_checkpoint.dcp.layout import LocalContents
-from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.dcp.plan import AssignedParts, Offer, PlanCache
 from opt_checkpoint.dcp.reader import CheckpointReader, Verify
@@ -38,7 +38,6 @@ from opt_checkpoint.store import AnyPath, Location, Target, location_of
 from opt_checkpoint.store.paths import reached_from
 
 PathLike: TypeAlias = str | os.PathLike[str]  # of files that are converted
-NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 NO_DETAILS: Mapping[str, Any] = MappingProxyType({})
 
 

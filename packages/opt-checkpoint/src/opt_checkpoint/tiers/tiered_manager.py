@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from opt_checkpoint.dcp.load_planner import ShardedLoadPlanner
+from opt_checkpoint.dcp.load_planner import NO_ALIASES, ShardedLoadPlanner
 from opt_checkpoint.dcp.names import StrictHandling
 from opt_checkpoint.disk.archives import SafeGlobals
 from opt_checkpoint.disk.checkpoint import Opened
@@ -29,7 +29,7 @@ from opt_checkpoint.errors import (
 from opt_checkpoint.run.async_save import SAVE_TIMEOUT_S, AsyncSaver, background_group
 from opt_checkpoint.run.manager import CheckpointManager, Closing, step_number
 from opt_checkpoint.run.ranks import Ranks, from_all, from_first, in_turn, leave, ranks_of, same_everywhere
-from opt_checkpoint.run.save_load import NO_ALIASES, LoadReport
+from opt_checkpoint.run.save_load import LoadReport
 from opt_checkpoint.run.torch_optimizer import OptimizerLoadReport, fill_optimizer
 from opt_checkpoint.state.sharded import ShardedStateDict
 from opt_checkpoint.store import AnyPath
